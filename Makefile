@@ -16,6 +16,12 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
+# Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
+$(VENV)/.compiled: $(VENV)/.ready
+	$(BIN)/penstock plan --ranks 2 --microbatches 4 --memory 1.5 >/dev/null
+	$(BIN)/penstock paths examples/cluster.toml --parts 2 --microbatches 2 --forward 0.05 --message 4e6 --gradients 1e6 --iterations 100 >/dev/null
+	touch $@
+
 demo: setup ## train a small Llama on four workers; the report, checkpoint and sample are in runs/
 	$(BIN)/penstock train
 
@@ -34,7 +40,7 @@ figures: setup ## plan, simulate and draw schedules; the figures are in out/
 # Let Python keep its bytecode, or every process compiles all files anew.
 test: export PYTHONDONTWRITEBYTECODE :=
 # Many tests wait, for processes or for emulated links, so that four workers keep two cores busy.
-test: setup ## run all tests
+test: setup $(VENV)/.compiled ## run all tests
 	$(BIN)/pytest --workers 4
 
 # torchtitan, Ray, peft and datasets are extras of ours. The other frameworks are only read, so they come without what

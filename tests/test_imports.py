@@ -38,7 +38,8 @@ ROOMS = {
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("carry", "dropout", "extras", "runtime", "measure", "models", "errors"),
+        *("carry", "dropout", "extras", "runtime", "measure", "models", "version"),
+        "errors",
     },
     "ray": {
         *("ir", "config", "formats", "plan", "runtime", "train", "errors"),

@@ -38,7 +38,7 @@ from penstock import Schedule, make, simulate
 from penstock.cost.network import Network
 from penstock.formats import read_plan
 from penstock.ir.idle import split_idle_time
-from penstock.measure.links import network_of
+from penstock.measure.links import measured_network
 from penstock.runtime import Comm, spawn
 from penstock.sim.own_times import own_cost
 
@@ -99,7 +99,7 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
     size = setting.size
     if size.device == "cpu":
         torch.set_num_threads(1)
-    network = network_of(comm, every=False, device=torch.device(size.device))
+    network = measured_network(comm, every=False, device=torch.device(size.device))
     rows = []
     for count in setting.microbatches:
         for label, schedule in schedules(setting, comm.ranks, count).items():

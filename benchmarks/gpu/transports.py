@@ -30,7 +30,7 @@ from bench import DRY, REAL, Size, arguments, clocked, data, note, stages_of, wr
 from penstock import Schedule, lower, make, simulate
 from penstock.cost.network import Network
 from penstock.ir.idle import split_idle_time
-from penstock.measure.links import network_of
+from penstock.measure.links import measured_network
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.sim.own_times import own_cost
@@ -83,7 +83,7 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
     begin = time.perf_counter()
     use_layout(comm, layout)
     device = torch.device(setting.size.device)
-    network = network_of(comm, every=False, device=device)
+    network = measured_network(comm, every=False, device=device)
     took = 1e3 * float(network.latency)  # type: ignore[arg-type]
     rate = float(network.bandwidth) / 1e9  # type: ignore[arg-type]
     note(comm, f"{layout}: {took:.3f} ms and {rate:.2f} GB/s a link")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from penstock.plan import lower_bound, portfolio
     from penstock.schedules import REGISTRY, make
     from penstock.sim import simulate
+    from penstock.train.session import fit
 
     __version__: str
 
@@ -64,6 +65,7 @@ __all__ = [
     "Timeline",
     "UnitCost",
     "check",
+    "fit",
     "lower",
     "lower_bound",
     "make",
@@ -77,6 +79,7 @@ __all__ = [
 ]
 
 
+_NEED_TORCH = {"Pipeline": "penstock.pipeline", "fit": "penstock.train.session"}
 _ROOMS = ("cost", "formats", "ir", "plan", "schedules", "sim", "errors", "partition")
 
 
@@ -86,8 +89,8 @@ def __getattr__(name: str) -> object:
 
     if name == "__version__":
         return import_module("penstock.version").read_version()
-    if name == "Pipeline":  # needs torch
-        return import_module("penstock.pipeline").Pipeline
+    if name in _NEED_TORCH:
+        return getattr(import_module(_NEED_TORCH[name]), name)
     if name in _ROOMS:
         return import_module(f"penstock.{name}")
     if name in __all__:

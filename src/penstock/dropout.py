@@ -25,7 +25,7 @@ _GOLDEN = 0x9E3779B1  # spreads neighboring numbers over all bits
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DropoutPlace:
     """Where the numbers are that a stage computes now."""
 
     key: int  # of the seed and the step
@@ -37,7 +37,7 @@ class Place:
 class _Current(threading.local):
     """The place of each thread, because ranks may be threads; None while nothing is dropped."""
 
-    place: Place | None = None
+    place: DropoutPlace | None = None
 
 
 _current = _Current()
@@ -46,7 +46,7 @@ _current = _Current()
 @contextmanager
 def dropping(seed: int, step: int, first_row: int = 0) -> Iterator[None]:
     """Inside, drop numbers as the step of this seed does. `first_row` is that of this pass and shard in the step."""
-    _current.place = Place(zlib.crc32(f"{seed}/{step}".encode()), first_row)
+    _current.place = DropoutPlace(zlib.crc32(f"{seed}/{step}".encode()), first_row)
     try:
         yield
     finally:
@@ -88,7 +88,7 @@ class Dropout(nn.Module):
         return f"share={self.share}"
 
 
-def hashes(place: Place, site: int, x: Tensor) -> Tensor:
+def hashes(place: DropoutPlace, site: int, x: Tensor) -> Tensor:
     """Return a hash of 32 bits for each number of x: of its row in the step, its token and its feature."""
     rows, tokens, width = x.shape
     device = x.device

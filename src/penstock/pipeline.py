@@ -71,7 +71,7 @@ class Pipeline:
         self.schedule = plan.schedule if isinstance(plan, Plan) else plan
         self.comm = init(device=device) if comm is None else comm
         partition = partition or (plan.partition if isinstance(plan, Plan) else ())
-        parts = parts_of(model, self.schedule.parts, partition)
+        parts = cut_into_parts(model, self.schedule.parts, partition)
         self.device = torch.device(device or "cpu")
         self.stages: dict[int, nn.Module] = {}
         mine: dict[int, nn.Module] = {}
@@ -209,7 +209,7 @@ class Pipeline:
 
 
 # ---------------------------------------------------------------- parts
-def parts_of(
+def cut_into_parts(
     model: nn.Module | Sequence[nn.Module], parts: int, partition: Sequence[int] = ()
 ) -> list[Part] | list[LayerChain]:
     """Cut a model, or a list of layers, into parts."""

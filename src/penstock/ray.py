@@ -22,18 +22,16 @@ from ray.train import Checkpoint, report
 from penstock.config import Config, check_config, is_plan_file
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import read_config, written_keys
-from penstock.ir import Plan
-from penstock.plan.planner import plan_run
 from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first
-from penstock.train.auto import machine_workload, measure, plan_workload
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_name
 from penstock.train.launcher import forget_previous_end
 from penstock.train.lock import Lock, locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
+from penstock.train.session import plan_config
 from penstock.train.start import check_sources, find_run, prepare_run
-from penstock.train.worker import CONFIG_FILE, STOP_FILE, job_of, join, model_sizes
+from penstock.train.worker import CONFIG_FILE, STOP_FILE, job_of, join
 
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop
 
@@ -87,13 +85,7 @@ def prepare(
 ) -> None:
     """Plan the run and write the files that every worker reads; the first worker does it."""
     check_sources(config)
-    layers = model_sizes(config).layers
-
-    def plan_auto(config: Config) -> Plan:
-        workload, placement = machine_workload(config, layers, given)
-        return plan_workload(workload, measure(workload, placement)).plan
-
-    config, plan = plan_run(config, layers, given, plan_auto)
+    config, plan, _ = plan_config(config, given)
     placement = launched_placement(config)
     needed = plan.schedule.ranks * config.mesh.size
     if needed != placement.processes:

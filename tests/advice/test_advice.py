@@ -13,8 +13,8 @@ from commands import called
 from penstock import UnitCost, make, simulate
 from penstock.advice.advise import FRAMEWORKS, advise, framework_of
 from penstock.advice.deepspeed import borders_of
-from penstock.advice.orders import Placement, order_of, placement_of
-from penstock.advice.pipeline import Pipeline
+from penstock.advice.orders import PlacementKind, order_of, placement_kind
+from penstock.advice.pipeline import PipelineTerms
 from penstock.cost import ModelCost, Network, PartCost, Seconds
 from penstock.cost.waiting import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError
@@ -26,8 +26,8 @@ from penstock.plan.search import search
 STEM = Path("plan")
 
 
-def pipeline(name: str, partition: tuple[int, ...] = (), **shape: int) -> Pipeline:
-    return Pipeline(make(name, **shape), partition, 2, 1, 3, 1, 1, (), 64)
+def pipeline(name: str, partition: tuple[int, ...] = (), **shape: int) -> PipelineTerms:
+    return PipelineTerms(make(name, **shape), partition, 2, 1, 3, 1, 1, (), 64)
 
 
 FLAT = partial(pipeline, "1f1b", (3, 4, 2), ranks=3, microbatches=4)
@@ -38,21 +38,21 @@ LOOP = partial(pipeline, "interleaved", (1, 2, 2, 1), ranks=2, microbatches=4, c
 @pytest.mark.parametrize(
     ("name", "shape", "order", "placement"),
     [
-        ("1f1b", {}, "1f1b", Placement.LOOP),
-        ("gpipe", {}, "gpipe", Placement.LOOP),
-        ("interleaved", {"chunks": 3}, "interleaved", Placement.LOOP),
-        ("zb-v", {}, "zb-v", Placement.V),
-        ("hanayo", {"waves": 1}, "", Placement.V),
-        ("hanayo", {"waves": 2}, "", Placement.WAVES),
-        ("zb-h1", {}, "", Placement.LOOP),
-        ("chimera", {}, "", Placement.OTHER),
+        ("1f1b", {}, "1f1b", PlacementKind.LOOP),
+        ("gpipe", {}, "gpipe", PlacementKind.LOOP),
+        ("interleaved", {"chunks": 3}, "interleaved", PlacementKind.LOOP),
+        ("zb-v", {}, "zb-v", PlacementKind.V),
+        ("hanayo", {"waves": 1}, "", PlacementKind.V),
+        ("hanayo", {"waves": 2}, "", PlacementKind.WAVES),
+        ("zb-h1", {}, "", PlacementKind.LOOP),
+        ("chimera", {}, "", PlacementKind.OTHER),
     ],
 )
 def test_a_schedule_has_the_name_of_its_lanes(name, shape, order, placement):
     schedule = make(name, ranks=4, microbatches=8, **shape)
     assert order_of(schedule) == order
     if len(schedule.stages) == schedule.parts:
-        assert placement_of(schedule) is placement
+        assert placement_kind(schedule) is placement
 
 
 # ---------------------------------------------------------------- what they are told

@@ -20,7 +20,7 @@ from penstock import make
 from penstock.advice.advise import FRAMEWORKS
 from penstock.advice.automodel import module_names as automodel_names
 from penstock.advice.megatron import layout_of
-from penstock.advice.pipeline import Pipeline
+from penstock.advice.pipeline import PipelineTerms
 from penstock.advice.torchtitan import module_names as torchtitan_names
 from penstock.partition import even_partition
 
@@ -44,13 +44,13 @@ def their(module: str) -> ModuleType:
             pytest.skip(f"{module} cannot be imported: {error}")
 
 
-def pipeline(name: str, shape: dict[str, int]) -> Pipeline:
+def pipeline(name: str, shape: dict[str, int]) -> PipelineTerms:
     schedule = make(name, **shape)
     partition = even_partition(2 * schedule.parts + 1, schedule.parts)
-    return Pipeline(schedule, partition, 2, 1, 1, 1, 1, (), 64)
+    return PipelineTerms(schedule, partition, 2, 1, 1, 1, 1, (), 64)
 
 
-def homes(plan: Pipeline) -> list[list[int]]:
+def homes(plan: PipelineTerms) -> list[list[int]]:
     """The stages of each rank."""
     found: list[list[int]] = [[] for _ in range(plan.ranks)]
     for stage in plan.schedule.stages:

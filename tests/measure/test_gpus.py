@@ -14,7 +14,7 @@ from commands import called
 from penstock import make, simulate
 from penstock.config import ModelConfig
 from penstock.cost import ProfileCost
-from penstock.cost.gpus import GPUS, analytic_profile, gpu_of, network_of
+from penstock.cost.gpus import GPUS, analytic_profile, gpu_network, gpu_of
 from penstock.cost.mesh import mesh_profile
 from penstock.cost.network import Link
 from penstock.cost.sizes import parameters_of_pieces
@@ -22,7 +22,7 @@ from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import dump_profile, load_profile
 from penstock.ir import Op
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.train.mesh import held_in_layer
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "h200"
@@ -133,7 +133,7 @@ def test_parameters_and_held_numbers_are_those_of_the_models(sizes):
         inner=sizes.inner,
         vocab=1000,
     )
-    expected = parameters_of(sizes)
+    expected = count_parameters(sizes)
     counts = parameters_of_pieces(model, tokens=32)
     assert counts == (expected.embed, expected.layer, expected.head)
     computed = analytic_profile(model, 32, precision="float32")
@@ -157,8 +157,8 @@ def test_faster_gpus_are_faster():
 
 def test_machines_have_fast_links_inside_and_slow_ones_between():
     gpu = gpu_of("h100")
-    assert network_of(gpu, 8).bandwidth == gpu.inside.bandwidth
-    network = network_of(gpu, 6, devices_per_rank=4)
+    assert gpu_network(gpu, 8).bandwidth == gpu.inside.bandwidth
+    network = gpu_network(gpu, 6, devices_per_rank=4)
     assert network.bandwidth[0][1] == gpu.inside.bandwidth
     assert network.bandwidth[0][2] == gpu.between.bandwidth
     assert network.latency[1][2] == gpu.between.latency

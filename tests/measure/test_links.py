@@ -12,7 +12,7 @@ from forked import Command
 from machines import limit, two_machines
 from penstock import Network
 from penstock.formats import dump_cluster, load_cluster, read_cluster
-from penstock.measure.links import disjoint_pairs, network_of
+from penstock.measure.links import disjoint_pairs, measured_network
 from penstock.measure.survey import cluster_of
 from penstock.runtime import ShapedComm, run_threads
 from penstock.runtime.comm import ThreadComm
@@ -59,7 +59,7 @@ def test_one_number_for_all_links_is_the_median_of_neighbors():
     network = Network(((0.0, 2e-3, 0.1), (2e-3, 0.0, 2e-3), (0.1, 2e-3, 0.0)), 100e6)
 
     def work(comm: ThreadComm) -> Network:
-        return network_of(ShapedComm(comm, network))
+        return measured_network(ShapedComm(comm, network))
 
     found = run_threads(3, work, patience=60)[
         0

@@ -68,6 +68,7 @@ def made_profile(rows: int, tokens: int = TOKENS) -> Profile:
         model=(("family", "llama"),),
         device=(("device", "cpu"),),
         turn=1e-4 * rows,
+        switch=0.1 * rows,
     )
 
 
@@ -103,6 +104,7 @@ def test_between_two_measurements_every_curve_is_linear_in_the_rows(op):
     assert between.layer.weights == SIZES["weights"]
     assert between.layer.update == pytest.approx(SIZES["update"])
     assert between.turn == pytest.approx(3e-4)
+    assert between.switch == pytest.approx(0.3)
     point = between.layer.points[5]
     assert pytest.approx(seconds_of(3, point.tokens, point.prefix, Op.F)) == point.F
 

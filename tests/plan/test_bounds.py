@@ -8,6 +8,7 @@ import pytest
 
 from penstock import UnitCost, lower_bound, make, simulate
 from penstock.cost import Network
+from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Point, Profile, block
 from penstock.ir import MicroBatch
 from penstock.plan.orders import best_order
@@ -82,6 +83,28 @@ def test_the_bound_of_a_space_is_below_random_placements_and_cuts():
             assert lower_bound(schedule, cost, cap) <= makespan * ROUNDING
 
 
+def test_the_bound_with_two_copies_of_the_weights_is_below_both_directions():
+    """Chimera reaches its ranks from both ends, so it beats the bound of one copy."""
+    random.seed(4)
+    beaten = 0
+    for _ in range(40):
+        ranks = random.choice([2, 4, 6])
+        microbatches = random.randint(1, 6)
+        slices = random.randint(1, 2)
+        cap = random.choice([None, 2.0])
+        split = random.choice([True, False])
+        cost = UnitCost(F=random.choice([1, 2]), comm=random.choice([0, 0.1, 0.5]))
+        draft = make("chimera", ranks=ranks, microbatches=microbatches)
+        cuts = tuple(range(slices + 1))
+        paths = [MicroBatch(one.path, slices, cuts) for one in draft.microbatches]
+        schedule = list_schedule(draft.stages, paths, cost, cap, split)
+        makespan = simulate(schedule, cost).makespan
+        space = (cost, ranks, microbatches, 1, slices, cap, split)
+        assert space_bound(*space, weights=2) <= makespan * ROUNDING
+        beaten += makespan < space_bound(*space) / ROUNDING
+    assert beaten
+
+
 def test_more_freedom_never_raises_the_bound_of_a_space():
     cost = UnitCost(comm=0.05)
     bounds = [space_bound(cost, 8, 8, stages, slices=4) for stages in (1, 2, 4, 8)]
@@ -90,6 +113,12 @@ def test_more_freedom_never_raises_the_bound_of_a_space():
     assert bounds == sorted(bounds, reverse=True)
     bounds = [space_bound(cost, 8, 8, 4, 1, cap) for cap in (1, 2, 8, None)]
     assert bounds == sorted(bounds, reverse=True)
+    for memory in (None, 2):
+        bounds = [
+            space_bound(cost, 8, 8, 4, cap=memory, weights=copies)
+            for copies in (1, 2, 4)
+        ]
+        assert bounds == sorted(bounds, reverse=True)
 
 
 def profile() -> Profile:
@@ -140,3 +169,14 @@ def test_the_bound_of_a_profile_is_below_partitions_cuts_and_orders():
                 assert split or makespan >= whole
                 best = min(best, makespan)
     assert bound >= 0.8 * best
+
+
+def test_the_bound_of_a_profile_with_two_copies_is_below_chimera():
+    measured = profile()
+    for ranks, microbatches in [(2, 2), (4, 4), (4, 3)]:
+        schedule = make("chimera", ranks=ranks, microbatches=microbatches)
+        cost = PlacedCost(measured, 128)
+        space = (measured, ranks, microbatches, 1)
+        makespan = simulate(schedule, cost).makespan
+        assert space_bound(*space, weights=2) <= makespan * ROUNDING
+        assert space_bound(*space, weights=2) <= space_bound(*space)

@@ -19,7 +19,7 @@ from penstock.ir.compiled import many_schedules
 from penstock.plan.candidates import Candidate
 from penstock.plan.portfolio import rank_setting, survey_setting
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.recipes import Limits, Placement
+from penstock.plan.recipes import Limits, StagePlacement
 from penstock.plan.topology import Machines
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules.list_scheduling import sequential_schedule
@@ -101,12 +101,14 @@ def with_memory(pricing: ProfilePricing, memory: float) -> ProfilePricing:
     )
 
 
-def placement_of(candidate: Candidate) -> Placement:
+def placement_of(candidate: Candidate) -> StagePlacement:
     for word, count in candidate.shape:
         if word in ("chunks", "waves"):
-            return Placement(word, count)
+            return StagePlacement(word, count)
     stages = candidate.schedule.stages
-    return Placement("waves" if len(stages) > candidate.schedule.ranks else "chunks", 1)
+    return StagePlacement(
+        "waves" if len(stages) > candidate.schedule.ranks else "chunks", 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from dataclasses import replace
 from functools import cache
@@ -20,21 +21,24 @@ from penstock.cost.gpus import Link, analytic_profile
 from penstock.cost.placed import PlacedCost
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
+from penstock.ir.action import Op
+from penstock.ir.schedule import Schedule, schedule_of
 from penstock.partition import balanced_partition
 from penstock.plan.planner import chosen_plan
 from penstock.plan.portfolio import PRINTED_DIGITS, SAMPLING
 from penstock.plan.price import Price
 from penstock.plan.question import (
-    bytes_of,
     microbatches_of,
+    parse_bytes,
     profile_question,
     unit_question,
 )
 from penstock.plan.recipes import Limits
-from penstock.plan.search import Landscape, Progress, search
+from penstock.plan.search import Landscape, SearchProgress, search
 from penstock.plan.topology import Machines, cluster_network, cluster_nodes
+from penstock.plan.tried_bound import tried_bound
 from penstock.plan.workload import Cell, Fixed, Workload, cells_of, divisors
-from penstock.schedules.list_scheduling import sequential_schedule
+from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 
 ROUNDING = 1 + 1e-9
@@ -121,6 +125,44 @@ def test_no_optimum_of_cp_sat_beats_the_bound_of_the_space(memory):
         judged = optimum(draft, cost, memory, work=1.0)
         assert found.bound <= judged.makespan * ROUNDING
         assert fastest(found) <= judged.makespan * ROUNDING
+
+
+@pytest.mark.parametrize("stages", [4, 16])
+def test_an_optimal_plan_of_three_ranks_has_no_gap(stages):
+    found = unit_search(3, 3, None, slices=1, stages=stages)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def split_some(schedule: Schedule, dice: random.Random) -> Schedule:
+    """Split about half of the backwards."""
+    lanes = []
+    for lane in schedule.lanes:
+        actions = []
+        for action in lane:
+            if action.op is Op.B and dice.random() < 0.5:
+                actions += [action._replace(op=Op.I), action._replace(op=Op.W)]
+            else:
+                actions.append(action)
+        lanes.append(actions)
+    return schedule_of(schedule.stages, schedule.microbatches, lanes)
+
+
+@pytest.mark.parametrize("inputs", [None, 0.5, 2.5])
+@pytest.mark.parametrize("memory", [None, 2.0])
+def test_no_order_with_some_backwards_split_beats_the_bound_of_what_is_tried(
+    inputs, memory
+):
+    """Whether splitting takes time or saves it."""
+    dice = random.Random(0)
+    for weights in (None, 0.5, 2.5):
+        cost = UnitCost(B=2.0, I=inputs, W=weights, comm=0.2)
+        bound = tried_bound(cost, 2, 3, Limits(stages=2, slices=1), memory)
+        for stages in (loop_placement(2), wave_placement(2, 1)):
+            paths = paths_through(stages, 3)
+            whole = list_schedule(stages, paths, cost, memory)
+            split = list_schedule(stages, paths, cost, memory, split=True)
+            for schedule in (whole, split, split_some(whole, dice)):
+                assert bound <= simulate(schedule, cost).makespan * ROUNDING
 
 
 # ---------------------------------------------------------------- monotony
@@ -237,9 +279,9 @@ def test_what_fits_nowhere_is_refused_with_the_least_that_would_fit():
 # ---------------------------------------------------------------- Ctrl-C
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_keeps_the_best_plan_so_far(presses):
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
 
-    def press_ctrl_c(progress: Progress) -> None:
+    def press_ctrl_c(progress: SearchProgress) -> None:
         if progress.best < math.inf and len(seen) < presses:
             seen.append(progress)
             raise KeyboardInterrupt
@@ -258,9 +300,9 @@ def test_ctrl_c_keeps_the_best_plan_so_far(presses):
 
 def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
     """There is one cell, so that the best schedule so far is one of its own."""
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
 
-    def press_ctrl_c(progress: Progress) -> None:
+    def press_ctrl_c(progress: SearchProgress) -> None:
         if progress.best < math.inf:
             seen.append(progress)
             raise KeyboardInterrupt
@@ -283,7 +325,7 @@ def test_large_pipelines_try_as_many_orders_as_take_half_a_minute(monkeypatch):
 
 
 def test_ctrl_c_before_the_first_plan_ends_the_search():
-    def press_ctrl_c(progress: Progress) -> None:
+    def press_ctrl_c(progress: SearchProgress) -> None:
         raise KeyboardInterrupt
 
     question = unit_question(2, 2, UnitCost(), None, FEW)
@@ -529,7 +571,7 @@ def test_a_cluster_lists_the_nodes_of_the_first_copy_first():
     ],
 )
 def test_sizes_have_units(text, size):
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
@@ -537,7 +579,7 @@ def test_sizes_have_units(text, size):
 )
 def test_a_size_must_be_a_number_above_0(text):
     with pytest.raises(ShapeError, match="must be a size above 0, such as 80GiB"):
-        bytes_of(text)
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["80GB", "0", "-2", "nan", "inf"])

@@ -30,7 +30,7 @@ from penstock.plan.slices import (
     sliced_plans,
     times_from_table,
 )
-from penstock.plan.slices.stage_times import coarsen, even_times, pipeline_of
+from penstock.plan.slices.stage_times import coarsen, even_times, sliced_pipeline
 from penstock.schedules.orders import loop_placement
 
 TILE = 128
@@ -93,7 +93,7 @@ def best_latency(points: int, grain: int, stages: int, microbatches: int) -> flo
 )
 def test_cuts_of_a_tiled_cost_are_the_best_above_48_points(cost, tokens, granularity):
     best = best_latency(tokens // granularity, granularity, 4, 2)
-    pipeline = pipeline_of(loop_placement(4), cost, tokens, granularity)
+    pipeline = sliced_pipeline(loop_placement(4), cost, tokens, granularity)
     assert pipeline.tables is not None
     slicing = best_cuts(even_times(pipeline, 2), 4, patience=2_000)
     assert slicing.latency <= 1.01 * best
@@ -107,7 +107,7 @@ def test_cuts_of_a_tiled_cost_are_the_best_above_48_points(cost, tokens, granula
 def test_a_formula_would_miss_the_tiles():
     """The cuts of the fitted curves are clearly worse, so the table is worth its time."""
     cost = ModelCost((TILED,) * 4)
-    pipeline = pipeline_of(loop_placement(4), cost, 4096, 16)
+    pipeline = sliced_pipeline(loop_placement(4), cost, 4096, 16)
     by_table = even_times(pipeline)
     by_formula = even_times(
         type(pipeline)(pipeline.points, pipeline.grain, pipeline.curves)
@@ -121,7 +121,7 @@ def test_a_formula_would_miss_the_tiles():
 
 def test_a_table_that_would_be_too_large_has_fewer_points_and_the_same_times():
     cost = ModelCost((TILED,) * 32)
-    pipeline = pipeline_of(loop_placement(32), cost, 16_384, 16)
+    pipeline = sliced_pipeline(loop_placement(32), cost, 16_384, 16)
     assert pipeline.tables is not None
     assert 16 <= pipeline.points < 1024
     assert pipeline.points * pipeline.grain == 16_384
@@ -135,7 +135,7 @@ def test_a_table_that_would_be_too_large_has_fewer_points_and_the_same_times():
 
 def test_every_step_th_point_of_a_pipeline_has_the_times_of_its_slices():
     cost = ModelCost((TILED,) * 2)
-    fine = pipeline_of(loop_placement(2), cost, 2048, 64)
+    fine = sliced_pipeline(loop_placement(2), cost, 2048, 64)
     coarse = coarsen(fine, 4)
     assert (coarse.points, coarse.grain) == (8, 256)
     assert coarse.tables.backward[1, 3, 1] == pytest.approx(Tiled(2.0).of(512, 768))
@@ -143,7 +143,7 @@ def test_every_step_th_point_of_a_pipeline_has_the_times_of_its_slices():
 
 def test_a_prime_number_of_points_that_cannot_be_joined_is_planned_by_curves():
     cost = ModelCost((TILED,) * 64)
-    pipeline = pipeline_of(loop_placement(64), cost, 16 * 1021, 16)
+    pipeline = sliced_pipeline(loop_placement(64), cost, 16 * 1021, 16)
     assert pipeline.points == 1021
     assert pipeline.tables is None
 

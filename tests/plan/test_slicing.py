@@ -41,7 +41,7 @@ from penstock.plan.slices.planner import key_value_gradient_bytes
 from penstock.plan.slices.stage_times import (
     StageTables,
     even_times,
-    pipeline_of,
+    sliced_pipeline,
     tabulate_slices,
 )
 from penstock.schedules.orders import loop_placement
@@ -319,7 +319,7 @@ def test_the_latency_of_two_tables_is_the_simulated_makespan_of_terapipe():
         cost = ModelCost(
             (part,) * ranks, Network(latency=float(rng.random()), bandwidth=2.0)
         )
-        pipeline = pipeline_of(loop_placement(ranks), cost, 4 * points, 4)
+        pipeline = sliced_pipeline(loop_placement(ranks), cost, 4 * points, 4)
         assert pipeline.even
         slicing = best_cuts(even_times(pipeline, microbatches), ranks)
         cuts = tuple(4 * cut for cut in slicing.cuts)
@@ -336,7 +336,7 @@ def test_the_latency_of_two_tables_is_the_simulated_makespan_of_terapipe():
 
 def test_the_published_objective_misses_cuts_that_the_simulator_prefers():
     cost = ModelCost((PART,) * 12)
-    pipeline = pipeline_of(loop_placement(12), cost, 4096, 8)
+    pipeline = sliced_pipeline(loop_placement(12), cost, 4096, 8)
     two = even_times(pipeline)
     stage = pipeline.curves[0]
     whole = [Seconds(*np.add(terms(stage.forward), terms(stage.backward)).tolist())]
@@ -468,7 +468,7 @@ def test_the_longest_path_is_the_simulated_makespan_of_uneven_stages_and_hops():
         away = [[float(x) for x in row] for row in rng.random((ranks, ranks))]
         network = Network(latency=tuple(map(tuple, away)), bandwidth=3.0)
         cost = ModelCost(parts, network, speeds=tuple((1 + rng.random(ranks)).tolist()))
-        pipeline = pipeline_of(loop_placement(ranks), cost, 40, 4)
+        pipeline = sliced_pipeline(loop_placement(ranks), cost, 40, 4)
         assert pipeline.even == (ranks == 1)
         lengths = list(compositions(10))[int(rng.integers(512))]
         cuts = (0, *(4 * np.cumsum(lengths)).tolist())
@@ -510,7 +510,7 @@ class Stepped(ModelCost):
 
 def test_a_cost_without_an_accurate_curve_is_asked_for_every_slice():
     cost = Stepped((PART,) * 4)
-    pipeline = pipeline_of(loop_placement(4), cost, 512, 16)
+    pipeline = sliced_pipeline(loop_placement(4), cost, 512, 16)
     assert pipeline.tables is not None
     slicing = best_cuts(even_times(pipeline), 4)
     schedule = slice_tokens(
@@ -631,7 +631,9 @@ def test_uneven_stages_are_planned_too():
     plans = sliced_plans(
         3, 1, 1024, ModelCost((PART, PART, head)), 128, slices=(2,), waves=()
     )
-    pipeline = pipeline_of(loop_placement(3), ModelCost((PART, PART, head)), 1024, 128)
+    pipeline = sliced_pipeline(
+        loop_placement(3), ModelCost((PART, PART, head)), 1024, 128
+    )
     assert not pipeline.even
     best = min(
         row.candidate.makespan for row in plans.rows if row.candidate.name == "terapipe"
@@ -671,7 +673,7 @@ def test_document_plans_hold_every_document_once_and_respect_the_budget():
 def test_one_document_is_cut_nearly_as_well_as_alone():
     cost = ModelCost((PART,) * 8)
     planner = document_planner(8, cost, 8192, 64, 8192)
-    alone = best_cuts(even_times(pipeline_of(loop_placement(8), cost, 8192, 64)), 8)
+    alone = best_cuts(even_times(sliced_pipeline(loop_placement(8), cost, 8192, 64)), 8)
     plan = plan_documents(planner, [8192])
     assert alone.latency <= plan.latency * (1 + 1e-9)
     assert plan.latency <= 1.02 * alone.latency

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 import tied_workers
 from penstock import Pipeline, Plan, make
+from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.models import shift_labels, token_loss
+from penstock.models.attention import attend
 from penstock.runtime import run_threads
 
 pytestmark = pytest.mark.numerics
@@ -149,3 +151,70 @@ def test_what_is_no_pipeline_is_refused(model, partition, words):
 
     with pytest.raises(Exception, match=words):
         run_threads(2, work, patience=5)
+
+
+# ---------------------------------------------------------------- slices
+class Mixer(nn.Module):
+    """Causal attention with one head, which takes slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return x + attend(self, q, k, v, piece)
+
+
+class Mean(nn.Linear):
+    """Looks at earlier tokens, but knows nothing of slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.cumsum(1))
+
+
+class Own(nn.Linear):
+    tokenwise = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def mixed_layers() -> list[nn.Module]:
+    first, *middle, last = layers()
+    return [first, Mixer(), *middle[:2], Mixer(), Own(WIDTH, WIDTH), last]
+
+
+def test_a_list_of_layers_trains_in_slices_as_in_one_piece():
+    schedule = make("seq1f1b", ranks=2, microbatches=2, slices=2)
+    model = nn.Sequential(*mixed_layers()).double()
+    x, y = batch()
+    loss = mean_loss(model(x), y)
+    loss.backward()
+    copies = [mixed_layers() for _ in range(2)]
+
+    def work(comm):
+        own = [one.double() for one in copies[comm.rank]]
+        pipeline = Pipeline(own, schedule, comm=comm)
+        assert pipeline.prove(x, y).stages == 2
+        found = pipeline.step(x, y).loss
+        return found, {n: p.grad for n, p in pipeline.named_parameters()}
+
+    for found, gradients in run_threads(2, work):
+        assert found == pytest.approx(float(loss.detach()), rel=1e-12)
+        for name, gradient in gradients.items():
+            expected = model.get_parameter(name).grad
+            assert (gradient - expected).abs().max() <= 1e-12, name
+
+
+def test_layers_that_would_see_each_slice_alone_are_refused():
+    schedule = make("seq1f1b", ranks=1, microbatches=2, slices=2)
+    first, *_, last = layers()
+    own = [first, Mean(WIDTH, WIDTH), last]
+    words = r"(?s)layer 1, Mean, has no parameter `piece`.*penstock\.carry.*tokenwise = True.*slices=1"
+
+    def work(comm):
+        with pytest.raises(ShapeError, match=words):
+            Pipeline(own, schedule, comm=comm).step(*batch())
+
+    run_threads(1, work)

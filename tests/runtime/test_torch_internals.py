@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -280,6 +281,11 @@ def test_texts_about_lost_connections_are_recognized():
 # ---------------------------------------------------------------- devices
 def test_torch_says_whether_the_cpu_supports_amx():
     assert internals.supports_amx() in (True, False)
+
+
+def test_the_module_that_optimizers_load_is_named():
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert internals.MODULE_OF_OPTIMIZERS in sys.modules
 
 
 def test_the_gpu_has_a_sleep():

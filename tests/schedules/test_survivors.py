@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock import REGISTRY, lower, make, simulate, verify
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
-from penstock.schedules.survivors import PartCost, orphans, without_ranks
+from penstock.schedules.survivors import PacedCost, orphans, without_ranks
 from penstock.schedules.transforms import replicate
 
 
@@ -35,7 +35,7 @@ def test_every_micro_batch_still_visits_the_same_parts_in_the_same_order(data):
         assert visited(smaller, number) == visited(schedule, number)
         assert smaller.microbatches[number].cuts == schedule.microbatches[number].cuts
     if not orphans(schedule, lost):
-        cost = PartCost(parts=(1.0,) * schedule.parts)
+        cost = PacedCost(parts=(1.0,) * schedule.parts)
         before = simulate(schedule, cost).peak_activations.tolist()
         left = [rank for rank in range(schedule.ranks) if rank not in lost]
         after = simulate(smaller, cost).peak_activations.tolist()
@@ -80,7 +80,7 @@ def test_a_slow_rank_gets_less_work():
     for microbatch in slower.microbatches:
         visits[slower.stages[microbatch.path[0]].rank] += 1
     assert visits[2] < 6
-    cost = PartCost(parts=(1.0,), paces=(1.0, 1.0, 2.0))
+    cost = PacedCost(parts=(1.0,), paces=(1.0, 1.0, 2.0))
     even = simulate(schedule, cost).makespan
     assert simulate(slower, cost).makespan == pytest.approx(even * 24 / 36)
 

@@ -20,7 +20,7 @@ from penstock.errors import FileError
 from penstock.formats.config_toml import load_config, read_config
 from penstock.measure.probe import Probe
 from penstock.models import Bert, BertConfig, document_starts, token_loss
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Batch, batch_of
 from penstock.train.after.generate import open_trained
@@ -328,7 +328,7 @@ def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_
             spread = float(parameter[1:].detach().std())
             assert spread == pytest.approx(0.02, rel=0.1)
     counted = sum(one.numel() for one in holding.parameters.values())
-    assert parameters_of(sizes).total == counted
+    assert count_parameters(sizes).total == counted
     matrices = 4 * (4 * 32**2 + 2 * 32 * 48) + 32**2 + 257 * 32
     assert flops_per_token(sizes, 16) == 6 * matrices + 12 * 4 * 32 * 16
 

@@ -21,14 +21,16 @@ from penstock.config import (
 from penstock.formats.config_toml import apply_changes
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.runtime.process.memory import available_memory
+from penstock.schedules.transforms import replicate
 from penstock.train.capacity import (
     MemoryPool,
     load_of,
     needs_of,
     places_of,
     too_large,
+    why_too_large,
 )
 from penstock.train.placement import decide_placement
 from penstock.train.profile import ProfileRequest, subjects_of
@@ -58,7 +60,7 @@ def load(config: Config = CONFIG, name: str = "1f1b"):
 # ---------------------------------------------------------------- what a run needs
 @pytest.mark.parametrize("sizes", SIZES)
 def test_parameters_are_counted_as_the_model_has_them(sizes):
-    model, found = blueprint(sizes), parameters_of(sizes)
+    model, found = blueprint(sizes), count_parameters(sizes)
     assert found.total == sum(one.numel() for one in model.parameters())
     for path, count in (
         ("embed", found.embed),
@@ -165,6 +167,27 @@ def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
     ]
 
 
+def test_a_machine_that_others_join_needs_room_to_begin_alone(monkeypatch):
+    """Two of eight workers begin here, each with half of the model and two mirrors."""
+    schedule = replicate(make("1f1b", ranks=4, microbatches=8), 2)
+    plan = Plan(schedule, "1f1b", (2, 2, 2, 2))
+    sizes = sizes_of(CONFIG.model, 256, CONFIG.data.tokens)
+    run = RunConfig(device="cpu", listen="here:1", workers=2)
+    config = replace(CONFIG, run=run)
+    placement = decide_placement(config, 8)
+    assert list(placement.local) == [0, 1]
+    alone = replace(config, run=replace(run, listen="", workers=0, mirror="true"))
+    begins = Plan(make("1f1b", ranks=2, microbatches=16), "1f1b", (4, 4))
+    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1.0)
+    refusals = [
+        why_too_large(config, plan, sizes, placement),
+        why_too_large(alone, begins, sizes, decide_placement(alone, 2)),
+    ]
+    first, second = (re.findall(r"rank (\d): (.* state)", one) for one in refusals)
+    assert first == second
+    assert [rank for rank, _ in first] == ["0", "1"]
+
+
 # ---------------------------------------------------------------- the two together
 @pytest.mark.parametrize("room", [2e6, 2e7, 1e8])
 def test_what_is_said_to_fit_does(room):
@@ -241,7 +264,7 @@ def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
     monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1e6)
     monkeypatch.setattr(
-        "penstock.train.launcher.launch", lambda *_: Verdict(0, stopped=True)
+        "penstock.train.session.launch", lambda *_: Verdict(0, stopped=True)
     )
     line = "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt --set run.forecast=false"
     code, _, err = here(line)

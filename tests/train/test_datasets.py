@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from commands import SMALL_CONFIG, called
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.train.data.corpus import open_corpus, source_files
+from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.stream import TextStream
 
 datasets = pytest.importorskip("datasets")
@@ -107,3 +109,14 @@ def test_what_is_no_text_is_refused(tmp_path):
         TextStream(streamed(tmp_path), 7, 3).load_state_dict(state)
     with pytest.raises(RunError, match="rows of 7 tokens"):
         TextStream(stored(), 8, 3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["stored", "streamed"])
+def test_a_dataset_object_is_encoded_for_the_trainer(kind, tmp_path):
+    dataset = stored() if kind == "stored" else streamed(tmp_path)
+    data = DataConfig(tokens=16)
+    file = encode_dataset(dataset, data, tmp_path)
+    corpus = open_corpus(replace(data, sources=(str(file),)), tmp_path)
+    assert bytes(corpus.tokens.tolist()) == ALL
+    with pytest.raises(FileError, match="hand over one of them"):
+        encode_dataset(datasets.DatasetDict({"train": stored()}), data, tmp_path)

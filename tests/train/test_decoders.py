@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,16 @@ import transformers
 from safetensors.torch import load_file
 
 from commands import SMALL_CONFIG, called
+from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, LlamaConfig, token_loss
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.models.decoder import build_decoder, check_positions, decoder_of
+from penstock.plan.recipes import Limits
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
+from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
@@ -85,6 +89,21 @@ def penstock(monkeypatch, capsys, tmp_path):
         return out + err
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slices"),
+    [
+        (transformers.Gemma2Config(**SIZES, head_dim=8), 8),
+        # Its linear attention goes on from a state that Penstock does not know.
+        (transformers.Qwen3NextConfig(**SIZES, head_dim=8, num_experts=2), 1),
+    ],
+)
+def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path):
+    sizes.save_pretrained(tmp_path)
+    config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
+    config = replace(config, data=replace(config.data, tokens=64))
+    assert model_limits(config, Limits(slices=8)) == Limits(slices=slices)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +175,7 @@ def test_new_weights_begin_as_those_of_transformers_do(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_counted_without_memory(name):
     sizes = decoder_of(CONFIGS[name])
-    assert parameters_of(sizes).total == sum(
+    assert count_parameters(sizes).total == sum(
         parameter.numel() for parameter in build_decoder(sizes).parameters()
     )
 

@@ -7,9 +7,12 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from penstock import Plan, make
 from penstock.errors import PeerLostError, RunError
+from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.torch_internals import TCPStore
@@ -20,8 +23,8 @@ from penstock.train.crew.depot import RunFiles
 from penstock.train.crew.gate import Gate, tell_verdict
 from penstock.train.crew.guest import Joining
 from penstock.train.crew.site import Site
-from penstock.train.data.corpus import open_corpus
-from penstock.train.worker import Verdict
+from penstock.train.data.corpus import open_corpus, open_validation
+from penstock.train.worker import Verdict, job_of
 from trainings import SMALL
 
 
@@ -34,11 +37,19 @@ def gate(tmp_path):
     (saved / "checkpoint.json").write_text("{}")
     (saved / "a.safetensors").write_bytes(bytes(3_000_000))
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
-    data = replace(SMALL.data, sources=(str(tmp_path / "text.txt"),), tokenizer="bytes")
-    config = replace(SMALL, data=data)
+    (tmp_path / "other.txt").write_text("the dogs ran to the logs\n" * 100)
+    data = replace(
+        SMALL.data,
+        sources=(str(tmp_path / "text.txt"),),
+        validation=(str(tmp_path / "other.txt"),),
+        tokenizer="bytes",
+    )
+    config = replace(SMALL, data=data, model=replace(SMALL.model, vocab=0))
     open_corpus(config.data, tmp_path / "cache")
+    open_validation(config.data, tmp_path / "cache")
     (run / "config.toml").write_text(dump_config(config))
-    (run / "plan.json").write_text("{}")
+    plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
+    write_plan(plan, run / "plan.json")
     (run / "secret.txt").write_text("not for workers")
     keep_key(run / "key.pem")
     said: list[str] = []
@@ -75,14 +86,26 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_pat
     worker, control = ask_for_place(gate, far)
     worker.bring_files()
     names = {str(file.relative_to(far)) for file in far.rglob("*") if file.is_file()}
-    assert names == {"config.toml", "plan.json", "tokens.bin", "tokens.json"}
+    assert names == {
+        *("config.toml", "plan.json", "tokens.bin", "tokens.json"),
+        *("validation.bin", "validation.json"),
+    }
     site = Site(far, None, worker.depot())
     config = site.config()
-    (far / "tokens.bin").touch()
-    before = (far / "tokens.bin").stat().st_mtime_ns
+    copies = [far / "tokens.bin", far / "validation.bin"]
+    for file in copies:
+        file.touch()
+    before = [file.stat().st_mtime_ns for file in copies]
     worker.bring_files()  # Tokens are not copied again.
-    assert (far / "tokens.bin").stat().st_mtime_ns == before
-    assert config.data.tokens == SMALL.data.tokens
+    assert [file.stat().st_mtime_ns for file in copies] == before
+    # A worker far away trains and is evaluated on the same text as one of this machine.
+    mine, theirs = job_of(gate.run, config), site.job(config, resume=False)
+    for here, there in (
+        (mine.corpus, theirs.corpus),
+        (mine.validation, theirs.validation),
+    ):
+        assert np.array_equal(here.tokens, there.tokens)
+        assert (here.trained, here.held_out) == (there.trained, there.held_out)
     # Checkpoints come and go.
     site.depot.fetch(far / "checkpoints")
     copied = far / "checkpoints" / "step-00000004"

@@ -14,7 +14,7 @@ from penstock.measure.footprint import footprint
 from penstock.measure.probe import Probe
 from penstock.models import token_loss, valid_tokens
 from penstock.runtime import run_threads
-from penstock.train.capacity import Load, needs_of
+from penstock.train.capacity import MemoryLoad, needs_of
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.loop import Trainer
@@ -275,7 +275,7 @@ def test_memory_counts_the_state_of_the_optimizer():
     frozen = numbers("optimizer.groups=[{match='layers.*', frozen=true}]")
     assert (frozen.layers, frozen.ends, frozen.layers_trained) == (1, 4, 0)
     job = job_of(None, "1f1b")
-    load = Load(
+    load = MemoryLoad(
         sizes, job.plan.schedule, job.partition, 2, 8, MeshConfig(), False, False
     )
     adamw = [need.weights for need in needs_of(load)]

@@ -1,4 +1,4 @@
-"""MLPs that are recomputed train as they do otherwise, and keep less in memory."""
+"""MLPs and attention that are recomputed train as they do otherwise, and keep less in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.formats.config_toml import load_config
 from penstock.measure.footprint import footprint
 from penstock.measure.probe import Probe
-from penstock.train.capacity import Load, needs_of
+from penstock.train.capacity import MemoryLoad, needs_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import sizes_of
 from trainings import SMALL, VOCAB, apart, job_of, losses, train
@@ -25,34 +25,43 @@ SHORT = ("run.steps=3", "optimizer.warmup=0")
     ("name", "changes", "shape"),
     [
         ("zb-h1", (), {}),
-        ("seq1f1b", ("model.dropout=0.2",), {"slices": 2}),
+        ("seq1f1b", ("model.dropout=0.2", "data.separate=true"), {"slices": 2}),
         ("hanayo", ("model.family=gpt", "model.tied=true"), {"waves": 1}),
     ],
     ids=["split", "sliced", "gpt"],
 )
-def test_recomputed_mlps_do_not_change_the_curve(name, changes, shape, tmp_path):
+def test_what_is_recomputed_inside_layers_does_not_change_the_curve(
+    name, changes, shape, tmp_path
+):
     plain = losses(train(job_of(tmp_path / "a", name, *SHORT, *changes, **shape)))
-    again = (*SHORT, *changes, "run.recompute_mlp=true")
+    again = (
+        *SHORT,
+        *changes,
+        "run.recompute_mlp=true",
+        "run.recompute_attention=true",
+    )
     assert apart(train(job_of(tmp_path / "b", name, *again, **shape)), plain) < 1e-6
 
 
-def test_the_inner_features_are_not_kept():
+@pytest.mark.parametrize("block", ["mlp", "attention"])
+def test_what_is_recomputed_is_not_kept(block):
     sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.tokens)
     request = ProfileRequest(sizes, 8, rows=2)
     kept = footprint(Probe(subjects_of(request).layer)).held
-    less = footprint(
-        Probe(subjects_of(replace(request, recompute_mlp=True)).layer)
-    ).held
+    less = footprint(Probe(subjects_of(replace(request, inside=(block,))).layer)).held
     # Two layers are measured; what the norm keeps goes, too.
     tokens = 2 * 2 * 8
-    inner = 4 * tokens * 4 * sizes.inner
+    inner = 4 * sizes.inner
+    if block == "attention":
+        inner = 2 * sizes.width + 2 * sizes.kv_heads * sizes.head_width
+    inner *= 4 * tokens
     assert inner <= kept - less <= inner + 4 * tokens * 3 * sizes.width
     job = job_of(None, "1f1b")
-    load = Load(
+    load = MemoryLoad(
         sizes, job.plan.schedule, job.partition, 2, 8, MeshConfig(), False, False
     )
     before = needs_of(load)
-    after = needs_of(replace(load, recompute_mlp=True))
+    after = needs_of(replace(load, inside=(block,)))
     for one, other in zip(before, after, strict=True):
         assert other.activations < one.activations
         assert other.weights == one.weights
@@ -60,4 +69,4 @@ def test_the_inner_features_are_not_kept():
 
 def test_two_ways_to_recompute_are_one_too_many():
     with pytest.raises(ConfigError, match="adds nothing: set one of them"):
-        load_config("", changes=["run.recompute=true", "run.recompute_mlp=true"])
+        load_config("", changes=["run.recompute=true", "run.recompute_attention=true"])

@@ -18,13 +18,13 @@ from penstock.cost import Profile, RowProfiles
 from penstock.cost.profile import Point, block
 from penstock.ir.timeline import PAPER_UNITS
 from penstock.plan.overview import (
-    Finding,
+    MapFinding,
+    best_by_placement,
     divisions,
     divisions_by_placement,
     fastest_fixed,
     front,
-    placement_of,
-    placements,
+    placement_name,
     rivals,
     splits_backwards,
 )
@@ -248,7 +248,7 @@ def test_there_is_a_map_for_each_placement() -> None:
     for name, places in by_placement.items():
         for place in places.values():
             if place.row is not None:
-                assert placement_of(place.row.candidate.schedule) == name
+                assert placement_name(place.row.candidate.schedule) == name
 
 
 def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None:
@@ -261,7 +261,7 @@ def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None
             if places[key].row is not None
         ]
         if place.row is None:
-            assert place.finding is Finding.TOO_SLOW
+            assert place.finding is MapFinding.TOO_SLOW
             assert not steps
         else:
             assert place.row.candidate.step == pytest.approx(min(steps), rel=0.003)
@@ -297,7 +297,7 @@ def test_the_reason_of_a_division_is_that_of_its_smallest_cell() -> None:
     for cells in ((small, large), (large, small)):
         unfit = replace(landscape, cells=cells, rows=tuple(others))
         place = divisions(unfit, question.pricing)[1, 4]
-        assert place.finding is Finding.TOO_LARGE
+        assert place.finding is MapFinding.TOO_LARGE
         assert place.reason == "needs at least 3 GiB"
 
 
@@ -312,7 +312,7 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
     )
     rows = tuple(row for row in landscape.rows if row.cell.ranks != 3)
     pruned = replace(landscape, cells=late, rows=rows, bound=best.candidate.step / 1.1)
-    assert divisions(pruned, question.pricing)[1, 3].finding is Finding.TOO_SLOW
+    assert divisions(pruned, question.pricing)[1, 3].finding is MapFinding.TOO_SLOW
     html = rendered(pruned, question)
     half = TOKENS * 4 / (2 * best.candidate.step)
     cells = re.findall(r'<td class="slow"[^>]*><span>([^<]*)</span>', html)
@@ -327,7 +327,7 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
 
 def test_placements_and_slices_of_the_chosen_division_are_mapped() -> None:
     landscape, _ = unit_case()
-    found = placements(landscape)
+    found = best_by_placement(landscape)
     assert list(dict.fromkeys(name for name, _ in found)) == [
         "1 stage",
         "1 wave",
@@ -338,7 +338,7 @@ def test_placements_and_slices_of_the_chosen_division_are_mapped() -> None:
         alike = [
             other.candidate.step
             for other in landscape.rows
-            if placement_of(other.candidate.schedule) == name
+            if placement_name(other.candidate.schedule) == name
             and other.candidate.slices == slices
         ]
         assert row.candidate.step == pytest.approx(min(alike), rel=0.003)

@@ -14,7 +14,7 @@ from pathlib import Path
 from penstock.advice.automodel import Automodel
 from penstock.advice.deepspeed import Deepspeed
 from penstock.advice.megatron import Megatron
-from penstock.advice.pipeline import Advice, Framework, Pipeline, pipeline_of
+from penstock.advice.pipeline import Advice, Framework, PipelineTerms, pipeline_terms
 from penstock.advice.torchtitan import Torchtitan
 from penstock.cost.waiting import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError
@@ -57,7 +57,7 @@ class Counsel:
 
     row: Row
     name: str
-    pipeline: Pipeline
+    pipeline: PipelineTerms
     expected: Expectation
     advice: Advice
     refused: tuple[Refusal, ...]
@@ -74,10 +74,10 @@ def advise(
     landscape: Landscape, question: Question, framework: Framework, stem: Path
 ) -> Counsel:
     """Choose the fastest plan that a framework can run, and say what to tell it."""
-    runnable: list[tuple[Expectation, Row, Pipeline]] = []
+    runnable: list[tuple[Expectation, Row, PipelineTerms]] = []
     refusals: list[Refusal] = []
     for row in landscape.rows:
-        pipeline = framework.adapt(pipeline_of(row, question.workload))
+        pipeline = framework.adapt(pipeline_terms(row, question.workload))
         reason = framework.refuse(pipeline)
         if reason:
             name = row_title(row, landscape)
@@ -104,7 +104,7 @@ def advise(
 
 
 def _expect(
-    row: Row, pipeline: Pipeline, question: Question, framework: Framework
+    row: Row, pipeline: PipelineTerms, question: Question, framework: Framework
 ) -> Expectation:
     """Simulate a plan as the framework's runtime would run it."""
     candidate = row.candidate

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.advice.pipeline import NO_PIPELINE, Advice, Pipeline
+from penstock.advice.pipeline import NO_PIPELINE, Advice, PipelineTerms
 from penstock.advice.torch_stages import (
     TorchFramework,
     torch_csv,
@@ -29,7 +29,7 @@ class Automodel(TorchFramework):
     name = "automodel"
     ending = "automodel.yaml"
 
-    def refuse(self, pipeline: Pipeline) -> str:
+    def refuse(self, pipeline: PipelineTerms) -> str:
         """Refuse waves, recomputation of some parts, and fewer micro-batches than ranks."""
         if pipeline.microbatches < pipeline.ranks:
             return (
@@ -38,7 +38,7 @@ class Automodel(TorchFramework):
             )
         return super().refuse(pipeline)
 
-    def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
+    def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return two sections of a recipe's YAML."""
         csv_file = stem.with_name(f"{stem.name}.csv")
         schedule, has_csv = torch_name(pipeline)
@@ -72,7 +72,7 @@ class Automodel(TorchFramework):
         name = f"as {schedule}" if pipeline.ranks > 1 else NO_PIPELINE
         return Advice(name, "\n".join(lines) + "\n", files, self._notes(pipeline))
 
-    def _notes(self, pipeline: Pipeline) -> tuple[str, ...]:
+    def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:
         notes = torch_notes(pipeline)
         if pipeline.partition and pipeline.ranks > 1:
             notes.append(
@@ -82,13 +82,13 @@ class Automodel(TorchFramework):
         return tuple(notes)
 
 
-def _module_lines(pipeline: Pipeline) -> Iterator[str]:
+def _module_lines(pipeline: PipelineTerms) -> Iterator[str]:
     yield "    module_fqns_per_model_part:"
     for names in module_names(pipeline):
         yield f"    - [{', '.join(names)}]"
 
 
-def module_names(pipeline: Pipeline) -> list[list[str]]:
+def module_names(pipeline: PipelineTerms) -> list[list[str]]:
     """The modules of each stage, by the names of Hugging Face's Llama.
 
     Every stage needs the rotary embedding.

@@ -16,7 +16,7 @@ from penstock.advice.orders import order_of
 from penstock.advice.pipeline import (
     NO_PIPELINE,
     Advice,
-    Pipeline,
+    PipelineTerms,
     refuse_idle_order,
     refuse_mixed_recomputation,
 )
@@ -61,11 +61,11 @@ class Deepspeed:
         """Look for whole sequences, one copy of the weights and one stage on each rank."""
         return replace(limits, stages=1, slices=1, weights=1)
 
-    def adapt(self, pipeline: Pipeline) -> Pipeline:
+    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
         """Put all micro-batches of a step into one pass, as DeepSpeed does."""
         return pipeline.in_one_pass()
 
-    def refuse(self, pipeline: Pipeline) -> str:
+    def refuse(self, pipeline: PipelineTerms) -> str:
         """Refuse every order but 1F1B, and recomputation of some parts."""
         reason = refuse_idle_order(pipeline)
         if reason:
@@ -74,11 +74,11 @@ class Deepspeed:
             return "deepspeed runs 1F1B with one stage on each rank only"
         return refuse_mixed_recomputation(pipeline, self.name)
 
-    def waits(self, pipeline: Pipeline) -> bool:
+    def waits(self, pipeline: PipelineTerms) -> bool:
         """Whether messages are sent at all: all of them are waited for."""
         return pipeline.ranks > 1
 
-    def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
+    def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return the config, and the subclass with the borders of the stages."""
         config: dict[str, object] = {
             "train_batch_size": pipeline.global_batch,
@@ -94,7 +94,7 @@ class Deepspeed:
         name = "as 1F1B" if pipeline.ranks > 1 else NO_PIPELINE
         return Advice(name, text, files, self._notes(pipeline))
 
-    def _notes(self, pipeline: Pipeline) -> tuple[str, ...]:
+    def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:
         notes = [
             f"Launch {pipeline.replicas * pipeline.ranks * pipeline.tensor} processes: pipe "
             f"{pipeline.ranks}, data {pipeline.replicas}, model {pipeline.tensor}."
@@ -109,7 +109,7 @@ class Deepspeed:
         return tuple(notes)
 
 
-def borders_of(pipeline: Pipeline) -> list[int]:
+def borders_of(pipeline: PipelineTerms) -> list[int]:
     """Where each stage begins in the list of embedding, layers, norm and head, and where the last ends."""
     counts = list(pipeline.partition)
     counts[0] += 1
@@ -117,7 +117,7 @@ def borders_of(pipeline: Pipeline) -> list[int]:
     return [0, *accumulate(counts)]
 
 
-def module_text(pipeline: Pipeline) -> str:
+def module_text(pipeline: PipelineTerms) -> str:
     """The file with the subclass of `PipelineModule`."""
     return MODULE.format(
         borders=borders_of(pipeline),

@@ -15,7 +15,7 @@ from penstock.advice.orders import order_of
 from penstock.advice.pipeline import (
     NO_PIPELINE,
     Advice,
-    Pipeline,
+    PipelineTerms,
     refuse_idle_order,
     refuse_mixed_recomputation,
 )
@@ -34,11 +34,11 @@ class Megatron:
         """Look for whole sequences and one copy of the weights."""
         return replace(limits, slices=1, weights=1)
 
-    def adapt(self, pipeline: Pipeline) -> Pipeline:
+    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
         """Put all micro-batches of a step into one pass, as Megatron does."""
         return pipeline.in_one_pass()
 
-    def refuse(self, pipeline: Pipeline) -> str:
+    def refuse(self, pipeline: PipelineTerms) -> str:
         """Refuse every order but 1F1B and interleaved 1F1B, and recomputation of some parts."""
         reason = refuse_idle_order(pipeline)
         if reason:
@@ -53,11 +53,11 @@ class Megatron:
             )
         return refuse_mixed_recomputation(pipeline, self.name)
 
-    def waits(self, pipeline: Pipeline) -> bool:
+    def waits(self, pipeline: PipelineTerms) -> bool:
         """1F1B waits for its messages; interleaved 1F1B sends in the background."""
         return pipeline.ranks > 1 and pipeline.stages_per_rank == 1
 
-    def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
+    def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return options of the command line."""
         options = [
             f"--micro-batch-size {pipeline.rows}",
@@ -87,7 +87,7 @@ class Megatron:
         text = CONTINUED.join(options)
         return Advice(name, f"{text}\n", {}, self._notes(pipeline))
 
-    def _notes(self, pipeline: Pipeline) -> tuple[str, ...]:
+    def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:
         notes = [
             f"Megatron computes the {pipeline.microbatches} micro-batches of a step, in "
             f"{pipeline.replicas} data-parallel group{'s' * (pipeline.replicas > 1)}, from the "
@@ -107,7 +107,7 @@ class Megatron:
         return tuple(notes)
 
 
-def layout_of(pipeline: Pipeline) -> str:
+def layout_of(pipeline: PipelineTerms) -> str:
     """The layout of the layers, stage by stage.
 
     >>> from penstock.advice.megatron import layout_text

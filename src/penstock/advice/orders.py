@@ -13,7 +13,7 @@ from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, wave_placement
 
 
-class Placement(StrEnum):
+class PlacementKind(StrEnum):
     """How stages lie on ranks."""
 
     LOOP = "loop"  # stage s on rank s modulo the number of ranks
@@ -22,18 +22,18 @@ class Placement(StrEnum):
     OTHER = "other"
 
 
-def placement_of(schedule: Schedule) -> Placement:
+def placement_kind(schedule: Schedule) -> PlacementKind:
     """How the stages of a schedule lie on its ranks."""
     ranks = schedule.ranks
     stages = list(schedule.stages)
     per_rank, rest = divmod(len(stages), ranks)
     if rest:
-        return Placement.OTHER
+        return PlacementKind.OTHER
     if stages == loop_placement(ranks, per_rank):
-        return Placement.LOOP
+        return PlacementKind.LOOP
     if per_rank % 2 == 0 and stages == wave_placement(ranks, per_rank // 2):
-        return Placement.V if per_rank == 2 else Placement.WAVES
-    return Placement.OTHER
+        return PlacementKind.V if per_rank == 2 else PlacementKind.WAVES
+    return PlacementKind.OTHER
 
 
 def order_of(schedule: Schedule) -> str:

@@ -16,7 +16,7 @@ from penstock.schedules import make
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class PipelineTerms:
     """One copy of a pipeline, the layers of its parts, and how devices and batch are divided.
 
     partition: the layers of each part; empty if the layers of the model are not known.
@@ -93,7 +93,7 @@ class Pipeline:
         """Whether every part is computed again in the backward."""
         return len(self.recompute) == self.parts
 
-    def in_one_pass(self) -> Pipeline:
+    def in_one_pass(self) -> PipelineTerms:
         """The pipeline with the micro-batches of all passes in one, if its order has a name.
 
         Frameworks that accumulate gradients in the pipeline do this.
@@ -107,11 +107,11 @@ class Pipeline:
         return replace(self, schedule=whole, passes=1)
 
 
-def pipeline_of(row: Row, workload: Workload) -> Pipeline:
+def pipeline_terms(row: Row, workload: Workload) -> PipelineTerms:
     """The pipeline of a candidate."""
     cell, candidate = row.cell, row.candidate
     tied = None if workload.config is None else workload.config.model.tied
-    return Pipeline(
+    return PipelineTerms(
         candidate.schedule,
         candidate.partition,
         cell.rows,
@@ -158,28 +158,28 @@ class Framework(Protocol):
     def narrow(self, limits: Limits) -> Limits:
         """The limits of a search for plans that it might run."""
 
-    def adapt(self, pipeline: Pipeline) -> Pipeline:
+    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
         """The pipeline as the framework would run it."""
 
-    def refuse(self, pipeline: Pipeline) -> str:
+    def refuse(self, pipeline: PipelineTerms) -> str:
         """Why it cannot run a pipeline; empty if it can."""
 
-    def waits(self, pipeline: Pipeline) -> bool:
+    def waits(self, pipeline: PipelineTerms) -> bool:
         """Whether its ranks wait until their messages have arrived."""
 
-    def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
+    def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """What to tell it; further files have names that begin with `stem`."""
 
 
 # ---------------------------------------------------------------- reasons that several frameworks share
-def refuse_mixed_recomputation(pipeline: Pipeline, framework: str) -> str:
+def refuse_mixed_recomputation(pipeline: PipelineTerms, framework: str) -> str:
     """Refuse pipelines that recompute some parts and keep others."""
     if pipeline.recompute and not pipeline.recomputes:
         return f"it recomputes {len(pipeline.recompute)} of {pipeline.parts} parts; {framework} recomputes all or none"
     return ""
 
 
-def refuse_idle_order(pipeline: Pipeline) -> str:
+def refuse_idle_order(pipeline: PipelineTerms) -> str:
     """Refuse what no framework but ours runs: token slices, replicas and partial paths."""
     schedule = pipeline.schedule
     if schedule.slices > 1:

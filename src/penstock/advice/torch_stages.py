@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.advice.orders import Placement, order_of, placement_of
+from penstock.advice.orders import PlacementKind, order_of, placement_kind
 from penstock.advice.pipeline import (
-    Pipeline,
+    PipelineTerms,
     refuse_idle_order,
     refuse_mixed_recomputation,
 )
@@ -27,7 +27,10 @@ NAMES = {
     "zb-v": "ZBVZeroBubble",
 }
 # Names whose own order is replaced by a CSV, and that only place the stages.
-PLACING_NAMES = {Placement.LOOP: "PipelineScheduleMulti", Placement.V: "ZBVZeroBubble"}
+PLACING_NAMES = {
+    PlacementKind.LOOP: "PipelineScheduleMulti",
+    PlacementKind.V: "ZBVZeroBubble",
+}
 
 
 class TorchFramework:
@@ -39,11 +42,11 @@ class TorchFramework:
         """Look for whole sequences and one copy of the weights."""
         return replace(limits, slices=1, weights=1)
 
-    def adapt(self, pipeline: Pipeline) -> Pipeline:
+    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
         """Keep the passes: these frameworks accumulate gradients over whole passes."""
         return pipeline
 
-    def refuse(self, pipeline: Pipeline) -> str:
+    def refuse(self, pipeline: PipelineTerms) -> str:
         """Refuse waves, tied weights over several ranks, and recomputation of some parts."""
         reason = refuse_idle_order(pipeline)
         if reason:
@@ -53,8 +56,8 @@ class TorchFramework:
                 f"the model ties its embedding to its head, which {self.name} refuses in a "
                 "pipeline (--set model.tied=false unties them)"
             )
-        placement = placement_of(pipeline.schedule)
-        if placement is Placement.WAVES:
+        placement = placement_kind(pipeline.schedule)
+        if placement is PlacementKind.WAVES:
             waves = pipeline.stages_per_rank // 2
             return f"its stages lie in {waves} waves; {self.name} places them in a loop or in one V"
         if placement not in PLACING_NAMES:
@@ -64,25 +67,25 @@ class TorchFramework:
             )
         return refuse_mixed_recomputation(pipeline, self.name)
 
-    def waits(self, pipeline: Pipeline) -> bool:
+    def waits(self, pipeline: PipelineTerms) -> bool:
         """Whether ranks wait for their messages: torch's own 1F1B does, its other schedules do not."""
         return pipeline.ranks > 1 and torch_name(pipeline)[0] == "1F1B"
 
 
-def torch_name(pipeline: Pipeline) -> tuple[str, bool]:
+def torch_name(pipeline: PipelineTerms) -> tuple[str, bool]:
     """The name of a pipeline's schedule, and whether it needs a CSV for its order."""
     name = NAMES.get(order_of(pipeline.schedule), "")
     if name:
         return name, False
-    return PLACING_NAMES[placement_of(pipeline.schedule)], True
+    return PLACING_NAMES[placement_kind(pipeline.schedule)], True
 
 
-def torch_csv(pipeline: Pipeline) -> str:
+def torch_csv(pipeline: PipelineTerms) -> str:
     """The order of a pipeline as a CSV, without messages: torch adds them."""
     return dump_torch_csv(pipeline.schedule)
 
 
-def torch_notes(pipeline: Pipeline) -> list[str]:
+def torch_notes(pipeline: PipelineTerms) -> list[str]:
     """What one should know about the schedule."""
     notes = []
     name, has_csv = torch_name(pipeline)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.advice.pipeline import NO_PIPELINE, Advice, Pipeline
+from penstock.advice.pipeline import NO_PIPELINE, Advice, PipelineTerms
 from penstock.advice.torch_stages import (
     TorchFramework,
     torch_csv,
@@ -27,7 +27,7 @@ class Torchtitan(TorchFramework):
     name = "torchtitan"
     ending = "torchtitan.sh"
 
-    def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
+    def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return options of the command line."""
         csv_file = stem.with_name(f"{stem.name}.csv")
         schedule, has_csv = torch_name(pipeline)
@@ -61,7 +61,7 @@ class Torchtitan(TorchFramework):
         name = f"as {schedule}" if pipeline.ranks > 1 else NO_PIPELINE
         return Advice(name, f"{text}\n", files, self._notes(pipeline))
 
-    def _notes(self, pipeline: Pipeline) -> tuple[str, ...]:
+    def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:
         notes = torch_notes(pipeline)
         if pipeline.partition and pipeline.ranks > 1:
             notes.append(
@@ -71,7 +71,7 @@ class Torchtitan(TorchFramework):
         return tuple(notes)
 
 
-def module_names(pipeline: Pipeline) -> list[list[str]]:
+def module_names(pipeline: PipelineTerms) -> list[list[str]]:
     """The modules of each stage, by the names of torchtitan's decoders."""
     names = [[f"layers.{layer}" for layer in layers] for layers in pipeline.layers]
     names[0].insert(0, "tok_embeddings")

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from penstock.plan.question import Question
-    from penstock.plan.search import Landscape, Progress, Row
+    from penstock.plan.search import Landscape, Row, SearchProgress
     from penstock.plan.workload import Cell
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
 
-def show_progress(status: Status | None) -> Callable[[Progress], None]:
+def show_progress(status: Status | None) -> Callable[[SearchProgress], None]:
     """Return a function that shows the progress of a search in a terminal."""
 
-    def show(progress: Progress) -> None:
+    def show(progress: SearchProgress) -> None:
         if status is None:
             return
         text = f"planning: {progress.doing}"

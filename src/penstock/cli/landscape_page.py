@@ -11,15 +11,15 @@ from penstock.cli.landscape import slice_lengths
 from penstock.plan.candidates import title
 from penstock.plan.overview import (
     NOT_TRIED,
-    Finding,
     Map,
-    Place,
+    MapFinding,
+    MapPlace,
     Rival,
+    best_by_placement,
     divisions,
     divisions_by_placement,
     fastest_fixed,
     front,
-    placements,
     plain_1f1b,
     rivals,
 )
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from penstock.plan.question import Question
     from penstock.plan.search import Landscape, Row
 
-MAX_ROWS = 20
+MAX_TABLE_ROWS = 20
 MAX_ROOMY_RANKS = 10  # maps with more columns have cells of one line
 MAX_COLOURED_TIME = 2.5  # times the best; slower plans all have the palest colour
 SAME_TIME = 0.0005  # differences below this share count as none
@@ -60,10 +60,10 @@ GROUP_NAMES = (
     "fixed order",
 )
 MARKS = {
-    Finding.FOUND: Mark.VALUE,
-    Finding.TOO_LARGE: Mark.TOO_LARGE,
-    Finding.TOO_SLOW: Mark.TOO_SLOW,
-    Finding.OPEN: Mark.OPEN,
+    MapFinding.FOUND: Mark.VALUE,
+    MapFinding.TOO_LARGE: Mark.TOO_LARGE,
+    MapFinding.TOO_SLOW: Mark.TOO_SLOW,
+    MapFinding.OPEN: Mark.OPEN,
 }
 
 
@@ -277,7 +277,7 @@ class _Words:
     def heat_maps(self) -> list[HeatMap]:
         """Return the maps: over copies and ranks if there are several, and over placements."""
         everything = divisions(self.landscape, self.question.pricing)
-        found = placements(self.landscape)
+        found = best_by_placement(self.landscape)
         rows = [*found.values(), *(one.row for one in everything.values() if one.row)]
         colours = _Colours(self.landscape.best.candidate.step, rows)
         title = "Stages of a rank and slices of a sequence"
@@ -323,8 +323,8 @@ class _Words:
             cells = []
             for count in slices:
                 row = found.get((placement, count))
-                finding = Finding.FOUND if row else Finding.OPEN
-                place = Place(finding, row, reason=NOT_TRIED)
+                finding = MapFinding.FOUND if row else MapFinding.OPEN
+                place = MapPlace(finding, row, reason=NOT_TRIED)
                 cells.append(self.place(place, colours))
             rows.append((placement, tuple(cells)))
         return HeatMap(
@@ -334,15 +334,15 @@ class _Words:
             tuple(rows),
         )
 
-    def place(self, place: Place, colours: _Colours) -> HeatCell:
+    def place(self, place: MapPlace, colours: _Colours) -> HeatCell:
         """Return a place as a map shows it."""
         mark = MARKS[place.finding]
         if place.row is not None:
             return self.value(place.row, colours)
-        if place.finding is Finding.TOO_SLOW:
+        if place.finding is MapFinding.TOO_SLOW:
             tip = f"cannot win: no plan takes less than {self.time(place.bound)}"
             return HeatCell(mark, self.merit(place.bound), "at best", tip)
-        if place.finding is Finding.TOO_LARGE:
+        if place.finding is MapFinding.TOO_LARGE:
             short = place.reason.split(" (")[0].split(":")[0]
             return HeatCell(mark, "✕", short, place.reason)
         return HeatCell(mark, "-", "", place.reason)
@@ -449,7 +449,7 @@ class _Words:
     # ------------------------------------------------------------ tables
     def best_rows(self) -> Iterator[tuple[int, Row]]:
         """Yield the best rows with their places."""
-        yield from enumerate(self.landscape.rows[:MAX_ROWS], start=1)
+        yield from enumerate(self.landscape.rows[:MAX_TABLE_ROWS], start=1)
 
     def heads(self) -> list[str]:
         """Return the heads of the table."""
@@ -487,7 +487,7 @@ class _Words:
             "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
             "and slices. ±10%: the mean makespan if all times vary by a tenth."
         )
-        hidden = len(self.landscape.rows) - MAX_ROWS
+        hidden = len(self.landscape.rows) - MAX_TABLE_ROWS
         return f"{note} {hidden:,} more plans fit." if hidden > 0 else note
 
     def misfit_title(self, count: int) -> str:

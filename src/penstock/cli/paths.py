@@ -435,9 +435,9 @@ def _memory_of_gpu(name: str) -> float:
 # ---------------------------------------------------------------- options
 def _bytes_in(text: str) -> float:
     """Return the bytes of a size such as 16GiB."""
-    from penstock.plan.question import bytes_of
+    from penstock.plan.question import parse_bytes
 
-    return bytes_of(text)
+    return parse_bytes(text)
 
 
 def _refuse_without_cluster(**options: object) -> None:

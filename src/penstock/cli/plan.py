@@ -274,8 +274,8 @@ def pipeline_question(
     """Ask for a pipeline with given ranks and micro-batches."""
     from penstock.cost import UnitCost
     from penstock.plan.question import (
-        bytes_of,
         microbatches_of,
+        parse_bytes,
         profile_question,
         profile_workload,
         unit_question,
@@ -295,7 +295,7 @@ def pipeline_question(
         return unit_question(ranks, microbatches, price.cost, size, limits)
     profiles = price.profiles
     assert profiles is not None, "price_of has read them"
-    size = None if memory is None else bytes_of(memory)
+    size = None if memory is None else parse_bytes(memory)
     workload = profile_workload(
         profiles, ranks, microbatches, price.tokens, size, granularity
     )
@@ -306,21 +306,20 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     """Ask for the best plan of a config, on this machine or on devices that are described."""
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
-    from penstock.plan.question import bytes_of, profile_question
-    from penstock.train.auto import machine_workload
+    from penstock.plan.question import parse_bytes, profile_question
+    from penstock.train.auto import machine_workload, model_limits
     from penstock.train.start import find_run
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
     if options.skip is None:
         limits = replace(limits, skip=config.schedule.skip)
-    if not config.sliceable:
-        limits = replace(limits, slices=1)
+    limits = model_limits(config, limits)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)
     sizes = model_sizes(config)
-    memory = None if options.memory is None else bytes_of(options.memory)
+    memory = None if options.memory is None else parse_bytes(options.memory)
     if options.gpu is not None:
         return _gpu_question(options, config, sizes, given, memory, limits)
     cluster = None
@@ -414,7 +413,7 @@ def profiles_of(
     """Return the profiles of a config's model, and where they come from."""
     from penstock.cost.profile import refuse_error
     from penstock.formats import read_row_profiles
-    from penstock.train.auto import measure
+    from penstock.train.auto import measure_workload
 
     if file is not None:
         profiles = read_row_profiles(file)
@@ -429,4 +428,4 @@ def profiles_of(
             )
         return profiles, str(file)
     with progress("timing a layer"):
-        return measure(workload, placement), "measured on this machine"
+        return measure_workload(workload, placement), "measured on this machine"

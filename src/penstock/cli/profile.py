@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.cost import Cluster, Profile, RowProfiles
     from penstock.train.profile import ProfileRequest
 
-DEFAULT_PRESET = "tiny"
 DEFAULT_TOKENS = 1024
 
 Size = Annotated[Optional[int], typer.Option(rich_help_panel="Model")]
@@ -185,6 +184,8 @@ def profile_command(
         _refuse_settings(source, settings)
     elif changes:
         raise ShapeError("--set changes a config; name one, or leave --set out")
+    from penstock.formats.config_toml import DEFAULT_PRESET
+
     if gpu is not None:
         if hf is not None or links or slots is not None or source is not None:
             raise ShapeError(

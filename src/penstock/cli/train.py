@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,26 +56,6 @@ OptionalPreset = Annotated[
 ]
 
 
-# Values of a config that a plan depends on; a change of any of them needs a new plan.
-PLANNED_WITH = (
-    "schedule.",
-    "mesh.",
-    "model.",
-    "data.batch",
-    "data.tokens",
-    "data.segments",
-    "data.separate",
-    "run.accumulate",
-    "run.compile",
-    "run.device",
-    "run.graphs",
-    "run.messages",
-    "run.precision",
-    "run.recompute",
-    "run.threads",
-)
-
-
 def train_command(
     source: Annotated[
         Optional[Path],
@@ -109,19 +89,16 @@ def train_command(
     """
     from penstock.formats.config_toml import written_keys
     from penstock.train.crew.choice import is_elastic
-    from penstock.train.entry import run_member, run_worker
     from penstock.train.launcher import (
         avoid_broken_amx,
         ended_by_signals,
-        launch,
-        launch_crew,
         under_launcher,
         way_on,
     )
     from penstock.train.lock import locking
     from penstock.train.placement import check_gpus_suffice, uses_gpus
+    from penstock.train.session import kept_plan, start_workers
     from penstock.train.start import check_sources, check_start, find_run
-    from penstock.version import read_version
 
     exists = resume or dry_run
     config, folder = find_run(source, preset, changes or [], exists)
@@ -134,42 +111,30 @@ def train_command(
     check_sources(config)
     if not dry_run:
         check_start(config, folder, resume)
-    kept = _kept_plan(config, folder, changes or []) if resume else None
+    kept = kept_plan(config, folder, changes or []) if resume else None
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
         prepared = _prepare(
             config, folder, resume, None if dry_run else lock, given, kept
         )
         config, plan, placement = prepared.config, prepared.plan, prepared.placement
         check_gpus_suffice(config, placement)
-        elastic = is_elastic(config, plan, placement)
+        is_elastic(config, plan, placement)  # Raises if the config asks for too much.
         _announce(config, plan, folder, prepared.corpus, placement)
         if dry_run:
             _print_dry_run(prepared)
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, placement, folder))
-        stopping = partial(tell, "stopping")
         try:
-            if elastic:
-                verdict = launch_crew(
-                    run_member,
-                    folder,
-                    plan,
-                    config,
-                    resume,
-                    read_version(),
-                    stopping,
-                    partial(tell, "event"),
-                )
-            else:
-                verdict = launch(
-                    run_worker,
-                    folder,
-                    placement.processes,
-                    config.run.restarts,
-                    resume,
-                    stopping,
-                )
+            verdict = start_workers(
+                config,
+                plan,
+                placement,
+                folder,
+                resume,
+                partial(tell, "stopping"),
+                partial(tell, "event"),
+            )
         except KeyboardInterrupt:
             tell("ended", way_on(folder))
             raise
@@ -224,9 +189,10 @@ def _prepare(
     """
     from penstock.train.forecast import keep_profiles
     from penstock.train.placement import decide_placement
+    from penstock.train.session import plan_config
     from penstock.train.start import check_dry_run, prepare_run
 
-    config, plan, profiles = _plan(config, given, kept)
+    config, plan, profiles = plan_config(config, given, kept, _measured_plan)
     placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
         check_dry_run(config, placement)
@@ -240,52 +206,18 @@ def _prepare(
     return _Prepared(config, plan, placement, corpus, profiles)
 
 
-def _plan(
-    config: Config, given: Collection[str], kept: Plan | None
-) -> tuple[Config, Plan, RowProfiles | None]:
-    """Make the plan of a run. Auto measures the model first, and returns its profiles too."""
-    from penstock.plan.planner import plan_run
-    from penstock.train.worker import model_sizes
-
-    layers = model_sizes(config).layers
-    measured: list[RowProfiles] = []
-
-    def plan_auto(config: Config) -> Plan:
-        if kept is not None:
-            return kept
-        auto = _measured_plan(config, layers, given)
-        measured.append(auto.profiles)
-        return auto.plan
-
-    config, plan = plan_run(config, layers, given, plan_auto)
-    return config, plan, measured[0] if measured else None
-
-
 def _measured_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan:
-    """Measure the model on this machine and search for the fastest plan."""
-    from penstock.train.auto import machine_workload, measure, plan_workload
+    """Search for the fastest plan as `search_plan` does, and show what it is doing."""
+    from penstock.train.auto import machine_workload, measure_workload, plan_workload
     from penstock.train.capacity import check_timing
     from penstock.train.worker import model_sizes
 
     workload, placement = machine_workload(config, layers, given)
     check_timing(config, model_sizes(config), placement)
     with progress("timing a layer"):
-        profiles = measure(workload, placement)
+        profiles = measure_workload(workload, placement)
     with progress("planning") as status:
         return plan_workload(workload, profiles, watch=show_progress(status))
-
-
-def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | None:
-    """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
-    from penstock.config import AUTO
-    from penstock.formats import read_plan
-    from penstock.train.history import PLAN_FILE
-
-    file = folder / PLAN_FILE
-    changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
-    if config.schedule.name != AUTO or changed or not file.is_file():
-        return None
-    return read_plan(file)
 
 
 def _announce(
@@ -333,16 +265,16 @@ def _announce(
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
     epochs = config.run.steps * config.data.batch / corpus.trained
-    tally = corpus.tally
     said = ""
+    tally = corpus.tally
     if tally is not None:
-        said = f"{tally.conversations:,} conversations, {tally.learned:,} tokens to learn of "
+        lost = ""
         if tally.cut or tally.left_out:
-            said = (
-                f"{tally.conversations:,} conversations ({tally.cut:,} cut at {corpus.length} tokens, "
-                f"{tally.left_out:,} left out because nothing of them would be learned), "
-                f"{tally.learned:,} tokens to learn of "
+            lost = (
+                f" ({tally.cut:,} cut at {corpus.length} tokens, "
+                f"{tally.left_out:,} left out because nothing of them would be learned)"
             )
+        said = f"{tally.conversations:,} conversations{lost}, {tally.learned:,} tokens to learn of "
     return (
         f"{said}{corpus.token_count:,} tokens: {corpus.trained:,} sequences to train on, "
         f"{corpus.held_out:,} held out; {config.run.steps} steps are {epochs:.3g} epochs"
@@ -369,6 +301,7 @@ def _as_a_rank(
     from penstock.train.launcher import after_first, forget_previous_end, restarted
     from penstock.train.lock import Lock
     from penstock.train.placement import launched_placement
+    from penstock.train.session import kept_plan
     from penstock.train.worker import join
 
     comm = join(config, launched_placement(config))
@@ -376,7 +309,7 @@ def _as_a_rank(
 
     def prepare() -> None:
         first_resume = resume and not restarted()
-        kept = _kept_plan(config, folder, ()) if resume or restarted() else None
+        kept = kept_plan(config, folder, ()) if resume or restarted() else None
         prepared = _prepare(config, folder, first_resume, lock, given, kept)
         if not restarted():
             forget_previous_end(folder)

@@ -121,10 +121,11 @@ def _own_code_faults(config: Config) -> list[str]:
         faults.append(
             "run.reduction = mean is for a loss of your own: name it in run.loss"
         )
-    if run.recompute and run.recompute_mlp:
-        faults.append(
-            "run.recompute = true recomputes everything, so run.recompute_mlp = true adds nothing: set one of them"
-        )
+    faults += [
+        f"run.recompute = true recomputes everything, so run.recompute_{block} = true adds nothing: set one of them"
+        for block in run.recomputed_inside
+        if run.recompute
+    ]
     if run.early_stop and not run.evaluate:
         faults.append(
             f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"

@@ -453,6 +453,10 @@ class RunConfig:
         False,
         "recompute only the MLPs of the layers in the backward (llama, gpt), which saves memory for less time",
     )
+    recompute_attention: bool = setting(
+        False,
+        "recompute only the attention of the layers in the backward (llama, gpt); goes with recompute_mlp",
+    )
     graphs: str = setting(
         AUTO,
         "record every action once and replay it in every step (CUDA graphs): true, false, or auto, which is true "
@@ -575,6 +579,12 @@ class RunConfig:
         least=0,
     )
 
+    @property
+    def recomputed_inside(self) -> tuple[str, ...]:
+        """What is recomputed inside of layers: "attention", "mlp", both or nothing."""
+        chosen = {"attention": self.recompute_attention, "mlp": self.recompute_mlp}
+        return tuple(block for block, wanted in chosen.items() if wanted)
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -588,11 +598,6 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
-
-    @property
-    def sliceable(self) -> bool:
-        """Whether sequences may be cut into slices; the words of a bert see later words."""
-        return self.model.family != "bert"
 
     @property
     def drops(self) -> bool:
@@ -654,9 +659,10 @@ def _changing_calls(config: Config) -> list[str]:
     reasons = []
     if config.drops:
         reasons.append("dropout, which depends on the step and the micro-batch")
-    if config.run.recompute_mlp:
-        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
-    return reasons
+    return reasons + [
+        f"run.recompute_{block} = true: it runs again inside a backward"
+        for block in config.run.recomputed_inside
+    ]
 
 
 def is_recording(config: Config, on_gpu: bool) -> bool:

@@ -35,6 +35,7 @@ class Columns:
     latency: Floats
     wire: Floats  # seconds that its message occupies the link
     pause: Floats  # seconds that its rank rests afterwards
+    switch: Floats  # more seconds if it is a forward that follows a backward
 
 
 _recent: ContextVar[tuple[tuple[Schedule, Cost, Columns], ...]] = ContextVar(
@@ -84,7 +85,23 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         latency=latency,
         wire=wire,
         pause=_column(schedule, questions, cost.pause),
+        switch=np.where(
+            table.kind == FORWARD, _column(schedule, questions, cost.switch), 0.0
+        ),
     )
+
+
+def seconds_in_lanes(schedule: Schedule, costs: Columns) -> Floats:
+    """Seconds of every action in its lane: forwards take longer right after a backward."""
+    if not costs.switch.any():
+        return costs.seconds
+    table = schedule.table
+    is_backward = table.kind != FORWARD
+    follows_backward = np.zeros(len(table), dtype=np.bool_)
+    follows_backward[1:] = is_backward[:-1]
+    lane_starts = table.first[:-1]
+    follows_backward[lane_starts[lane_starts < len(table)]] = False
+    return costs.seconds + np.where(follows_backward, costs.switch, 0.0)
 
 
 def levels(schedule: Schedule, costs: Columns) -> Floats:
@@ -107,28 +124,44 @@ def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
     Returns one example action for each combination, and each action's combination.
     """
     table = schedule.table
-    first_span: dict[tuple[tuple[int, ...], int], int] = {}
-    spans = 0
-    base = np.empty(len(schedule.microbatches), dtype=np.int64)
-    for number, microbatch in enumerate(schedule.microbatches):
-        key = (microbatch.cuts, microbatch.tokens)
-        if key not in first_span:
-            first_span[key] = spans
-            spans += microbatch.slices
-        base[number] = first_span[key]
-    span = base[table.microbatch] + table.slice
-    op_and_stage = table.op.astype(np.int64) * len(schedule.stages) + table.stage
-    code = op_and_stage * spans + span
-    codes = len(OP_CODES) * len(schedule.stages) * spans
-    if codes > 4 * len(table) + 1024:  # most codes do not occur: sort instead of count
-        _, examples, numbers = np.unique(code, return_index=True, return_inverse=True)
-        return examples, numbers
+    stages = len(schedule.stages)
+    first_range, ranges = _token_ranges(schedule)
+    token_range = first_range[table.microbatch] + table.slice
+    op_and_stage = table.op.astype(np.int64) * stages + table.stage
+    code = op_and_stage * ranges + token_range
+    codes = len(OP_CODES) * stages * ranges
+    mostly_unused = codes > 4 * len(table) + 1024
+    if mostly_unused:  # Sorting is faster than counting.
+        return _renumber_by_sorting(code)
     example = np.full(codes, -1, dtype=np.int64)
     example[code] = np.arange(len(table))
     used = np.flatnonzero(example >= 0)
-    renumber = np.zeros(codes, dtype=np.int64)
-    renumber[used] = np.arange(len(used))
-    return example[used], renumber[code]
+    new_number = np.zeros(codes, dtype=np.int64)
+    new_number[used] = np.arange(len(used))
+    return example[used], new_number[code]
+
+
+def _token_ranges(schedule: Schedule) -> tuple[Ints, int]:
+    """Number the token ranges of all slices; micro-batches with equal cuts have the same ones.
+
+    Returns the number of each micro-batch's first range, and how many ranges there are.
+    """
+    known: dict[tuple[tuple[int, ...], int], int] = {}
+    ranges = 0
+    first_range = np.empty(len(schedule.microbatches), dtype=np.int64)
+    for number, microbatch in enumerate(schedule.microbatches):
+        key = (microbatch.cuts, microbatch.tokens)
+        if key not in known:
+            known[key] = ranges
+            ranges += microbatch.slices
+        first_range[number] = known[key]
+    return first_range, ranges
+
+
+def _renumber_by_sorting(code: Ints) -> tuple[Ints, Ints]:
+    """Return an action with each code that occurs, and the number of each action's code among these."""
+    _, examples, numbers = np.unique(code, return_index=True, return_inverse=True)
+    return examples, numbers
 
 
 def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
@@ -136,20 +169,21 @@ def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, 
 
     A gradient is as large as the activation that came from there.
     """
+    stages = len(schedule.stages)
     paths, path_of = _distinct_paths(schedule)
-    before = np.full((len(paths), len(schedule.stages)), ABSENT, dtype=np.int64)
+    before = np.full((len(paths), stages), ABSENT, dtype=np.int64)
     for path, row in paths.items():
         before[row, list(path)] = (-1, *path[:-1])
-    least = np.where(before == ABSENT, len(schedule.stages), before).min(axis=0)
-    same_on_all_paths = (before.max(axis=0) <= least).all()
+    largest = before.max(axis=0)
+    least = np.where(before == ABSENT, stages, before).min(axis=0)
+    same_on_all_paths = (largest <= least).all()
     if same_on_all_paths:
         return codes
     table = schedule.table
     _, numbers = codes
-    previous = before[path_of[table.microbatch], table.stage]
-    code = numbers * (len(schedule.stages) + 1) + 1 + previous
-    _, examples, renumbered = np.unique(code, return_index=True, return_inverse=True)
-    return examples, renumbered
+    own_path = path_of[table.microbatch]
+    previous = before[own_path, table.stage]
+    return _renumber_by_sorting(numbers * (stages + 1) + 1 + previous)
 
 
 def _distinct_paths(schedule: Schedule) -> tuple[dict[tuple[int, ...], int], Ints]:
@@ -182,8 +216,8 @@ def _column(
 ) -> Floats:
     """One quantity for every action, asked once for each combination."""
     examples, numbers = questions
-    answers = [ask(schedule, action) for action in examples]
-    column: Floats = np.array(answers, dtype=np.float64)[numbers]
+    answers = np.array([ask(schedule, one) for one in examples], dtype=np.float64)
+    column: Floats = answers[numbers]
     return column
 
 
@@ -191,26 +225,31 @@ def example_column(
     schedule: Schedule, ask: Callable[[Schedule, Action], float]
 ) -> Floats:
     """One quantity of a cost for every action, asked once for each op, stage and token range."""
-    return _column(schedule, _questions(schedule, _codes(schedule)), ask)
+    questions = _questions(schedule, _codes(schedule))
+    return _column(schedule, questions, ask)
 
 
 def _links(
     schedule: Schedule, cost: Cost, target: Ints, size: Floats
 ) -> tuple[Ints, Floats, Floats]:
     """The link, the latency and the wire time of every message."""
-    ranks = schedule.ranks
+    actions = len(target)
     senders = np.flatnonzero(target >= 0)
-    pair = schedule.table.rank[senders] * ranks + target[senders]
-    pairs, pair_of = np.unique(pair, return_inverse=True)
-    ends = [(int(one) // ranks, int(one) % ranks) for one in pairs]
-    latencies = np.array([cost.latency(*one) for one in ends], dtype=np.float64)
-    bandwidths = np.array([cost.bandwidth(*one) for one in ends], dtype=np.float64)
-    link = np.full(len(target), -1, dtype=np.int64)
-    latency = np.zeros(len(target))
-    wire = np.zeros(len(target))
-    link[senders] = pair_of
-    latency[senders] = latencies[pair_of]
-    wire[senders] = size[senders] / bandwidths[pair_of]
+    source_rank = schedule.table.rank[senders]
+    pair = source_rank * schedule.ranks + target[senders]
+    pairs, own_link = np.unique(pair, return_inverse=True)
+    latencies = np.empty(len(pairs))
+    bandwidths = np.empty(len(pairs))
+    for number, one in enumerate(pairs.tolist()):
+        source, destination = divmod(one, schedule.ranks)
+        latencies[number] = cost.latency(source, destination)
+        bandwidths[number] = cost.bandwidth(source, destination)
+    link = np.full(actions, -1, dtype=np.int64)
+    link[senders] = own_link
+    latency = np.zeros(actions)
+    latency[senders] = latencies[own_link]
+    wire = np.zeros(actions)
+    wire[senders] = size[senders] / bandwidths[own_link]
     return link, latency, wire
 
 
@@ -221,9 +260,12 @@ def _losses(table: Table, held: Floats, kept: Floats) -> Floats:
     """
     loss = np.zeros(len(table))
     backward = np.flatnonzero(table.kind == BACKWARD)
-    loss[backward] = held[table.at[table.slots[backward] - 1]]
-    split = backward[table.op[backward] == OP_CODES[Op.I]]
+    own_forward = table.at[table.slots[backward] - 1]
+    loss[backward] = held[own_forward]
+    is_split = table.op[backward] == OP_CODES[Op.I]
+    split = backward[is_split]
     loss[split] -= kept[split]
     weights = np.flatnonzero(table.kind == WEIGHTS)
-    loss[weights] = kept[table.at[table.slots[weights] - 1]]
+    own_backward = table.at[table.slots[weights] - 1]
+    loss[weights] = kept[own_backward]
     return loss

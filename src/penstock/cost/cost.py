@@ -42,6 +42,10 @@ class Cost(ABC):
         """How long the rank rests after an action. The action's message leaves before."""
         return 0.0
 
+    def switch(self, schedule: Schedule, action: Action) -> float:
+        """How much longer a forward takes if the action before it on its rank is a backward."""
+        return 0.0
+
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank until its backward is done."""
         return 0.0

@@ -24,8 +24,8 @@ from penstock.cost.profile import Block, Point, Profile, block
 from penstock.cost.sizes import (
     FLOAT32_BYTES,
     HALF_BYTES,
-    Matrix,
     ModelSizes,
+    WeightMatrix,
     check_sizes,
     chunk_in_use,
     deferred_numbers,
@@ -159,7 +159,7 @@ def gpu_of(name: str) -> Gpu:
     return found
 
 
-def network_of(gpu: Gpu, ranks: int, devices_per_rank: int = 1) -> Network:
+def gpu_network(gpu: Gpu, ranks: int, devices_per_rank: int = 1) -> Network:
     """The links between ranks that fill one machine after the other.
 
     A rank of several devices sends over the links of its first device. Ranks on one machine
@@ -219,11 +219,11 @@ class _Machine:
         operands = rows * depth + depth * columns + rows * columns
         return max(min(full, max(divided, least)), self.move(self.item * operands))
 
-    def products(self, matrices: Sequence[Matrix], tokens: int) -> float:
+    def products(self, matrices: Sequence[WeightMatrix], tokens: int) -> float:
         """Seconds to multiply tokens with matrices, or gradients with their transposes."""
         return sum(self.product(tokens, one.rows, one.columns) for one in matrices)
 
-    def weight_products(self, matrices: Sequence[Matrix], tokens: int) -> float:
+    def weight_products(self, matrices: Sequence[WeightMatrix], tokens: int) -> float:
         """Seconds of the gradients of matrices: the sum goes over the tokens."""
         return sum(self.product(one.rows, tokens, one.columns) for one in matrices)
 
@@ -335,7 +335,7 @@ def analytic_profile(
         embed,
         layer,
         head,
-        network_of(device, ranks, devices_per_rank),
+        gpu_network(device, ranks, devices_per_rank),
         model,
         facts,
         tied=tied,
@@ -409,7 +409,7 @@ def _head(
     sizes: ModelSizes, machine: _Machine, tokens: int, rows: int, chunked: bool
 ) -> Block:
     parameters = parameters_of_pieces(sizes, tokens).head
-    matrices = (Matrix(sizes.width, sizes.vocab),)
+    matrices = (WeightMatrix(sizes.width, sizes.vocab),)
     points = []
     for length in _lengths(tokens):
         count = rows * length

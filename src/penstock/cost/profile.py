@@ -36,7 +36,7 @@ MIN_TIME_SHARE = 0.01
 TENSORS_PER_WEIGHT = 4
 # Kernels take as long for a part of a tile as for all of it.
 HALF_TYPES = ("bfloat16", "float16")
-SCALE_BYTES = 4  # of each row of a message in int8
+SCALE_BYTES = 4  # a float32 at the end of each row of a message in int8
 KERNEL_TILE_TOKENS = {"cuda": 128}
 
 
@@ -171,6 +171,8 @@ class Profile:
     device: Facts = ()  # where and how it was measured
     turn: float = 0.0  # seconds of the executor and the messages, per action
     tied: float = 0.0  # bytes of weights and their state that embedding and head share
+    # The share of its time that a forward takes longer right after a backward.
+    switch: float = 0.0
 
     def cost(
         self,
@@ -382,6 +384,10 @@ class LayeredCost(Cost):
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""
         return self.model_cost(schedule).seconds(schedule, action)
+
+    def switch(self, schedule: Schedule, action: Action) -> float:
+        """How much longer a forward takes right after a backward."""
+        return self.profile.switch * self.seconds(schedule, action)
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank."""

@@ -107,6 +107,7 @@ def _mix(rows: int, terms: Sequence[tuple[float, Profile]]) -> Profile:
         layer=_mix_blocks([(weight, profile.layer) for weight, profile in terms]),
         head=_mix_blocks([(weight, profile.head) for weight, profile in terms]),
         turn=sum(weight * profile.turn for weight, profile in terms) / total,
+        switch=sum(weight * profile.switch for weight, profile in terms) / total,
     )
 
 

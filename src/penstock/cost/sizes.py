@@ -76,7 +76,7 @@ class Parameters(NamedTuple):
     head: int
 
 
-class Matrix(NamedTuple):
+class WeightMatrix(NamedTuple):
     """A matrix that every token is multiplied with."""
 
     rows: int  # features that go in
@@ -122,21 +122,21 @@ def parameters_of_pieces(sizes: ModelSizes, tokens: int = 0) -> Parameters:
     return Parameters(matrix, products + 2 * sizes.width, matrix + sizes.width)
 
 
-def layer_matrices(sizes: ModelSizes) -> tuple[Matrix, ...]:
+def layer_matrices(sizes: ModelSizes) -> tuple[WeightMatrix, ...]:
     """The matrices of one layer."""
     width, inner = sizes.width, sizes.inner
     keys = key_width(sizes)
     if sizes.family == "gpt":
-        attention = (Matrix(width, 3 * width), Matrix(width, width))
-        return (*attention, Matrix(width, inner), Matrix(inner, width))
+        attention = (WeightMatrix(width, 3 * width), WeightMatrix(width, width))
+        return (*attention, WeightMatrix(width, inner), WeightMatrix(inner, width))
     return (
-        Matrix(width, width),
-        Matrix(width, keys),
-        Matrix(width, keys),
-        Matrix(width, width),
-        Matrix(width, inner),
-        Matrix(width, inner),
-        Matrix(inner, width),
+        WeightMatrix(width, width),
+        WeightMatrix(width, keys),
+        WeightMatrix(width, keys),
+        WeightMatrix(width, width),
+        WeightMatrix(width, inner),
+        WeightMatrix(width, inner),
+        WeightMatrix(inner, width),
     )
 
 

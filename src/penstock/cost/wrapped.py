@@ -34,6 +34,10 @@ class WrappedCost(Cost):
         """How long the rank rests after an action."""
         return self.cost.pause(schedule, action)
 
+    def switch(self, schedule: Schedule, action: Action) -> float:
+        """How much longer a forward takes right after a backward."""
+        return self.cost.switch(schedule, action)
+
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank."""
         return self.cost.held(schedule, action)

@@ -3,7 +3,7 @@
     {
       "penstock": "profile",
       "version": 1,
-      "layers": 8, "tokens": 1024, "rows": 1, "message": 1024.0, "turn": 0.0002,
+      "layers": 8, "tokens": 1024, "rows": 1, "message": 1024.0, "turn": 0.0002, "switch": 0.1,
       "model": {...}, "device": {...},                                   facts
       "blocks": {
         "layer": {
@@ -28,7 +28,7 @@ If micro-batches with several numbers of rows were measured, the file starts wit
 rows, and "larger" lists the others in ascending order. Only what depends on the rows is
 repeated there:
 
-      "larger": [{"rows": 2, "message": 2048.0, "turn": 0.0002, "blocks": {...}}, ...]
+      "larger": [{"rows": 2, "message": 2048.0, "turn": 0.0002, "switch": 0.1, "blocks": {...}}, ...]
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 
 PROFILE_VERSION = 1
-ROW_FIELDS = ("rows", "message", "turn")  # besides the blocks
+ROW_FIELDS = ("rows", "message", "turn", "switch")  # besides the blocks
 BLOCK_NAMES = ("embed", "layer", "head")
 PROFILED_OPS = (Op.F, Op.B, Op.I, Op.W)
 CURVE_TERMS = ("base", "token", "prefix", "pair")
@@ -217,7 +217,7 @@ def load_row_profiles(text: str, source: str = "profile.json") -> RowProfiles:
         "blocks",
         "network",
     )
-    read_entry(page, (), top, required, ("turn", "tied", "larger"))
+    read_entry(page, (), top, required, ("turn", "switch", "tied", "larger"))
     layers = read_whole(page, ("layers",), top["layers"], least=1)
     tokens = read_whole(page, ("tokens",), top["tokens"], least=1)
     first = Profile(
@@ -229,14 +229,17 @@ def load_row_profiles(text: str, source: str = "profile.json") -> RowProfiles:
         model=read_facts_field(page, ("model",), top["model"]),
         device=read_facts_field(page, ("device",), top["device"]),
         turn=read_number(page, ("turn",), top.get("turn", 0.0)),
+        switch=read_number(page, ("switch",), top.get("switch", 0.0)),
         tied=read_number(page, ("tied",), top.get("tied", 0.0)),
     )
 
     def larger(page: Page, steps: Steps, value: Value) -> Profile:
-        entry = read_entry(page, steps, value, ("rows", "message", "blocks"), ("turn",))
+        required = ("rows", "message", "blocks")
+        entry = read_entry(page, steps, value, required, ("turn", "switch"))
         rows, message = _row_sizes(page, steps, entry)
         embed, layer, head = _row_blocks(page, steps, entry, tokens)
         turn = read_number(page, (*steps, "turn"), entry.get("turn", 0.0))
+        switch = read_number(page, (*steps, "switch"), entry.get("switch", 0.0))
         return replace(
             first,
             rows=rows,
@@ -245,6 +248,7 @@ def load_row_profiles(text: str, source: str = "profile.json") -> RowProfiles:
             layer=layer,
             head=head,
             turn=turn,
+            switch=switch,
         )
 
     others: tuple[Profile, ...] = ()

@@ -42,7 +42,7 @@ MAX_HOST_NAME_BYTES = 64
 Pair = tuple[int, int]
 
 
-class Link(NamedTuple):
+class MeasuredLink(NamedTuple):
     """What was measured between two ranks."""
 
     latency: float  # seconds
@@ -50,7 +50,7 @@ class Link(NamedTuple):
     back: float  # seconds per byte from the second rank to the first
 
 
-def network_of(
+def measured_network(
     comm: Comm, every: bool = False, device: torch.device | str = "cpu"
 ) -> Network:
     """Measure the links between all ranks; all ranks must call this.
@@ -104,7 +104,7 @@ def gather_rows(comm: Comm, rows: Tensor) -> Tensor:
 # ---------------------------------------------------------------- pair by pair
 def _measure_links(
     comm: Comm, pairs: Sequence[Pair], device: torch.device | str
-) -> dict[Pair, Link]:
+) -> dict[Pair, MeasuredLink]:
     """Measure each pair in both directions, as many pairs at a time as hosts allow."""
     # For each pair, the round trip and the seconds per byte, measured from both ends.
     table = torch.zeros(len(pairs), 4, dtype=torch.float64)
@@ -127,7 +127,7 @@ def _measure_links(
     rows = gather_rows(comm, table).tolist()
     for pair, (trip, there, trip_back, back) in zip(pairs, rows, strict=True):
         # A latency is half of a round trip, and there are two of them.
-        links[pair] = Link((trip + trip_back) / 4, there, back)
+        links[pair] = MeasuredLink((trip + trip_back) / 4, there, back)
     return links
 
 

@@ -24,7 +24,7 @@ from penstock.runtime.batch import batch_of
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.executor import Executor
 
-MICROBATCHES = 8
+TIMED_MICROBATCHES = 8
 OVERHEAD_STEPS = 12  # with those that only warm up
 OVERHEAD_WARM_UP = 4
 
@@ -49,12 +49,12 @@ def empty_schedule(ranks: int) -> Schedule:
     """A schedule with all forwards, then all backwards, and one stage per rank."""
     lanes = []
     for rank in range(ranks):
-        forwards = [Action(Op.F, rank, number) for number in range(MICROBATCHES)]
-        backwards = [Action(Op.B, rank, number) for number in range(MICROBATCHES)]
+        forwards = [Action(Op.F, rank, number) for number in range(TIMED_MICROBATCHES)]
+        backwards = [Action(Op.B, rank, number) for number in range(TIMED_MICROBATCHES)]
         lanes.append(forwards + backwards)
     stages = [Stage(rank, rank) for rank in range(ranks)]
     microbatch = MicroBatch(tuple(range(ranks)))
-    return schedule_of(stages, [microbatch] * MICROBATCHES, lanes)
+    return schedule_of(stages, [microbatch] * TIMED_MICROBATCHES, lanes)
 
 
 def overhead_per_action(comm: Comm, rows: int, tokens: int, width: int) -> float:
@@ -69,7 +69,7 @@ def overhead_per_action(comm: Comm, rows: int, tokens: int, width: int) -> float
         comm,
         lambda y, labels: y[..., 0].sum(),
     )
-    microbatches = [torch.zeros(rows, tokens, dtype=torch.long)] * MICROBATCHES
+    microbatches = [torch.zeros(rows, tokens, dtype=torch.long)] * TIMED_MICROBATCHES
     batch = batch_of(microbatches, microbatches)
     seconds = []
     for _ in range(OVERHEAD_STEPS):

@@ -24,10 +24,10 @@ from penstock.errors import ShapeError
 
 MIN_TOKENS = 16
 HALVINGS = 6
-TILE = 64  # tokens to which lengths are rounded
+LENGTH_STEP_TOKENS = 64  # tokens to which lengths are rounded
 GRID_STEPS = 128  # prefixes are multiples of this fraction of the sequence
 # Prefixes as shares of the longest one: of fitted lengths, and of held-out ones by turns.
-PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)
+MEASURED_PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)
 HELD_OUT_SHARES = ((0.0, 0.25), (0.25, 0.75))
 # The parts of a sequence that a quick measurement fits, and those that it holds out.
 QUICK_PARTS = (1, 2, 4, 16)
@@ -56,7 +56,7 @@ def measuring_points(
     between = _held_out_lengths(lengths, tile)
     fitted: set[SlicePoint] = set()
     for length in lengths:
-        fitted |= _with_prefixes(length, PREFIX_SHARES, tokens, tile)
+        fitted |= _with_prefixes(length, MEASURED_PREFIX_SHARES, tokens, tile)
     held_out: set[SlicePoint] = set()
     for number, length in enumerate(between):
         held_out |= _with_prefixes(length, HELD_OUT_SHARES[number % 2], tokens, tile)
@@ -104,7 +104,7 @@ def _fitted_lengths(tokens: int, tile: int) -> list[int]:
     targets += [tokens / 2**n for n in range(1, HALVINGS + 1) if tokens >= 2**n]
     lengths = {tokens}
     for target in targets:
-        length = _round_to_tile(target, max(TILE, tile))
+        length = _round_to_tile(target, max(LENGTH_STEP_TOKENS, tile))
         if tile <= length < tokens:
             lengths.add(length)
     return sorted(lengths)

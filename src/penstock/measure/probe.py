@@ -181,6 +181,24 @@ class Probe:
                 seconds[number].append((name, self.clock(action)))
         return [_pass_times(named) for named in seconds]
 
+    def times_of_turns(self, count: int, lead: int) -> tuple[list[float], list[float]]:
+        """Time the forwards and the backwards of `count` whole sequences.
+
+        `lead` sequences have gone forward before the first one goes back. From then on,
+        backwards and forwards take turns.
+        """
+        passes = [self.actions(self.subject.tokens, 0) for _ in range(count)]
+        forwards: list[float] = []
+        backwards: list[float] = []
+        for number in range(count + lead):
+            if number >= lead:
+                _, backward = next(passes[number - lead])
+                backwards.append(self.clock(backward))
+            if number < count:
+                _, forward = next(passes[number])
+                forwards.append(self.clock(forward))
+        return forwards, backwards
+
     def warm_up(self, replays: Sequence[TimedAction]) -> None:
         """Make a GPU work for a while: after a pause it is faster than it can stay."""
         end = time.perf_counter() + WARM_UP_SECONDS
@@ -347,6 +365,12 @@ def _is_thread_clock_fine() -> bool:
 
 
 def _pass_times(named: Iterable[tuple[str, float]]) -> PassTimes:
-    """The times of a pass from those of its actions; an embedding has no W."""
+    """The times of a pass from those of its actions; an embedding has no W.
+
+    A forward takes longer if it notes for a W what each layer needs. That belongs to the
+    price of a split backward, so it counts as a part of I.
+    """
     seconds = dict(named)
-    return PassTimes(seconds["F"], seconds["B"], seconds["I"], seconds.get("W", 0.0))
+    noting = max(0.0, seconds["again"] - seconds["F"])
+    input_gradient = seconds["I"] + noting
+    return PassTimes(seconds["F"], seconds["B"], input_gradient, seconds.get("W", 0.0))

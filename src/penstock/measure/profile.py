@@ -16,6 +16,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ from torch import Tensor, nn
 from penstock.cost.network import Network
 from penstock.cost.profile import Block, Point, Profile, block, tile_of
 from penstock.cost.row_profiles import RowProfiles
+from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
-from penstock.measure.links import network_of
+from penstock.measure.links import measured_network
 from penstock.measure.overhead import overhead_per_action
 from penstock.measure.points import SlicePoint, measuring_points, quick_points
 from penstock.measure.probe import PassTimes, Probe, Subject
+from penstock.measure.switching import switch_share
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.malloc import keep_freed_memory
 from penstock.runtime.tape import Tape
@@ -118,13 +121,9 @@ def measure_rows(
     collects = gc.isenabled()
     gc.disable()
     try:
-        embeds, _ = _measure_block(
-            "embedding", [each.embed for each in subjects], setup
-        )
-        layers, launch = _measure_block(
-            "layer", [each.layer for each in subjects], setup
-        )
-        heads, _ = _measure_block("head", [each.head for each in subjects], setup)
+        embeds = _measure_block("embedding", [each.embed for each in subjects], setup)
+        layers = _measure_block("layer", [each.layer for each in subjects], setup)
+        heads = _measure_block("head", [each.head for each in subjects], setup)
     finally:
         if collects:
             gc.enable()
@@ -133,8 +132,12 @@ def measure_rows(
     device = first.layer.inputs.device
     network = Network()
     if comm is not None:
-        network = network_of(comm, links, device)
-    facts = (*first.device, ("recorded", tape is not None), ("launch", launch))
+        network = measured_network(comm, links, device)
+    facts = (
+        *first.device,
+        ("recorded", tape is not None),
+        ("launch", layers[0].launch),
+    )
     shared = shared_weights(first.embed.module, first.head.module)
     profiles = []
     for each, embed, layer, head in zip(subjects, embeds, layers, heads, strict=True):
@@ -148,14 +151,15 @@ def measure_rows(
             tokens,
             rows,
             float(inputs[:, 0].nbytes),
-            embed,
-            layer,
-            head,
+            embed.block,
+            layer.block,
+            head.block,
             network,
             each.model,
             facts,
             turn,
-            head.weights * shared,
+            head.block.weights * shared,
+            layer.switch,
         )
         profiles.append(profile)
     return RowProfiles(tuple(profiles))
@@ -173,21 +177,23 @@ def shared_weights(embed: nn.Module, head: nn.Module) -> float:
     return shared / max(total, 1)
 
 
+class MeasuredBlock(NamedTuple):
+    """A block of a model, and what else its probe has found."""
+
+    block: Block
+    launch: float  # how many times longer it takes because of kernel launches
+    switch: float  # how much longer a forward takes right after a backward
+
+
 def _measure_block(
     name: str, subjects: Sequence[Subject], setup: Setup
-) -> tuple[list[Block], float]:
-    """Measure one block with each number of rows.
-
-    Also return how many times longer it takes because of kernel launches, with the fewest
-    rows.
-    """
+) -> list[MeasuredBlock]:
+    """Measure one block with each number of rows."""
     probes = [Probe(subject, setup.tape) for subject in subjects]
     fitted, held_out = _points_of(probes[0], setup)
     where = [*fitted, *held_out]
     seconds = _measure_points(name, probes, where, setup) / subjects[0].layers
     times = _mean_over_ranks(seconds, setup.comm).tolist()
-    first = probes[0]
-    launch = round(first.seconds / first.kernels, 2) if first.kernels else 1.0
     memory = None
     blocks = []
     for probe, rows in zip(probes, times, strict=True):
@@ -206,8 +212,26 @@ def _measure_block(
             memory.weights / subject.layers,
             memory.update / subject.layers,
         )
-        blocks.append(measured)
-    return blocks, launch
+        launch = round(probe.seconds / probe.kernels, 2) if probe.kernels else 1.0
+        switch = _switch_of(probe, measured, setup) if name == "layer" else 0.0
+        blocks.append(MeasuredBlock(measured, launch, switch))
+    return blocks
+
+
+def _switch_of(probe: Probe, measured: Block, setup: Setup) -> float:
+    """How much longer a forward takes right after a backward, as a share of its time.
+
+    Recorded actions run without the processor, so what its caches hold does not matter.
+    """
+    if setup.tape is not None or probe.device.type != "cpu":
+        return 0.0
+    setup.watch("layer: forwards after backwards")
+    ready = setup.comm.barrier if setup.comm is not None else lambda: None
+    subject = probe.subject
+    pair = sum(measured.fit(op).curve.of(subject.tokens, 0) for op in (Op.F, Op.B))
+    share = switch_share(probe, subject.layers * pair, ready)
+    mean = _mean_over_ranks(torch.tensor([share], dtype=torch.float64), setup.comm)
+    return float(mean)
 
 
 def _points_of(

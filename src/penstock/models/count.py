@@ -9,6 +9,8 @@ from penstock.models.decoder import DecoderConfig, count_decoder
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 
+AnyModelConfig = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
@@ -23,8 +25,8 @@ class ParameterCounts:
     total: int
 
 
-def parameters_of(
-    sizes: LlamaConfig | GPTConfig | BertConfig | DecoderConfig,
+def count_parameters(
+    sizes: AnyModelConfig,
 ) -> ParameterCounts:
     """Count the parameters of the embedding, one layer, the head and the whole model."""
     if isinstance(sizes, DecoderConfig):

@@ -31,7 +31,7 @@ from penstock.models.hf_trial import small_config
 from penstock.models.split import find_anatomy
 
 _BUILDING = threading.RLock()
-INITIAL_STD = 0.02  # of matrices, where a config names no initializer_range
+INITIAL_STD = 0.02  # of matrices, unless a config names an initializer_range
 Constants = dict[str, float]
 
 

@@ -11,11 +11,9 @@ al. 2022), and others report it so.
 from __future__ import annotations
 
 from penstock.models.bert import BertConfig
+from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import DecoderConfig, count_decoder
 from penstock.models.gpt import GPTConfig
-from penstock.models.llama import LlamaConfig
-
-Sizes = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
 
 # Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
 # that torch gives the device. The first match counts.
@@ -58,14 +56,14 @@ def peak_flops(device: str) -> float | None:
     return None
 
 
-def flops_per_token(sizes: Sizes, tokens: int) -> float:
+def flops_per_token(sizes: AnyModelConfig, tokens: int) -> float:
     """Return the operations of training on one token of a sequence of `tokens`."""
     matrices = 6.0 * _matrix_weights(sizes)
     attention = 12.0 * sizes.layers * sizes.width * tokens
     return matrices + attention
 
 
-def share_of_flops(sizes: Sizes, tokens: int, layers: float) -> float:
+def share_of_flops(sizes: AnyModelConfig, tokens: int, layers: float) -> float:
     """Return the share of the operations that is left if a token passes through only so many layers and the head.
 
     >>> share_of_flops(GPTConfig(256, 64, 8, 4, 256, 128), 128, layers=8)
@@ -76,12 +74,12 @@ def share_of_flops(sizes: Sizes, tokens: int, layers: float) -> float:
     return 1.0 - (whole - head) * (1.0 - layers / sizes.layers) / whole
 
 
-def keys_per_token(sizes: Sizes) -> int:
+def keys_per_token(sizes: AnyModelConfig) -> int:
     """Return the number of keys with which attention takes as long as a token's matrices."""
     return _matrix_weights(sizes) // (2 * sizes.layers * sizes.width)
 
 
-def _matrix_weights(sizes: Sizes) -> int:
+def _matrix_weights(sizes: AnyModelConfig) -> int:
     """Return the number of weights in the matrices that multiply every token."""
     if isinstance(sizes, DecoderConfig):
         return count_decoder(sizes).matrices

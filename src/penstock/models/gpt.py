@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
-from penstock.dropout import Dropout
 from penstock.errors import ShapeError
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
-from penstock.models.recompute import recomputed
+from penstock.models.layer import PreNormLayer
 from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
@@ -123,23 +123,16 @@ class GPTMLP(nn.Module):
         return y
 
 
-class GPTLayer(nn.Module):
+class GPTLayer(PreNormLayer):
     """Attention, then MLP. Each reads a normed x and is added to x."""
 
     def __init__(self, config: GPTConfig, number: int = 0) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.attention = GPTAttention(config)
-        self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.mlp = GPTMLP(config)
-        self.attention_dropout = Dropout(f"attention {number}")
-        self.mlp_dropout = Dropout(f"mlp {number}")
-        self.recomputes_mlp = False
+        norm = partial(nn.LayerNorm, config.width, eps=config.eps)
+        super().__init__(norm, GPTAttention(config), GPTMLP(config), number)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Return the next hidden state."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), piece))
-        return self.add_mlp(x)
+        return self.run(x, piece)
 
     def forward_slice(
         self, call: Callable[..., Any], x: Tensor, piece: Slice
@@ -148,26 +141,6 @@ class GPTLayer(nn.Module):
         q, k, v = call(self.before_mixing, x)
         mixed = attend(self.attention, q, k, v, piece)
         y: Tensor = call(self.after_mixing, x, mixed)
-        return y
-
-    def before_mixing(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of x."""
-        return self.attention.project(self.attention_norm(x))
-
-    def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Return the next hidden state, given the mixed values."""
-        x = x + self.attention_dropout(self.attention.output(mixed))
-        return self.add_mlp(x)
-
-    def add_mlp(self, x: Tensor) -> Tensor:
-        """Add the result of the MLP to a hidden state."""
-        mixed = recomputed(self.run_mlp, x, self.recomputes_mlp)
-        y: Tensor = x + self.mlp_dropout(mixed)
-        return y
-
-    def run_mlp(self, x: Tensor) -> Tensor:
-        """Norm a hidden state, and run the MLP."""
-        y: Tensor = self.mlp(self.mlp_norm(x))
         return y
 
 

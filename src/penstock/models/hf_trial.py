@@ -34,9 +34,9 @@ from penstock.models.hf_part import (
     refuse_kernel,
 )
 
-TOKENS = 9  # of the sequences in a trial
+TRIAL_TOKENS = 9  # of the sequences in a trial
 WINDOW = 4  # of attention with a window, less than TOKENS so that it matters
-SEED = 1
+TRIAL_SEED = 1
 SLACK = 2e-4  # relative difference that rounding in float32 explains, with wide margins
 LIMITS = {
     "vocab_size": 64,
@@ -147,14 +147,14 @@ def _try_once(kind: Any, text: _Text) -> tuple[str, str]:
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        torch.manual_seed(SEED)
+        torch.manual_seed(TRIAL_SEED)
         return _try_small_model(kind, text)
 
 
 def _try_small_model(kind: type[nn.Module], text: _Text) -> tuple[str, str]:
     try:
         model = _random_model(kind, text)
-        tokens = torch.randint(0, model.config.vocab_size, (2, TOKENS))
+        tokens = torch.randint(0, model.config.vocab_size, (2, TRIAL_TOKENS))
         model(tokens, use_cache=False)
     except Exception as error:
         fault = f"a small model with its config does not run ({_first_line(error)})"
@@ -203,8 +203,8 @@ def _fault_of_slices(model: Any, pieces: Pieces, tokens: Tensor) -> str:
     """Why the model cannot run slice by slice; empty if it can."""
     layers = range(model.config.num_hidden_layers)
     runner = Runner(model, pieces, model, layers, (True, True))
-    carry = Carry(TOKENS)
-    bounds = (0, 4, 6, TOKENS)
+    carry = Carry(TRIAL_TOKENS)
+    bounds = (0, 4, 6, TRIAL_TOKENS)
     with torch.no_grad():
         whole = model(tokens, use_cache=False).logits
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
-from penstock.dropout import Dropout
 from penstock.errors import ShapeError
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
-from penstock.models.recompute import recomputed
+from penstock.models.layer import PreNormLayer
 from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
@@ -186,26 +186,18 @@ class LlamaMLP(nn.Module):
         return y
 
 
-class LlamaLayer(nn.Module):
+class LlamaLayer(PreNormLayer):
     """Attention, then MLP. Each reads a normed x and is added to x."""
 
     def __init__(self, config: LlamaConfig, number: int = 0) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width, eps=config.eps)
-        self.attention = LlamaAttention(config)
-        self.mlp_norm = nn.RMSNorm(config.width, eps=config.eps)
-        self.mlp = LlamaMLP(config)
-        self.attention_dropout = Dropout(f"attention {number}")
-        self.mlp_dropout = Dropout(f"mlp {number}")
-        self.recomputes_mlp = False
+        norm = partial(nn.RMSNorm, config.width, eps=config.eps)
+        super().__init__(norm, LlamaAttention(config), LlamaMLP(config), number)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
     ) -> Tensor:
         """Return the next hidden state."""
-        mixed = self.attention(self.attention_norm(x), cos, sin, piece)
-        x = x + self.attention_dropout(mixed)
-        return self.add_mlp(x)
+        return self.run(x, cos, sin, piece)
 
     def forward_slice(
         self,
@@ -218,28 +210,6 @@ class LlamaLayer(nn.Module):
         """Run a slice, with `call` for the methods that see only tensors, so that they can be compiled."""
         q, k, v = call(self.before_mixing, x, cos, sin)
         y: Tensor = call(self.after_mixing, x, self.attention.mix(q, k, v, piece))
-        return y
-
-    def before_mixing(
-        self, x: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, keys and values of x."""
-        return self.attention.project(self.attention_norm(x), cos, sin)
-
-    def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """Return the next hidden state, given the mixed values."""
-        x = x + self.attention_dropout(self.attention.output(mixed))
-        return self.add_mlp(x)
-
-    def add_mlp(self, x: Tensor) -> Tensor:
-        """Add the result of the MLP to a hidden state."""
-        mixed = recomputed(self.run_mlp, x, self.recomputes_mlp)
-        y: Tensor = x + self.mlp_dropout(mixed)
-        return y
-
-    def run_mlp(self, x: Tensor) -> Tensor:
-        """Norm a hidden state, and run the MLP."""
-        y: Tensor = self.mlp(self.mlp_norm(x))
         return y
 
 

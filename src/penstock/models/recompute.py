@@ -1,15 +1,17 @@
-"""Selective recomputation: the MLP of a layer runs again in the backward, so that its inner features need not be kept.
+"""Selective recomputation: attention or MLP of a layer runs again in the backward, so that less need be kept.
 
-    kept without it    x, norm(x), gate, silu(gate), up, their product        about four times `inner` a token
-    kept with it       x
+    kept without it    x, norm(x), q, k, v, their mixture │ x, norm(x), gate, silu(gate), up, their product
+    kept with it       x                                  │ x
 
 A stage that is recomputed as a whole (`run.recompute`) runs everything twice and keeps only its input. This is the
-middle way. The MLP sees each token by itself, so it does not matter whether a sequence comes in slices.
+middle way. The MLP sees each token by itself, so it does not matter whether a sequence comes in slices. The attention
+of a slice sees keys and values of earlier slices, which the carry keeps in any case; running again, it writes the same
+numbers into the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ def recomputed(call: Callable[[Tensor], Tensor], x: Tensor, wanted: bool) -> Ten
     return y
 
 
-def recompute_mlps(model: nn.Module) -> int:
-    """Let all layers of one of our models recompute their MLPs; return how many can."""
+def recompute_inside(model: nn.Module, blocks: Iterable[str]) -> int:
+    """Let all layers of one of our models recompute their "attention" or "mlp"; return how many layers can."""
     layers: list[Any] = list(model.modules())
     layers = [one for one in layers if hasattr(one, "recomputes_mlp")]
     for layer in layers:
-        layer.recomputes_mlp = True
+        for block in blocks:
+            setattr(layer, f"recomputes_{block}", True)
     return len(layers)

@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import (
 
 from penstock.errors import ShapeError
 from penstock.models.bert import BertConfig
+from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import DecoderConfig
-from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 from penstock.models.split import Part
 
@@ -147,9 +147,7 @@ def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
     return count
 
 
-def check_shares(
-    sizes: LlamaConfig | GPTConfig | BertConfig | DecoderConfig, tensor: int
-) -> None:
+def check_shares(sizes: AnyModelConfig, tensor: int) -> None:
     """Refuse a number of shares that would divide a head or leave a process without words."""
     if isinstance(sizes, DecoderConfig | BertConfig):
         if tensor > 1:

@@ -76,7 +76,7 @@ def round_of(number: int) -> Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class OrderProblem:
     """Everything about a schedule but the order of its lanes, as columns of numbers.
 
     The actions have the numbers of the schedule's own table.
@@ -100,7 +100,7 @@ def problem_of(
     cost: Cost,
     cap: float | Sequence[float] | None,
     work: int = 1,
-) -> Problem:
+) -> OrderProblem:
     """Return the columns of a schedule under a cost and a cap, for `work` simulations."""
     table = schedule.table
     given = np.asarray(np.inf if cap is None else cap, dtype=np.float64)
@@ -109,7 +109,7 @@ def problem_of(
             f"there are caps for {len(given)} ranks, but stages on {schedule.ranks}"
         )
     user_start, users = users_of(table.needs)
-    return Problem(
+    return OrderProblem(
         schedule,
         columns(schedule, cost),
         np.broadcast_to(given, (schedule.ranks,)).copy(),
@@ -148,7 +148,7 @@ def improve_order(
 class Search:
     """A search that can be continued. It begins with the given order of the problem's actions, lane by lane."""
 
-    problem: Problem
+    problem: OrderProblem
     lane: Ints
     seed: int = 0
     best: Ints = field(init=False)
@@ -212,7 +212,7 @@ class Search:
         )
 
 
-def time_lanes(problem: Problem, lane: Ints) -> float:
+def time_lanes(problem: OrderProblem, lane: Ints) -> float:
     """Return the makespan of an order of all actions, lane by lane; -1 if the lanes wait for each other."""
     return _call_loop(
         problem,
@@ -228,7 +228,7 @@ def time_lanes(problem: Problem, lane: Ints) -> float:
 
 
 def _call_loop(
-    problem: Problem,
+    problem: OrderProblem,
     random: Floats,
     begin: int,
     length: int,
@@ -273,14 +273,14 @@ def _call_loop(
     )
 
 
-def fits_caps(problem: Problem, lane: Ints) -> bool:
+def fits_caps(problem: OrderProblem, lane: Ints) -> bool:
     """Return whether no rank exceeds its cap in an order of its actions."""
     unit = float(problem.costs.gain.max(initial=0.0)) or 1.0
     peaks = lane_peaks(problem, lane)
     return bool((peaks <= problem.caps + EQUAL_SHARE * unit).all())
 
 
-def lane_peaks(problem: Problem, lane: Ints) -> Floats:
+def lane_peaks(problem: OrderProblem, lane: Ints) -> Floats:
     """Return the most bytes of activations that each rank holds in an order of its actions."""
     first = problem.schedule.table.first.tolist()
     gain = problem.costs.gain[lane]

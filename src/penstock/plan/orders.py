@@ -30,7 +30,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.plan.bound import longest_tails, lower_bound
 from penstock.plan.improve import (
-    Problem,
+    OrderProblem,
     Search,
     fits_caps,
     problem_of,
@@ -228,7 +228,7 @@ class _Entry:
     """An order that may be improved further."""
 
     def __init__(
-        self, problem: Problem, lanes: Ints, makespan: float, seed: int
+        self, problem: OrderProblem, lanes: Ints, makespan: float, seed: int
     ) -> None:
         self.problem = problem
         self.lanes = lanes
@@ -263,7 +263,7 @@ class _Hunt:
         self.seed = seed
         self.watch = watch
         self.bound = bound
-        self.drafts: list[tuple[Draft, Problem]] = []
+        self.drafts: list[tuple[Draft, OrderProblem]] = []
         self.entries: list[_Entry] = []
         self.left = 0
         self.best = math.inf
@@ -312,7 +312,7 @@ class _Hunt:
         best = min(self.entries, key=lambda entry: entry.makespan)
         return schedule_with_lanes(best.problem.schedule, best.lanes)
 
-    def _add(self, problem: Problem, lanes: Ints) -> None:
+    def _add(self, problem: OrderProblem, lanes: Ints) -> None:
         makespan = time_lanes(problem, lanes)
         self.entries.append(_Entry(problem, lanes, makespan, self.seed))
         if len(self.entries) > 2 * MAX_ENTRIES:
@@ -344,7 +344,7 @@ class Draft:
         self.lister = Lister(schedule, self.costs, len(FIRST_RULES))
         self.priorities = list(self._priorities())
 
-    def problem(self, caps: Floats, work: int) -> Problem:
+    def problem(self, caps: Floats, work: int) -> OrderProblem:
         """Return the actions under these caps, for `work` simulations."""
         return replace(self._problem, caps=caps, size=self.size * work)
 

@@ -26,22 +26,22 @@ _WEIGHT_GRADIENT = OPS.index(Op.W)
 
 
 # ---------------------------------------------------------------- kinds of plans
-def placement_of(schedule: Schedule) -> str:
+def placement_name(schedule: Schedule) -> str:
     """Name the way in which the stages of a schedule lie on its ranks.
 
     >>> from penstock import make
-    >>> placement_of(make("1f1b", ranks=4, microbatches=4))
+    >>> placement_name(make("1f1b", ranks=4, microbatches=4))
     '1 stage'
-    >>> placement_of(make("interleaved", ranks=4, microbatches=4, chunks=2))
+    >>> placement_name(make("interleaved", ranks=4, microbatches=4, chunks=2))
     '2 chunks'
-    >>> placement_of(make("zb-v", ranks=4, microbatches=4))
+    >>> placement_name(make("zb-v", ranks=4, microbatches=4))
     '1 wave'
-    >>> placement_of(make("chimera", ranks=4, microbatches=4))
+    >>> placement_name(make("chimera", ranks=4, microbatches=4))
     '2 stages, not in a line'
 
     On one rank, waves and chunks are the same:
 
-    >>> placement_of(make("hanayo", ranks=1, microbatches=4, waves=2))
+    >>> placement_name(make("hanayo", ranks=1, microbatches=4, waves=2))
     '4 stages'
     """
     count, left = divmod(len(schedule.stages), schedule.ranks)
@@ -138,7 +138,7 @@ def _other_schedules(best: Row) -> Iterator[_Kind]:
             "with several stages on each rank",
             lambda row: stages_of_a_rank(row.candidate.schedule) > 1,
         )
-    placement = placement_of(schedule)
+    placement = placement_name(schedule)
     if "wave" in placement:
         yield "with chunks instead of waves", lambda row: "chunk" in _placement(row)
     elif "chunk" in placement:
@@ -171,11 +171,11 @@ def _other_divisions(best: Row) -> Iterator[_Kind]:
 
 
 def _placement(row: Row) -> str:
-    return placement_of(row.candidate.schedule)
+    return placement_name(row.candidate.schedule)
 
 
 # ---------------------------------------------------------------- the map of the space
-class Finding(StrEnum):
+class MapFinding(StrEnum):
     """What a search knows about a place of the map."""
 
     FOUND = "found"
@@ -185,16 +185,16 @@ class Finding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MapPlace:
     """A place of the map: its best plan, or why there is none."""
 
-    finding: Finding
+    finding: MapFinding
     row: Row | None = None
     bound: float = 0.0  # of a step; known if it is too slow
     reason: str = ""
 
 
-Map = dict[tuple[int, int], Place]  # by copies and ranks
+Map = dict[tuple[int, int], MapPlace]  # by copies and ranks
 NOT_TRIED = "not tried, or too large"
 
 
@@ -240,25 +240,25 @@ def _best_rows(rows: Iterable[Row]) -> dict[tuple[int, int], Row]:
     return best
 
 
-def _place_of_row(row: Row | None) -> Place:
+def _place_of_row(row: Row | None) -> MapPlace:
     if row is None:
-        return Place(Finding.OPEN, reason=NOT_TRIED)
-    return Place(Finding.FOUND, row)
+        return MapPlace(MapFinding.OPEN, reason=NOT_TRIED)
+    return MapPlace(MapFinding.FOUND, row)
 
 
-def _place(row: Row | None, results: list[CellResult], pricing: Pricing) -> Place:
+def _place(row: Row | None, results: list[CellResult], pricing: Pricing) -> MapPlace:
     late = [result for result in results if result.reason == CANNOT_WIN]
     if row is None and late:
         bound = min(result.bound for result in late)
-        return Place(Finding.TOO_SLOW, None, bound, CANNOT_WIN)
+        return MapPlace(MapFinding.TOO_SLOW, None, bound, CANNOT_WIN)
     if row is None and all(result.reason for result in results):
         # With other micro-batches or less recomputation it may need more; this is the least.
         smallest = min(results, key=lambda result: pricing.least_bytes(result.cell))
-        return Place(Finding.TOO_LARGE, None, 0.0, smallest.reason)
+        return MapPlace(MapFinding.TOO_LARGE, None, 0.0, smallest.reason)
     return _place_of_row(row)
 
 
-def placements(landscape: Landscape) -> dict[tuple[str, int], Row]:
+def best_by_placement(landscape: Landscape) -> dict[tuple[str, int], Row]:
     """Return the best plan of the chosen division for each placement and number of slices.
 
     The placements come from few stages to many.

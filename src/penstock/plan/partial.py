@@ -8,7 +8,7 @@
 Leaving out layers changes what is computed: every micro-batch trains a shorter model. So a search does it only where
 the user allows it, and a bound for such a search must count only the layers that every micro-batch visits.
 
-**The bound.** Every micro-batch runs at least V layers, the embedding and the head. A rank other than the first one can
+**The bound.** Every micro-batch runs at least V layers, the embedding and the head. A rank without a first part can
 begin only after a hop. The ranks share all work, so the step takes at least the mean over the ranks. One micro-batch
 takes the way there and the way back, and no backward starts before a way there. The bounds do not count hops between
 the later ranks, since a path may skip any of them.
@@ -23,7 +23,7 @@ from penstock.ir.schedule import MicroBatch, Schedule
 from penstock.plan.space import LeastTimes
 from penstock.schedules.skip_paths import path_with_skips
 
-ROUNDING = 1e-9  # of a share
+SHARE_ROUNDING = 1e-9  # of a share
 
 
 def partial_paths(
@@ -49,7 +49,7 @@ def most_skips(parts: int, share: float) -> int:
     >>> most_skips(8, 0.25), most_skips(3, 0.25), most_skips(4, 0.9)
     (2, 0, 1)
     """
-    return min(math.floor(parts * share + ROUNDING), max(parts - 3, 0))
+    return min(math.floor(parts * share + SHARE_ROUNDING), max(parts - 3, 0))
 
 
 def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
@@ -73,17 +73,19 @@ def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
 
 def visited_layers(layers: int, share: float) -> int:
     """Return the fewest layers that a micro-batch visits if it may leave out `share` of them."""
-    return layers - math.floor(layers * share + ROUNDING)
+    return layers - math.floor(layers * share + SHARE_ROUNDING)
 
 
-def partial_profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
+def partial_profile_bound(
+    times: LeastTimes, ranks: int, microbatches: int, weights: int = 1
+) -> float:
     """Return a time below that of every plan with partial paths.
 
     `times` are those of a model with only the layers that every micro-batch visits.
     """
     # Messages leave before a rank rests, so rests count in no chain of actions.
     work = times.layers * sum(times.layer) + sum(times.embed) + sum(times.head)
-    waits = (ranks - 1) * times.hop
+    waits = max(ranks - weights, 0) * times.hop
     mean = (microbatches * work + waits) / ranks
     there = times.way[0]
     back = times.layers * times.layer[1] + times.embed[1] + times.head[1]
@@ -100,15 +102,16 @@ def partial_unit_bound(
     slices: int,
     share: float,
     split: bool = True,
+    weights: int = 1,
 ) -> float:
     """Return a time below that of every plan whose micro-batches leave out at most `share` of the work."""
     half = cost.B / 2
     inputs = half if cost.I is None else cost.I
-    weights = half if cost.W is None else cost.W
+    weight_gradient = half if cost.W is None else cost.W
     back = min(cost.B, inputs) if split else cost.B
-    backward = min(cost.B, inputs + weights) if split else cost.B
+    backward = min(cost.B, inputs + weight_gradient) if split else cost.B
     visited = ranks * (1.0 - share)
-    waits = (ranks - 1) * cost.comm
+    waits = max(ranks - weights, 0) * cost.comm
 
     def one_way(seconds: float) -> float:
         once = min(seconds / stages, visited * seconds)

@@ -46,10 +46,9 @@ from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Profile
 from penstock.ir.action import Op
 from penstock.ir.schedule import Stage
 from penstock.ir.table import Bools, Floats, Ints
+from penstock.plan.candidates import ROUNDING
 from penstock.plan.space import SliceSpace
 
-# Bytes that exceed the memory by less than this share still fit.
-ROUNDING = 1e-9
 MAX_CLASSES = 12  # of cuts, by their longest slice
 LEAST = 1e-100  # instead of a divisor of 0
 
@@ -75,7 +74,7 @@ class BlockTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class SliceTimes:
+class LeastBlockTimes:
     """The least times of a profile's blocks, for cuts in classes by their longest slice.
 
     Short slices reach the ranks early, and take more time in all. A class keeps both together.
@@ -97,28 +96,34 @@ class SliceTimes:
         return int(np.searchsorted(self.tops, longest))
 
 
-def slice_times(
+def least_block_times(
     profile: Profile, slices: int, split: bool, granularity: int
-) -> SliceTimes:
+) -> LeastBlockTimes:
     """Find the least times of a profile whose cuts are multiples of `granularity` tokens."""
     space = SliceSpace(profile, slices, split, granularity)
     lengths = np.unique(space.tokens)
-    lengths = lengths[lengths * slices >= profile.tokens]
-    tops = lengths[np.linspace(0, len(lengths) - 1, MAX_CLASSES).astype(np.int64)]
-    tops = np.unique(tops)  # the most tokens of the longest slice, in each class
-    bottoms = np.concatenate(
-        ([lengths[0]], [lengths[lengths > top][0] for top in tops[:-1]])
-    )
-    allowed = [space.tokens <= top for top in tops]
-    is_long = [
-        (space.tokens >= bottom) & (space.tokens <= top)
-        for bottom, top in zip(bottoms, tops, strict=True)
-    ]
+    is_possible = lengths * slices >= profile.tokens
+    lengths = lengths[is_possible]
+    places = np.linspace(0, len(lengths) - 1, MAX_CLASSES)
+    # The most and the fewest tokens of the longest slice, in each class.
+    tops = np.unique(lengths[places.astype(np.int64)])
+    bottoms = np.full_like(tops, lengths[0])
+    for number, top in enumerate(tops[:-1]):
+        longer = lengths[lengths > top]
+        bottoms[number + 1] = longer[0]
+    allowed = []
+    is_long = []
+    for bottom, top in zip(bottoms, tops, strict=True):
+        is_allowed = space.tokens <= top
+        allowed.append(is_allowed)
+        is_long.append(is_allowed & (space.tokens >= bottom))
 
     def least_sums(times: Floats) -> Floats:
-        return np.array(
-            [space.sum_over_slices(np.where(mask, times, np.inf)) for mask in allowed]
-        )
+        sums = []
+        for mask in allowed:
+            allowed_times = np.where(mask, times, np.inf)
+            sums.append(space.sum_over_slices(allowed_times))
+        return np.array(sums)
 
     def least(times: Floats, masks: list[Bools]) -> Floats:
         return np.array([times[mask].min() for mask in masks])
@@ -143,7 +148,7 @@ def slice_times(
             last_back=space.last_piece_back(block),
         )
 
-    return SliceTimes(
+    return LeastBlockTimes(
         block_times(profile.layer),
         block_times(profile.embed),
         block_times(profile.head),
@@ -156,7 +161,7 @@ def slice_times(
     )
 
 
-class Layout:
+class PlacedLayers:
     """A placement with the layers of its parts, as columns with one entry for each stage or rank."""
 
     def __init__(self, stages: list[Stage], partition: tuple[int, ...]) -> None:
@@ -164,13 +169,15 @@ class Layout:
         self.ranks = int(self.rank.max()) + 1
         self.size = len(stages)
         self.layers: Ints = np.array(partition)
+        # The first and the last stage of each rank.
         number = np.arange(self.size)
         self.first: Ints = np.full(self.ranks, self.size)
         np.minimum.at(self.first, self.rank, number)
         self.last: Ints = np.full(self.ranks, -1)
         np.maximum.at(self.last, self.rank, number)
         changes = self.rank[1:] != self.rank[:-1]
-        self.hops_before: Ints = np.concatenate(([0], np.cumsum(changes)))
+        self.hops_before: Ints = np.zeros(self.size, dtype=np.int64)
+        self.hops_before[1:] = np.cumsum(changes)
         self.hops = int(self.hops_before[-1])
         self.is_on: Bools = self.rank[:, None] == np.arange(self.ranks)
         self.stages_on: Ints = self.is_on.sum(axis=0)
@@ -182,14 +189,16 @@ class Layout:
 
     def least_on_ranks(self, values: Floats) -> Floats:
         """Return the least value of the stages on each rank."""
-        least: Floats = np.where(self.is_on, values[..., None], np.inf).min(axis=-2)
+        on_ranks = np.where(self.is_on, values[..., None], np.inf)
+        least: Floats = on_ranks.min(axis=-2)
         return least
 
     def of_blocks(
         self, layer: float | Floats, embed: float | Floats, head: float | Floats
     ) -> Floats:
         """Return a quantity of each stage, from that of its blocks."""
-        stages = np.multiply.outer(layer, self.layers.astype(np.float64))
+        layers = self.layers.astype(np.float64)
+        stages = np.multiply.outer(layer, layers)
         stages[..., 0] += embed
         stages[..., -1] += head
         return stages
@@ -207,26 +216,26 @@ class Room:
     memory: float | None
     copies: int  # that sum their gradients
 
-    def weights(self, layout: Layout) -> Floats:
+    def weights(self, layout: PlacedLayers) -> Floats:
         """Bytes of the weights on each rank."""
-        sizes = [
-            one.weights + one.gathered for one in (self.layer, self.embed, self.head)
-        ]
+        blocks = (self.layer, self.embed, self.head)
+        sizes = [block.weights + block.gathered for block in blocks]
         weights = layout.on_ranks(layout.of_blocks(*sizes))
-        if layout.rank[0] == layout.rank[-1]:
-            weights[layout.rank[0]] -= self.tied
+        first_rank = layout.rank[0]
+        if first_rank == layout.rank[-1]:
+            weights[first_rank] -= self.tied
         return weights
 
-    def gradients(self, layout: Layout) -> Floats:
+    def gradients(self, layout: PlacedLayers) -> Floats:
         """Bytes of the gradients that each stage sums over the copies, without tied ones."""
-        sizes = [one.weights for one in (self.layer, self.embed, self.head)]
-        weights = layout.of_blocks(*sizes)
+        blocks = (self.layer, self.embed, self.head)
+        weights = layout.of_blocks(*(block.weights for block in blocks))
         weights[0] -= self.tied
         if layout.size > 1:
             weights[-1] -= self.tied
         return np.maximum(weights, 0.0) / TENSORS_PER_WEIGHT
 
-    def held(self, layout: Layout, again: int) -> tuple[Floats, Floats]:
+    def held(self, layout: PlacedLayers, again: int) -> tuple[Floats, Floats]:
         """Bytes of a token on each stage after its forward, and more while its backward runs.
 
         The first `again` stages are recomputed.
@@ -237,18 +246,22 @@ class Room:
         left[:again] = self.message
         return left, np.maximum(whole - left, 0.0)
 
-    def left_over(self, layout: Layout, tokens: int, slices: int) -> Floats:
+    def left_over(self, layout: PlacedLayers, tokens: int, slices: int) -> Floats:
         """Bytes of each rank that are left for activations: all but weights and a sequence of messages."""
         if self.memory is None:
             return np.full(layout.ranks, np.inf)
-        # One message of the longest slice for each slice, up to the limit of the runtime.
-        sent = min(1.0, MAX_SENDS_IN_FLIGHT / slices)
-        messages = sent * self.message * tokens if layout.ranks > 1 else 0.0
+        memory = self.memory * (1 + ROUNDING)
+        messages = 0.0
+        if layout.ranks > 1:
+            # One message of the longest slice for each slice, up to the limit of the runtime.
+            sent = min(1.0, MAX_SENDS_IN_FLIGHT / slices)
+            messages = sent * self.message * tokens
         weights = self.weights(layout)
-        caps: Floats = self.memory * (1 + ROUNDING) - weights - messages
+        caps: Floats = memory - weights - messages
         if self.copies > 1:
             sums = layout.on_ranks(self.gradients(layout))
-            caps[weights + sums > self.memory * (1 + ROUNDING)] = -1.0
+            is_too_full = weights + sums > memory
+            caps[is_too_full] = -1.0
         return caps
 
 
@@ -261,7 +274,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CellLoad:
     """What a cell asks of a placement: micro-batches, recomputed stages, links and sums."""
 
     microbatches: int
@@ -272,7 +285,9 @@ class Load:
     sum_byte: float = 0.0
 
 
-def placed_bounds(layout: Layout, times: SliceTimes, room: Room, load: Load) -> Floats:
+def placed_bounds(
+    layout: PlacedLayers, times: LeastBlockTimes, room: Room, load: CellLoad
+) -> Floats:
     """Return times that no pass on this placement can beat, by classes of cuts; infinite where nothing fits."""
     caps = room.left_over(layout, times.tokens, times.slices)
     left, rebuilt = room.held(layout, load.recomputed)
@@ -282,39 +297,48 @@ def placed_bounds(layout: Layout, times: SliceTimes, room: Room, load: Load) -> 
     sums = np.zeros(layout.size)
     if room.copies > 1:
         gradients = room.gradients(layout)
-        sums = (
-            np.where(gradients > 0, load.sum_latency, 0.0) + gradients * load.sum_byte
-        )
+        latency = np.where(gradients > 0, load.sum_latency, 0.0)
+        sums = latency + gradients * load.sum_byte
     seconds = _Bound(layout, times, load).least_times(caps, left, sums)
     return np.where(fits, seconds, np.inf)
 
 
 def _fitting_classes(
-    layout: Layout, times: SliceTimes, caps: Floats, left: Floats, rebuilt: Floats
+    layout: PlacedLayers,
+    times: LeastBlockTimes,
+    caps: Floats,
+    left: Floats,
+    rebuilt: Floats,
 ) -> Bools:
     """Return which classes of cuts fit: one micro-batch, and what a backward recomputes of it."""
     fits = np.ones(len(times.longest), dtype=np.bool_)
     if (caps == np.inf).all():
         return fits
     tokens = times.tokens
-    if (layout.on_ranks(left * tokens) > caps).any():
-        return ~fits
+    microbatch_bytes = layout.on_ranks(left * tokens)
+    if (microbatch_bytes > caps).any():
+        return np.zeros_like(fits)
     # When the last slice comes back to a stage, all slices are still on the earlier stages of
     # its rank. When the longest one comes back, that one still is.
     held = np.zeros(layout.ranks)
     for stage in range(int(np.count_nonzero(rebuilt))):
         rank = layout.rank[stage]
+        cap = caps[rank]
         held[rank] += left[stage]
-        if tokens * held[rank] + times.shortest * rebuilt[stage] > caps[rank]:
+        at_last_slice = tokens * held[rank] + times.shortest * rebuilt[stage]
+        if at_last_slice > cap:
             return np.zeros_like(fits)
-        fits &= times.longest * (held[rank] + rebuilt[stage]) <= caps[rank]
+        at_longest_slice = times.longest * (held[rank] + rebuilt[stage])
+        fits &= at_longest_slice <= cap
     return fits
 
 
 class _Bound:
     """The least times of one placement under one load: rows for classes of cuts, columns for stages or ranks."""
 
-    def __init__(self, layout: Layout, times: SliceTimes, load: Load) -> None:
+    def __init__(
+        self, layout: PlacedLayers, times: LeastBlockTimes, load: CellLoad
+    ) -> None:
         self.layout = layout
         self.times = times
         self.load = load
@@ -337,39 +361,43 @@ class _Bound:
         )
         self.last_back[self.again] += self.last_there[self.again]
         before = np.cumsum(there) - there
-        self.reached = (before + layout.hops_before * self.short_hop)[layout.first]
+        stages_reached = before + layout.hops_before * self.short_hop
+        self.reached = stages_reached[layout.first]
         self.hops_after = layout.hops - layout.hops_before
         # From the first backward of a step to that of each stage.
         self.way_back = _after(self.last_back) + self.hops_after * self.short_hop
 
     def least_times(self, caps: Floats, left: Floats, sums: Floats) -> Floats:
         """Return the largest of all bounds, for each class of cuts."""
-        layout, count = self.layout, self.load.microbatches
+        layout = self.layout
+        count = self.load.microbatches
+        turn = self.load.turn
         forward = count * layout.on_ranks(self.forward)
         backward = count * layout.on_ranks(self.backward)
         # Rests between a rank's actions; the last action needs none.
         actions = count * np.multiply.outer(self.times.fewest, layout.stages_on)
         turned = self.turned()
         way_back = turned[:, None] + self.way_back
+        # When each rank has done all its work.
         late = self.forwards_that_wait(caps, left) + backward
-        ends = np.maximum(
-            self.reached + forward + backward + (2 * actions - 1) * self.load.turn,
-            way_back[:, layout.last] + late + (actions - 1) * self.load.turn,
-        )
+        all_work = self.reached + forward + backward + (2 * actions - 1) * turn
+        late_work = way_back[:, layout.last] + late + (actions - 1) * turn
+        ends = np.maximum(all_work, late_work)
+        # When all backwards of each stage are done, and its gradients can be summed.
         all_forward = (self.reached + forward).max(axis=1)
-        done = np.maximum(
-            all_forward[:, None] + self.last_back, way_back + count * self.backward
-        )
+        after_forwards = all_forward[:, None] + self.last_back
+        done = np.maximum(after_forwards, way_back + count * self.backward)
+        with_last_sum = ends + layout.least_on_ranks(sums)
+        with_all_sums = layout.least_on_ranks(done) + layout.on_ranks(sums)
         byte_seconds = count * layout.on_ranks(self.byte_seconds(left))
-        least: Floats = np.max(
-            [
-                (ends + layout.least_on_ranks(sums)).max(axis=1),
-                (layout.least_on_ranks(done) + layout.on_ranks(sums)).max(axis=1),
-                (self.reached + byte_seconds / np.maximum(caps, LEAST)).max(axis=1),
-                turned + self.returned(),
-            ],
-            axis=0,
-        )
+        with_memory = self.reached + byte_seconds / np.maximum(caps, LEAST)
+        bounds = [
+            with_last_sum.max(axis=1),
+            with_all_sums.max(axis=1),
+            with_memory.max(axis=1),
+            turned + self.returned(),
+        ]
+        least: Floats = np.max(bounds, axis=0)
         return least
 
     def turned(self) -> Floats:
@@ -405,7 +433,8 @@ class _Bound:
         the memory has room for. Any slices can be among them, so all count at the least
         seconds of a token.
         """
-        layout, times = self.layout, self.times
+        layout = self.layout
+        times = self.times
         tokens = times.tokens * self.load.microbatches
         size = tokens * left
         if (layout.on_ranks(size) <= caps).all():
@@ -432,13 +461,13 @@ class _Bound:
     def byte_seconds(self, left: Floats) -> Floats:
         """Return the bytes times seconds that one micro-batch takes at least on each stage."""
         times = self.times
-        tokens, slices = times.tokens, times.slices
+        tokens = times.tokens
+        slices = times.slices
         blocks = (times.layer, times.embed, times.head)
-        rate = self.layout.of_blocks(
-            *(one.forward_rate + one.back_rate for one in blocks)
-        )
-        again = self.layout.of_blocks(*(one.forward_rate for one in blocks))
-        rate[:, self.again] += again[:, self.again]
+        there = self.layout.of_blocks(*(block.forward_rate for block in blocks))
+        back = self.layout.of_blocks(*(block.back_rate for block in blocks))
+        rate = there + back
+        rate[:, self.again] += there[:, self.again]
         way = _after(self.last_there + self.last_back)
         way += 2 * self.hops_after * self.short_hop
         later_slices = rate * tokens * (1 + 1 / slices) / 2 + way
@@ -449,5 +478,7 @@ class _Bound:
 
 def _after(values: Floats) -> Floats:
     """Return for each stage the sum over the stages after it."""
-    total: Floats = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1] - values
-    return total
+    backwards = values[..., ::-1]
+    from_here_on = np.cumsum(backwards, axis=-1)[..., ::-1]
+    after: Floats = from_here_on - values
+    return after

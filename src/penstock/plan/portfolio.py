@@ -47,8 +47,8 @@ from penstock.plan.recipes import (
     Cuts,
     FixedRecipe,
     Limits,
-    Placement,
     Setting,
+    StagePlacement,
     even_cuts_only,
     fixed_recipes,
     placements,
@@ -335,7 +335,7 @@ class _Ranking:
         found.sort(key=lambda one: (one.least_time, one.size))
         return found
 
-    def placements(self, slices: int) -> list[Placement]:
+    def placements(self, slices: int) -> list[StagePlacement]:
         """Return the placements on which this number of slices is tried.
 
         Whole sequences are tried on all of them. Slices multiply the actions, so they are
@@ -349,7 +349,7 @@ class _Ranking:
         every = placements(self.setting.ranks, self.limits)
         return [one for one in every if one.stages_per_rank <= most]
 
-    def try_placement(self, placement: Placement, cuts: Cuts) -> None:
+    def try_placement(self, placement: StagePlacement, cuts: Cuts) -> None:
         """Try the orders of a placement with these cuts, with more and more memory."""
         setting = self.setting
         stages = placement.stages(setting.ranks)

@@ -27,19 +27,19 @@ from penstock.plan.partial import (
     visited_layers,
 )
 from penstock.plan.placed_bound import (
+    CellLoad,
     Hop,
-    Layout,
-    Load,
+    LeastBlockTimes,
+    PlacedLayers,
     Room,
-    SliceTimes,
+    least_block_times,
     placed_bounds,
-    slice_times,
 )
 from penstock.plan.recipes import (
     Cuts,
     Limits,
-    Placement,
     Setting,
+    StagePlacement,
     every_placement,
     unit_setting,
 )
@@ -52,6 +52,7 @@ from penstock.plan.space import (
     with_recomputation,
 )
 from penstock.plan.topology import Machines, cluster_network, cluster_nodes
+from penstock.plan.tried_bound import tried_bound
 from penstock.plan.workload import Cell, Workload
 
 MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
@@ -97,6 +98,7 @@ class UnitPricing:
                 self.limits.slices,
                 self.limits.skip,
                 self.limits.split,
+                self.limits.weights,
             )
         return space_bound(
             self.cost,
@@ -106,11 +108,18 @@ class UnitPricing:
             self.limits.slices,
             self.memory,
             self.limits.split,
+            weights=self.limits.weights,
         )
 
     def close_bound(self, cell: Cell) -> float:
-        """Return the same: this bound knows the memory already."""
-        return self.bound(cell)
+        """Return a larger such time, which looks at every placement that the search tries."""
+        quick = self.bound(cell)
+        if self.limits.skip or self.limits.weights > 1:
+            return quick
+        close = tried_bound(
+            self.cost, cell.ranks, cell.microbatches, self.limits, self.memory
+        )
+        return max(quick, close)
 
     def estimate(self, cell: Cell) -> Estimate:
         """Return the bound: there is only one cell, so that nothing is compared."""
@@ -151,13 +160,13 @@ class ProfilePricing:
     works: dict[object, tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    layouts: dict[object, Layout] = field(
+    layouts: dict[object, PlacedLayers] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    placed: dict[tuple[Cell, Placement], Floats] = field(
+    placed: dict[tuple[Cell, StagePlacement], Floats] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    slice_times: dict[object, SliceTimes] = field(
+    slice_times: dict[object, LeastBlockTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     choices: dict[Cell, list[CutChoice]] = field(
@@ -299,7 +308,7 @@ class ProfilePricing:
                 return quick
         return least
 
-    def placements(self, cell: Cell) -> list[Placement]:
+    def placements(self, cell: Cell) -> list[StagePlacement]:
         """Return the placements of all schedules that the search tries in a cell."""
         most = max(1, min(self.limits.stages, self.workload.layers // cell.ranks))
         single = cell.ranks == 1 and cell.copies == 1
@@ -311,12 +320,12 @@ class ProfilePricing:
             and len(partition) in (0, one.stages_per_rank * cell.ranks)
         ]
 
-    def least_time(self, cell: Cell, placement: Placement, cuts: Cuts) -> float:
+    def least_time(self, cell: Cell, placement: StagePlacement, cuts: Cuts) -> float:
         """Return a time that no step on this placement with these cuts can beat."""
         times = self._slice_times(cell)
         return float(self._placed_bounds(cell, placement)[times.class_of(cuts)])
 
-    def _placed_bounds(self, cell: Cell, placement: Placement) -> Floats:
+    def _placed_bounds(self, cell: Cell, placement: StagePlacement) -> Floats:
         """Return times that no step on this placement can beat, by classes of cuts."""
         if (cell, placement) in self.placed:
             return self.placed[cell, placement]
@@ -333,7 +342,7 @@ class ProfilePricing:
             self.workload.memory,
             cell.copies,
         )
-        load = Load(
+        load = CellLoad(
             cell.microbatches,
             count_of_share(cell.recomputed, layout.size),
             Hop(link.latency, process.message / link.bandwidth),
@@ -352,7 +361,7 @@ class ProfilePricing:
         self.placed[cell, placement] = bounds
         return bounds
 
-    def _layout(self, cell: Cell, placement: Placement) -> Layout:
+    def _layout(self, cell: Cell, placement: StagePlacement) -> PlacedLayers:
         """Return a placement with its layers, which depend neither on micro-batches nor on shards."""
         speeds = self.speeds(cell)
         key = (self._work_key(cell), cell.ranks, placement, speeds)
@@ -369,13 +378,13 @@ class ProfilePricing:
                 partition = balance_layers(
                     self.process(cell), self.workload.tokens, ranks, slowest
                 )
-            self.layouts[key] = Layout(stages, partition)
+            self.layouts[key] = PlacedLayers(stages, partition)
         return self.layouts[key]
 
-    def _slice_times(self, cell: Cell) -> SliceTimes:
+    def _slice_times(self, cell: Cell) -> LeastBlockTimes:
         key = self._work_key(cell)
         if key not in self.slice_times:
-            self.slice_times[key] = slice_times(
+            self.slice_times[key] = least_block_times(
                 replace(self.process(cell), tokens=self.workload.tokens),
                 self.most_slices,
                 self.limits.split,
@@ -489,7 +498,8 @@ class ProfilePricing:
         if again:
             least = with_recomputation(least)
         bound_of = partial_profile_bound if self.limits.skip else profile_bound
-        bound = bound_of(least, cell.ranks, cell.microbatches) / fastest
+        weights = self.limits.weights
+        bound = bound_of(least, cell.ranks, cell.microbatches, weights) / fastest
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)

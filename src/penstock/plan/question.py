@@ -195,12 +195,12 @@ SIZE_UNITS = {
 BARE_UNIT = 2.0**20  # a bare number of bytes means MiB
 
 
-def bytes_of(text: str) -> float:
+def parse_bytes(text: str) -> float:
     """Return the bytes of a size such as 80GiB or 80GB; a bare number means MiB.
 
-    >>> bytes_of("1.5 GiB") == 1.5 * 2**30, bytes_of("172") == 172 * 2**20
+    >>> parse_bytes("1.5 GiB") == 1.5 * 2**30, parse_bytes("172") == 172 * 2**20
     (True, True)
-    >>> bytes_of("80GB")
+    >>> parse_bytes("80GB")
     80000000000.0
     """
     cleaned = text.strip().upper()

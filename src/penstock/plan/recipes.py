@@ -40,7 +40,7 @@ TRIED_SLICES = (1, 2, 4, 8, 16, 32, 64)
 ODD_SLICES = (3, 6, 12, 24)
 ODD_SLICED_STAGES = 2
 # Those with slices in their own shape are made from whole ones here.
-NOT_TRIED = ("terapipe", "seq1f1b")
+SCHEDULES_NOT_TRIED = ("terapipe", "seq1f1b")
 WITH_WHOLE_BACKWARDS = ("1f1b", "interleaved", "chimera", "hanayo")  # worth splitting
 SLICED_NAMES = {"gpipe": "terapipe", "1f1b": "seq1f1b"}
 # Fixed orders that are also tried with slices.
@@ -68,7 +68,7 @@ class Setting:
     # The different cuts into a number of slices; none if there is no such number.
     cuts: Callable[[int], list[Cuts]]
     # A time that no order of a placement with given cuts can beat.
-    least_time: Callable[[Placement, Cuts], float] = lambda placement, cuts: 0.0
+    least_time: Callable[[StagePlacement, Cuts], float] = lambda placement, cuts: 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def unit_setting(
         # The bounds are for micro-batches that visit all stages, of which there is one copy.
         return Setting(ranks, microbatches, even_cuts_only)
 
-    def least_time(placement: Placement, cuts: Cuts) -> float:
+    def least_time(placement: StagePlacement, cuts: Cuts) -> float:
         return space_bound(
             cost,
             ranks,
@@ -127,7 +127,7 @@ def unit_setting(
 
 # ---------------------------------------------------------------- placements
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StagePlacement:
     """Stages of the ranks in a loop (so many chunks) or in waves, and the parts that each micro-batch leaves out."""
 
     word: str  # "chunks" or "waves"
@@ -160,7 +160,7 @@ class Placement:
         return (*shape, ("skips", self.skips)) if self.skips else shape
 
 
-def placements(ranks: int, limits: Limits) -> Iterator[Placement]:
+def placements(ranks: int, limits: Limits) -> Iterator[StagePlacement]:
     """Yield the placements to try, from few stages to many; where it is allowed, also with partial paths.
 
     On one rank every placement does the same work in the same order, so one is enough for whole
@@ -178,10 +178,10 @@ def placements(ranks: int, limits: Limits) -> Iterator[Placement]:
             yield replace(placement, skips=skips)
 
 
-def every_placement() -> list[Placement]:
+def every_placement() -> list[StagePlacement]:
     """Return all placements that are ever tried, from few stages to many."""
-    every = [Placement("chunks", count) for count in TRIED_CHUNKS]
-    every += [Placement("waves", count) for count in TRIED_WAVES]
+    every = [StagePlacement("chunks", count) for count in TRIED_CHUNKS]
+    every += [StagePlacement("waves", count) for count in TRIED_WAVES]
     return sorted(every, key=lambda one: one.stages_per_rank)
 
 
@@ -196,7 +196,7 @@ def fixed_recipes(
 ) -> Iterator[FixedRecipe]:
     """Yield the orders of the registry with this number of slices, as they are and split."""
     for name in REGISTRY:
-        if name in NOT_TRIED or FACTS[name].weights > limits.weights:
+        if name in SCHEDULES_NOT_TRIED or FACTS[name].weights > limits.weights:
             continue
         if slices > 1 and name not in FIXED_WITH_SLICES:
             continue
@@ -231,12 +231,12 @@ def _fixed_with_cuts(
         )
 
 
-def _placement_of(name: str, shape: ShapeWords) -> Placement:
+def _placement_of(name: str, shape: ShapeWords) -> StagePlacement:
     """Return the placement of a schedule's stages: those with two stages on a rank are waves."""
     for word, count in shape:
         if word in ("chunks", "waves"):
-            return Placement(word, count)
-    return Placement("waves" if FACTS[name].stages > 1 else "chunks", 1)
+            return StagePlacement(word, count)
+    return StagePlacement("waves" if FACTS[name].stages > 1 else "chunks", 1)
 
 
 def _build_fixed(

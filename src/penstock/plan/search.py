@@ -54,7 +54,7 @@ MAX_CELLS = 50_000  # more would take minutes to compare
 RANKING_WORK = 1_000_000_000
 # Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
 SURVEYED_ACTIONS = 20_000
-NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
+CELL_NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
 NOTHING_FITS = "no placement fits into the memory"  # reason of a cell
 CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a cell
 
@@ -134,7 +134,7 @@ class Landscape:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """What a search does at the moment, and the best so far."""
 
     doing: str
@@ -146,7 +146,7 @@ def search(
     workload: Workload,
     pricing: Pricing,
     limits: Limits,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[SearchProgress], None] = lambda progress: None,
     shown: Callable[[float], str] = "{:g}".format,
 ) -> Landscape:
     """Search all cells of a workload. Raises if no plan fits."""
@@ -171,7 +171,7 @@ class _Search:
         workload: Workload,
         pricing: Pricing,
         limits: Limits,
-        watch: Callable[[Progress], None],
+        watch: Callable[[SearchProgress], None],
         shown: Callable[[float], str],
     ) -> None:
         self.workload = workload
@@ -197,7 +197,7 @@ class _Search:
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
-        self.watch(Progress(doing, self.best, self.bound))
+        self.watch(SearchProgress(doing, self.best, self.bound))
 
     # ------------------------------------------------------------ the two passes
     def survey(self) -> None:
@@ -365,7 +365,7 @@ class _Search:
         if any(replace(cell, recomputed=share) in self.roomy for share in less):
             return "everything fits with less to recompute"
         if self.rows and self.left <= 0:
-            return NOT_TRIED
+            return CELL_NOT_TRIED
         return self.misfit(cell) if self.exceeds_memory(cell) else ""
 
     def misfit(self, cell: Cell) -> str:

@@ -19,6 +19,9 @@ follow the first one that reaches it.
 comes back, and the later slices of its micro-batch run on this stage. Add up bytes times seconds over all stages: this
 cannot exceed the cap of all ranks times the time from when they are reached to the end.
 
+**Copies of the weights.** With two of them (Chimera), micro-batches visit the ranks in two orders, so two ranks are
+reached at once, two more after one hop, and so on. In both orders some rank comes after half of the others.
+
 A `Profile` has layers, which parts cannot cut, and ranks may have different numbers of them. So the work of a rank is
 not known, but the layers of all ranks together are. The bound is the least time in which the ranks can do all layers,
 if each begins when it is reached at the earliest. Every part but the first and the last has at least one layer.
@@ -60,6 +63,7 @@ def space_bound(
     cap: float | None = None,
     split: bool = True,
     least_slice: float | None = None,
+    weights: int = 1,
 ) -> float:
     """Return a time below that of every plan of the space.
 
@@ -68,6 +72,7 @@ def space_bound(
     cap: the most activations on a rank, in micro-batches; only for unit costs.
     split: whether backwards may be split.
     least_slice: the smallest share of the tokens that a slice may have; by default slices are equal.
+    weights: copies of the weights, which micro-batches may visit in as many orders of the ranks.
 
     >>> round(space_bound(UnitCost(comm=0.03), ranks=8, microbatches=8, stages=4, slices=8), 2)
     24.43
@@ -81,9 +86,12 @@ def space_bound(
             f"{slices} slices cannot all have at least {share:g} of the tokens"
         )
     if isinstance(cost, UnitCost):
-        space = _UnitSpace(cost, ranks, microbatches, stages, slices, split, share)
+        space = _UnitSpace(
+            cost, ranks, microbatches, stages, slices, split, share, weights
+        )
         return max(space.time_bound(), space.memory_bound(cap))
-    return profile_bound(least_times(cost, slices, split), ranks, microbatches)
+    times = least_times(cost, slices, split)
+    return profile_bound(times, ranks, microbatches, weights)
 
 
 # ---------------------------------------------------------------- unit costs
@@ -96,6 +104,12 @@ class _UnitSpace:
     slices: int
     split: bool
     share: float  # of the smallest slice
+    weights: int  # copies of them
+
+    @property
+    def depth(self) -> int:
+        """The ranks that are visited on every path before a rank that is reached late."""
+        return hops_before(self.ranks - 1, self.weights)
 
     @property
     def back(self) -> float:
@@ -120,13 +134,15 @@ class _UnitSpace:
 
     def reach(self, seconds: float, complete: int) -> float:
         """Return the least time until the last rank is reached, if this many ranks are complete by then."""
-        others = self.ranks - 1
+        others = self.depth
         pieces = complete + (others - complete) / self.stages
         return pieces * seconds * self.share + others * self.cost.comm
 
     def time_bound(self) -> float:
         """Return the best of all choices of how many ranks are complete when the last one is reached."""
         choices = range(self.ranks)
+        if self.weights > 1:  # Nobody knows which path completes a rank.
+            choices = range(1)
         return min(
             self._time_bound(there, back) for there in choices for back in choices
         )
@@ -139,7 +155,9 @@ class _UnitSpace:
         last_rank = (
             self.reach(self.cost.F, complete_there) + self.microbatches * work + tail
         )
-        visited_again = self.ranks - 1 - min(complete_there, complete_back)
+        visited_again = 0
+        if self.weights == 1:
+            visited_again = self.ranks - 1 - min(complete_there, complete_back)
         hops = (self.ranks - 1 + visited_again) * self.cost.comm
         there = self.one_way(self.cost.F) + hops
         backwards = (
@@ -160,8 +178,18 @@ class _UnitSpace:
         pair = self.cost.F + self.back
         way = pair * (self.ranks + 1 / self.stages) / (2 * self.slices)
         later_slices = pair * (1 - 1 / self.slices) / (2 * self.stages)
-        mean_reach = self.reach(self.cost.F, 0) / 2
+        hops = [hops_before(rank, self.weights) for rank in range(self.ranks)]
+        hop = self.cost.F * self.share / self.stages + self.cost.comm
+        mean_reach = hop * sum(hops) / self.ranks
         return mean_reach + self.microbatches * (way + later_slices) / cap
+
+
+def hops_before(rank: int, weights: int) -> int:
+    """Return the hops before a rank is reached, if ranks are numbered in the order in which they are.
+
+    With two copies of the weights, two ranks have a first part, two more are one hop away, and so on.
+    """
+    return rank // weights
 
 
 # ---------------------------------------------------------------- profiles
@@ -220,8 +248,12 @@ def with_recomputation(times: LeastTimes) -> LeastTimes:
     )
 
 
-def profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
+def profile_bound(
+    times: LeastTimes, ranks: int, microbatches: int, weights: int = 1
+) -> float:
     """Return a time below that of every plan with these ranks and micro-batches."""
+    if weights > 1:
+        return _bound_of_copies(times, ranks, microbatches, weights)
     hop, turn = times.hop, times.turn
     forward, backward = times.layer
     count = microbatches
@@ -250,6 +282,36 @@ def profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
         free=count * times.embed[1],
     )
     alone = there + times.way[1] + (ranks - 1) * hop
+    return max(all_work, backwards, alone)
+
+
+def _bound_of_copies(
+    times: LeastTimes, ranks: int, microbatches: int, weights: int
+) -> float:
+    """Return such a time if there are several copies of the weights.
+
+    Nobody knows which copy does how much, but all ranks together do all work. So the step
+    takes at least the mean over the ranks.
+    """
+    hops = [hops_before(rank, weights) for rank in range(ranks)]
+    mean_hops = sum(hops) / ranks
+    # The first part may have the embedding alone, and the last part the head.
+    mean_pieces = sum(max(hop - 1, 0) for hop in hops) / ranks
+
+    def mean_share(pieces: Sequence[int]) -> float:
+        """The mean work of a rank: forwards (0), backwards (1), or both."""
+        work = sum(times.layers * times.layer[one] for one in pieces)
+        work += sum(times.embed[one] + times.head[one] for one in pieces)
+        return microbatches * work / ranks
+
+    rests = (2 * microbatches - 1) * times.turn
+    reached = mean_hops * times.hop + mean_pieces * times.piece[0]
+    all_work = reached + rests + mean_share((0, 1))
+    there = times.way[0] + (ranks - 1) * times.hop
+    reached_back = mean_hops * times.hop + mean_pieces * times.piece[1]
+    back_rests = (microbatches - 1) * times.turn
+    backwards = there + reached_back + back_rests + mean_share((1,))
+    alone = there + times.way[1] + (ranks - 1) * times.hop
     return max(all_work, backwards, alone)
 
 

@@ -54,8 +54,6 @@ class Workload:
     memory: float | None = None  # bytes of a device
     processors: int | None = None  # that the processes share; None for one each
     passes: int = 1  # through the pipeline in a step
-    max_stages: int = 16  # of a rank
-    max_slices: int = 16  # of a sequence; 1 for models that cannot be sliced
     granularity: int = MIN_GRANULARITY  # tokens that cuts are multiples of
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     exact: bool = False  # all devices must be used, because they already run

@@ -37,7 +37,7 @@ DeferredWork = Callable[[], None]
 _here = threading.local()  # the ledger of the forward that runs on this thread
 
 
-class Copies(Protocol):
+class WeightCopies(Protocol):
     """Copies of weights in another type (`penstock.runtime.cast_weights`)."""
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -57,7 +57,7 @@ class Ledger:
         self,
         common: frozenset[int] = frozenset(),
         splits: bool = True,
-        copies: Copies | None = None,
+        copies: WeightCopies | None = None,
     ) -> None:
         self.due: list[DeferredWork] = []
         self.open = False  # whether the current backward may defer work
@@ -226,7 +226,7 @@ class Trace:
         self.ghosts: list[Ghosts | None] = []
 
 
-trace = Trace()
+ghost_trace = Trace()
 
 
 class _CompiledLinear(torch.autograd.Function):
@@ -342,12 +342,12 @@ def compiled_linear(layer: Any, x: Tensor, turned: bool = False) -> Tensor | Non
     happens if x has other rows or tokens than the input of the compiled layer, which the ghosts were made for.
     """
     number = getattr(layer, "ghost_number", 0)
-    if number >= len(trace.ghosts):
+    if number >= len(ghost_trace.ghosts):
         return None
-    ghosts = trace.ghosts[number]
+    ghosts = ghost_trace.ghosts[number]
     if ghosts is None or x.shape != ghosts[0].shape:
         return None
-    trace.ghosts[number] = None
+    ghost_trace.ghosts[number] = None
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         y: Tensor = _CompiledLinear.apply(x, layer.weight, layer.bias, turned, *ghosts)  # type: ignore[no-untyped-call]

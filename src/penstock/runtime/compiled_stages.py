@@ -36,8 +36,8 @@ from penstock.runtime.backward import (
     can_wait,
     current_ledger,
     deferrable_layers,
+    ghost_trace,
     ghosts_of,
-    trace,
 )
 from penstock.runtime.torch_internals import (
     call_uncompiled,
@@ -103,10 +103,10 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The function that is compiled: `method` on `args`, whose linear layers find their ghosts in `trace`."""
-    trace.ghosts = list(ghosts)
+    """The function that is compiled: `method` on `args`, whose linear layers find their ghosts in `ghost_trace`."""
+    ghost_trace.ghosts = list(ghosts)
     result = method(*args, **kwargs)
-    trace.ghosts = []
+    ghost_trace.ghosts = []
     return result
 
 

@@ -35,8 +35,8 @@ from penstock.runtime.loss_reduction import described
 from penstock.runtime.passed_values import (
     PIECE,
     LayerChain,
+    forward_parameters,
     named_arguments,
-    parameters_of,
     passed_by,
     refuse_missing,
 )
@@ -120,7 +120,7 @@ class StageFact(NamedTuple):
     hidden_dtype: torch.dtype
 
 
-class Kind(NamedTuple):
+class EdgeKind(NamedTuple):
     """What two micro-batches must have in common to have the same edges."""
 
     path: tuple[int, ...]
@@ -147,14 +147,14 @@ class EdgeFinder:
         self.modules = modules
         self.comm = comm
         self.messages = messages
-        self.parameters = {stage: parameters_of(m) for stage, m in modules.items()}
+        self.parameters = {stage: forward_parameters(m) for stage, m in modules.items()}
         self.facts: list[StageFact] = []
-        self.known: dict[Kind, tuple[Edge, ...]] = {}
+        self.known: dict[EdgeKind, tuple[Edge, ...]] = {}
 
     def find(self, batch: Batch) -> list[tuple[Edge, ...]]:
         """The edges of each micro-batch along its path. All ranks must call this for batches of the same shapes."""
         kinds = [self.kind(batch, number) for number in range(len(batch.inputs))]
-        missing: dict[Kind, int] = {}
+        missing: dict[EdgeKind, int] = {}
         for number, kind in enumerate(kinds):
             if kind not in self.known:
                 missing.setdefault(kind, number)
@@ -172,12 +172,12 @@ class EdgeFinder:
                 self.walk_paths(unknown, batch)
         return [self.known[kind] for kind in kinds]
 
-    def kind(self, batch: Batch, number: int) -> Kind:
+    def kind(self, batch: Batch, number: int) -> EdgeKind:
         """The kind of a micro-batch."""
         named = batch.named[number] if batch.named else {}
         shapes = tuple((name, tuple(x.shape)) for name, x in sorted(named.items()))
         path = self.schedule.microbatches[number].path
-        return Kind(path, tuple(batch.inputs[number].shape), shapes)
+        return EdgeKind(path, tuple(batch.inputs[number].shape), shapes)
 
     def share_stage_facts(self) -> list[StageFact]:
         """What the ranks must know about all stages."""
@@ -197,7 +197,7 @@ class EdgeFinder:
             stages.append(StageFact(tuple(asks), width, getattr(torch, dtype)))
         return stages
 
-    def refuse_unasked(self, kinds: Iterable[Kind]) -> None:
+    def refuse_unasked(self, kinds: Iterable[EdgeKind]) -> None:
         """Raise an error if the batch has a named tensor that no stage asks for: it would change nothing."""
         asked = {name for fact in self.facts for name in fact.asks}
         for kind in kinds:
@@ -209,7 +209,7 @@ class EdgeFinder:
                         f"{', '.join(sorted(asked)) or 'here there are none'}"
                     )
 
-    def stated_edges(self, kind: Kind) -> tuple[Edge, ...] | None:
+    def stated_edges(self, kind: EdgeKind) -> tuple[Edge, ...] | None:
         """The edges of a path on which every stage says what it returns; None if a stage does not."""
         edges = []
         for stage in kind.path[:-1]:
@@ -230,9 +230,9 @@ class EdgeFinder:
         return TensorSpec(tuple(shape), dtype, sent_as)
 
     # ------------------------------------------------------------ along the paths
-    def walk_paths(self, kinds: Mapping[Kind, int], batch: Batch) -> None:
+    def walk_paths(self, kinds: Mapping[EdgeKind, int], batch: Batch) -> None:
         """Run all stages once, in the order of the paths. Each kind comes with a micro-batch of it."""
-        edges: dict[Kind, list[Edge]] = {kind: [] for kind in kinds}
+        edges: dict[EdgeKind, list[Edge]] = {kind: [] for kind in kinds}
         copies: dict[int, nn.Module | None] = {}  # on the meta device
         for position in range(max(len(kind.path) for kind in kinds)):
             found: dict[str, Any] = {str(self.comm.rank) + BATCH: _shapes_of(kinds)}
@@ -281,7 +281,7 @@ class EdgeFinder:
         specs = [self.spec(shape, getattr(torch, dtype)) for shape, dtype in tensors]
         return Edge(values, tuple(names), tuple(specs), plain)
 
-    def asked_after(self, kind: Kind, position: int) -> set[str]:
+    def asked_after(self, kind: EdgeKind, position: int) -> set[str]:
         """The names that later stages of a path ask for."""
         asked: set[str] = set()
         for stage in kind.path[position + 1 :]:
@@ -295,7 +295,7 @@ class StageTrial:
     def __init__(
         self,
         finder: EdgeFinder,
-        kind: Kind,
+        kind: EdgeKind,
         position: int,
         before: Sequence[Edge],
         copies: dict[int, nn.Module | None],
@@ -473,7 +473,7 @@ def _as_json(edge: Edge) -> list[Any]:
     return [edge.values, edge.names, tensors, edge.plain]
 
 
-def _shapes_of(kinds: Iterable[Kind]) -> list[list[int]]:
+def _shapes_of(kinds: Iterable[EdgeKind]) -> list[list[int]]:
     return [list(kind.shape) for kind in kinds]
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.runtime.bundle import ArrivingBundle, Bundle
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.edges import TensorSpec, TensorSpecs
@@ -28,7 +29,6 @@ from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import unfit_message
 from penstock.runtime.step_values import StepValues
 
-MAX_SENDS_IN_FLIGHT = 16
 MIN_RECEIVES_AHEAD = 4
 MAX_RECEIVES_AHEAD = 256
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.runtime.torch_internals import original_module
 
@@ -61,7 +62,7 @@ def _are_tensors(values: Sequence[object]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ForwardParameters:
     """The parameters of a forward, in order, those that must be given, and names that it asks for besides."""
 
     names: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class Parameters:
         return self.names[count:] + self.besides
 
 
-def parameters_of(module: nn.Module) -> Parameters:
+def forward_parameters(module: nn.Module) -> ForwardParameters:
     """The parameters of a module's forward that values can be given to by name.
 
     A module with a forward of *values and **named can say what it asks for: `asked_names`.
@@ -81,7 +82,7 @@ def parameters_of(module: nn.Module) -> Parameters:
     original: Any = original_module(module)
     asked = getattr(original, "asked_names", None)
     if asked is not None:
-        return Parameters(besides=tuple(asked))
+        return ForwardParameters(besides=tuple(asked))
     names = []
     required = set()
     for name, parameter in inspect.signature(original.forward).parameters.items():
@@ -93,11 +94,11 @@ def parameters_of(module: nn.Module) -> Parameters:
         names.append(name)
         if parameter.default is inspect.Parameter.empty:
             required.add(name)
-    return Parameters(tuple(names), frozenset(required))
+    return ForwardParameters(tuple(names), frozenset(required))
 
 
 def named_arguments(
-    parameters: Parameters, count: int, *sources: Mapping[str, Tensor | None]
+    parameters: ForwardParameters, count: int, *sources: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """The values that a stage asks for by name, out of the first source that has them."""
     arguments = {}
@@ -111,7 +112,7 @@ def named_arguments(
 
 
 def refuse_missing(
-    parameters: Parameters, count: int, named: Mapping[str, Tensor]
+    parameters: ForwardParameters, count: int, named: Mapping[str, Tensor]
 ) -> None:
     """Raise an error if a forward asks for a value that nobody has."""
     for name in parameters.after(count):
@@ -121,12 +122,55 @@ def refuse_missing(
             )
 
 
+# Layers of torch that compute every token by itself, so that slices need nothing from each other.
+TOKENWISE = (
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Mish),
+)
+
+
+def takes_slices(module: nn.Module) -> bool:
+    """Whether a module's forward has the parameter `piece`."""
+    return PIECE in inspect.signature(original_module(module).forward).parameters
+
+
+def is_tokenwise(module: nn.Module) -> bool:
+    """Whether a module is known to compute every token by itself, or says so: `tokenwise = True`."""
+    if isinstance(module, nn.Sequential) and not isinstance(module, LayerChain):
+        return all(map(is_tokenwise, module))
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return len(module.normalized_shape) == 1
+    return type(module) in TOKENWISE or bool(getattr(module, "tokenwise", False))
+
+
 class LayerChain(nn.Sequential):
-    """Layers that pass values to each other as stages do, so that it does not matter where a list of layers is cut."""
+    """Layers that pass values to each other as stages do, so that it does not matter where a list of layers is cut.
+
+    A layer whose forward has the parameter `piece` gets the slice that it runs on.
+    """
 
     def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
         super().__init__(layers)
-        self.parameters_by_layer = [parameters_of(layer) for layer in self]
+        self.parameters_by_layer = [forward_parameters(layer) for layer in self]
+        self.sliced = [takes_slices(layer) for layer in self]
+
+    @property
+    def unsliceable(self) -> str:
+        """Why it cannot run slice by slice; empty if it can."""
+        for (number, layer), sliced in zip(
+            self.named_children(), self.sliced, strict=True
+        ):
+            name = f"layer {number}, {type(layer).__name__},"
+            reason = str(getattr(original_module(layer), "unsliceable", ""))
+            if reason:
+                return f"{name} says: {reason}"
+            if not sliced and not is_tokenwise(original_module(layer)):
+                return (
+                    f"the forward of {name} has no parameter `piece`, so it would see each slice alone\n"
+                    "  give it one, and let it take what later slices need from earlier ones (penstock.carry); "
+                    "if it computes every token by itself, set `tokenwise = True` in its class"
+                )
+        return ""
 
     @property
     def asked_names(self) -> tuple[str, ...]:
@@ -136,15 +180,19 @@ class LayerChain(nn.Sequential):
             names |= dict.fromkeys(parameters.after(1))
         return tuple(names)
 
-    def forward(self, *values: Any, **named: Tensor) -> Any:
+    def forward(self, *values: Any, piece: Slice | None = None, **named: Tensor) -> Any:
         """Run the layers; return what the last one returns, with all named values that the layers have made."""
         made: dict[str, Tensor | None] = {}
         known: Mapping[str, Tensor | None] = named
         returned: Any = values[0] if len(values) == 1 else values
-        for layer, parameters in zip(self, self.parameters_by_layer, strict=True):
-            arguments = named_arguments(parameters, len(values), known)
-            refuse_missing(parameters, len(values), arguments)
-            returned = layer(*values, **arguments)
+        layers = zip(self, self.parameters_by_layer, self.sliced, strict=True)
+        for layer, parameters, sliced in layers:
+            given: dict[str, Any] = {}
+            given |= named_arguments(parameters, len(values), known)
+            refuse_missing(parameters, len(values), given)
+            if sliced and piece is not None:
+                given[PIECE] = piece
+            returned = layer(*values, **given)
             passed = passed_by(returned)
             values = (returned,) if passed is None else passed.values
             if passed is not None and passed.named:

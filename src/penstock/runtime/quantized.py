@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4  # a float32 at the end of each row
+from penstock.cost.profile import SCALE_BYTES
+
 LARGEST = 127
 SMALLEST_SCALE = 1e-30  # of a row of zeros
 

@@ -52,31 +52,58 @@ def agree(
     groups = _sharing_groups(schedule, tied)
     names = sorted(groups)
     _refuse_other_ties(comm, names, sorted(tied))
-    facts = torch.zeros(3, len(schedule.stages), dtype=torch.int64)
-    for stage, module in modules.items():
-        parameters = list(module.parameters())
-        trained = sum(p.numel() for p in parameters if p.requires_grad)
-        trains = not parameters or trained > 0
-        facts[:, stage] = torch.tensor([trained, trains, stage in recompute])
-    marks = torch.zeros(2, len(groups), comm.ranks, dtype=torch.int64)
-    own = {shared.name: shared.parameters for shared in sums}
-    for row, name in enumerate(names):
-        if name in own:
-            memory = memory_mark(own[name][0], comm.rank)
-            marks[:, row, comm.rank] = torch.tensor([memory, checksum(own[name])])
+    facts = _own_facts(len(schedule.stages), modules, recompute)
+    marks = _own_marks(names, comm, sums)
     everything = torch.cat([facts.flatten(), marks.flatten()])
     comm.add(everything, tuple(range(comm.ranks))).wait()
     facts = everything[: facts.numel()].view_as(facts)
     marks = everything[facts.numel() :].view_as(marks)
-    _refuse_unequal_parts(schedule, facts[0].tolist())
+    trained_numbers, trains, recomputes = facts
+    memory_marks, checksums = marks
+    _refuse_unequal_parts(schedule, trained_numbers.tolist())
     one_tensor = set()
     for row, name in enumerate(names):
-        memory_marks = marks[0, row].tolist()
-        checksums = marks[1, row].tolist()
-        if _is_one_tensor(name, groups[name], memory_marks, checksums):
+        own_marks = memory_marks[row].tolist()
+        own_checksums = checksums[row].tolist()
+        if _is_one_tensor(name, groups[name], own_marks, own_checksums):
             one_tensor.add(name)
-    trains_by_stage = tuple(map(bool, facts[1].tolist()))
-    return Agreement(trains_by_stage, bool(facts[2].any()), frozenset(one_tensor))
+    return Agreement(
+        tuple(map(bool, trains.tolist())),
+        bool(recomputes.any()),
+        frozenset(one_tensor),
+    )
+
+
+def _own_facts(
+    stages: int, modules: Mapping[int, nn.Module], recompute: Collection[int]
+) -> Tensor:
+    """Three rows with a column per stage: its trained numbers, whether it trains, whether it recomputes.
+
+    The columns of stages on other ranks are zero.
+    """
+    facts = torch.zeros(3, stages, dtype=torch.int64)
+    for stage, module in modules.items():
+        parameters = list(module.parameters())
+        trained_numbers = sum(p.numel() for p in parameters if p.requires_grad)
+        trains = not parameters or trained_numbers > 0
+        recomputes = stage in recompute
+        facts[:, stage] = torch.tensor([trained_numbers, trains, recomputes])
+    return facts
+
+
+def _own_marks(
+    names: Sequence[str], comm: Comm, sums: Sequence[SharedParameters]
+) -> Tensor:
+    """The memory mark and the checksum of each shared name, in this rank's column; the others are zero."""
+    marks = torch.zeros(2, len(names), comm.ranks, dtype=torch.int64)
+    own = {shared.name: shared.parameters for shared in sums}
+    for row, name in enumerate(names):
+        if name not in own:
+            continue
+        parameters = own[name]
+        mark = memory_mark(parameters[0], comm.rank)
+        marks[:, row, comm.rank] = torch.tensor([mark, checksum(parameters)])
+    return marks
 
 
 def _sharing_groups(
@@ -95,42 +122,49 @@ def memory_mark(parameter: Tensor, rank: int) -> int:
     """A number other than 0 that only the same memory of the same process has."""
     # An empty share has no address.
     place = local_share(parameter).data_ptr() or -1 - rank
-    return (hash((_PROCESS_ID, os.getpid(), place)) & _INT64_MASK) or 1
+    mark = hash((_PROCESS_ID, os.getpid(), place)) & _INT64_MASK
+    return mark or 1
 
 
 def checksum(parameters: Sequence[Tensor]) -> int:
     """A number that is the same for equal parameters on any machine, whatever the order of its additions."""
-    sums = [
-        _bits(local_share(parameter).detach()).sum(dtype=torch.int64)
-        for parameter in parameters
-    ]
-    total = sum(
-        (place + 1) * number
-        for place, number in enumerate(torch.stack([s.cpu() for s in sums]).tolist())
-    )
-    return int(total) & _INT64_MASK
+    sums = []
+    for parameter in parameters:
+        bits = _bits(local_share(parameter).detach())
+        sums.append(bits.sum(dtype=torch.int64))
+    numbers = torch.stack([one.cpu() for one in sums]).tolist()
+    total = 0
+    for place, number in enumerate(numbers, start=1):
+        total += place * number
+    return total & _INT64_MASK
 
 
 def _bits(x: Tensor) -> Tensor:
+    """The bits of a tensor as whole numbers."""
     whole = {1: torch.int8, 2: torch.int16}.get(x.element_size(), torch.int32)
     return x.contiguous().reshape(-1).view(whole)
 
 
 def _refuse_other_ties(comm: Comm, groups: list[str], tied: list[str]) -> None:
     """Raise an error unless all ranks name the same tied parameters: n Σc² = (Σc)² only if all codes c are equal."""
-    code = zlib.crc32("\n".join([*groups, "", *tied]).encode()) % _MAX_CODE
+    text = "\n".join([*groups, "", *tied])
+    code = zlib.crc32(text.encode()) % _MAX_CODE
     sums = torch.tensor([code, code * code], dtype=torch.int64)
     comm.add(sums, tuple(range(comm.ranks))).wait()
-    if int(sums[1]) * comm.ranks != int(sums[0]) ** 2:
+    sum_of_codes, sum_of_squares = sums.tolist()
+    if sum_of_squares * comm.ranks != sum_of_codes**2:
+        known = ", ".join(tied) or "none"
         raise RunError(
-            f"the ranks know of different tied parameters; rank {comm.rank} of {', '.join(tied) or 'none'}\n"
+            f"the ranks know of different tied parameters; rank {comm.rank} of {known}\n"
             "  give every rank parts of `split` of the same model, or the same names in Executor(tied={...})"
         )
 
 
 def _refuse_unequal_parts(schedule: Schedule, trained: list[int]) -> None:
-    first: dict[int, int] = {}
-    for stage, (_, part) in enumerate((s.rank, s.part) for s in schedule.stages):
+    """Raise an error unless all copies of a part train equally many numbers."""
+    first: dict[int, int] = {}  # the first stage of each part
+    for stage, copy in enumerate(schedule.stages):
+        part = copy.part
         other = first.setdefault(part, stage)
         if trained[stage] != trained[other]:
             raise ShapeError(
@@ -144,23 +178,26 @@ def _is_one_tensor(
     name: str, group: tuple[int, ...], marks: list[int], sums: list[int]
 ) -> bool:
     """Whether all ranks of a group share one tensor. Raises an error if only some do, or if their copies differ."""
-    found = [marks[rank] for rank in group]
-    what, ranks = name.removeprefix("tied "), " and ".join(map(str, group))
-    if not any(found):
+    group_marks = [marks[rank] for rank in group]
+    group_sums = [sums[rank] for rank in group]
+    different_tensors = len(set(group_marks))
+    what = name.removeprefix("tied ")
+    ranks = " and ".join(map(str, group))
+    if not any(group_marks):
         return False
-    if not all(found):
+    if not all(group_marks):
         frozen = next(rank for rank in group if not marks[rank])
         raise ShapeError(
             f"{what} is frozen on rank {frozen}, but not on all of the ranks {ranks}, which share it"
         )
-    if 1 < len(set(found)) < len(group):
+    if 1 < different_tensors < len(group):
         raise ShapeError(
             f"of the ranks {ranks}, which share {what}, some hold the same tensor and some a copy\n"
             "  give each rank a copy of its own (copy.deepcopy of the model), or all of them the same"
         )
-    if len({sums[rank] for rank in group}) > 1:
+    if len(set(group_sums)) > 1:
         raise ShapeError(
             f"{what} is to be the same on the ranks {ranks}, but its numbers differ\n"
             "  build the model with the same seed on every rank (torch.manual_seed), or load the same weights"
         )
-    return len(set(found)) == 1
+    return different_tensors == 1

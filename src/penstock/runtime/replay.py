@@ -50,7 +50,7 @@ from penstock.runtime.stage_actions import (
 )
 from penstock.runtime.step_values import StepValues
 from penstock.runtime.takes import (
-    Kind,
+    TakeKind,
     TakeMoment,
     assign_takes,
     stage_visits,
@@ -302,7 +302,7 @@ class RecordingSession:
 
     def rehearse_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
         """Rehearse one visit of each kind, and note which visits draw random numbers twice."""
-        drawing: dict[Kind, bool] = {}
+        drawing: dict[TakeKind, bool] = {}
         for visit, (kind, _) in self.assign(visits).items():
             if kind not in drawing:
                 drawing[kind] = self.rehearse(visits[visit])
@@ -355,7 +355,7 @@ class RecordingSession:
 
     def assign(
         self, visits: Mapping[StageVisit, Sequence[LaneStep]]
-    ) -> dict[StageVisit, tuple[Kind, int]]:
+    ) -> dict[StageVisit, tuple[TakeKind, int]]:
         """The kind of each visit, and the number of the take that it would use."""
         shapes = []
         for number, shape in enumerate(self.units.batch.shapes):
@@ -365,8 +365,8 @@ class RecordingSession:
     def record_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
         """Record one take for all visits that can share it."""
         assigned = self.assign(visits)
-        takes: dict[tuple[Kind, int], Take] = {}
-        drawing: set[Kind] = set()
+        takes: dict[tuple[TakeKind, int], Take] = {}
+        drawing: set[TakeKind] = set()
         for visit, (kind, number) in assigned.items():
             if (kind, number) not in takes:
                 steps = visits[visit]

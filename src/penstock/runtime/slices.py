@@ -10,7 +10,6 @@ A unit is one slice of a micro-batch, or all of it if it is not cut. Units are n
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +22,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.runtime.batch import Batch
 from penstock.runtime.edges import NO_EDGES, BatchEdges, UnitTokens
 from penstock.runtime.lane import LaneStep
+from penstock.runtime.passed_values import takes_slices
 from penstock.runtime.torch_internals import original_module
 
 TokenSpan = tuple[int, int]  # the first token, and the one after the last
@@ -134,14 +134,14 @@ def refuse_whole(schedule: Schedule, modules: Mapping[int, nn.Module]) -> None:
         reason = _why_unsliceable(original_module(module))
         if reason:
             raise ShapeError(
-                f"stage {stage} cannot be sliced: {reason}; make the schedule with slices=1"
+                f"stage {stage} cannot be sliced: {reason}\n  or make the schedule with slices=1"
             )
 
 
 def _why_unsliceable(module: nn.Module) -> str:
     """Why a module cannot run slice by slice; empty if it can."""
     reason = str(getattr(module, "unsliceable", ""))
-    if reason or "piece" in inspect.signature(module.forward).parameters:
+    if reason or takes_slices(module):
         return reason
     name = type(module).__name__
     return f"forward of {name} takes no second argument `piece` (penstock.carry)"

@@ -38,10 +38,10 @@ from penstock.runtime.loss_reduction import (
 )
 from penstock.runtime.passed_values import (
     PIECE,
-    Parameters,
+    ForwardParameters,
     Passed,
+    forward_parameters,
     named_arguments,
-    parameters_of,
     passed_by,
 )
 from penstock.runtime.randomness import (
@@ -99,10 +99,10 @@ class LaneStages:
     takes_turns: bool = False  # whether ranks that are threads run forwards one by one
 
     # What the forward of each stage asks for by name.
-    parameters: dict[int, Parameters] = field(init=False)
+    parameters: dict[int, ForwardParameters] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parameters = {n: parameters_of(m) for n, m in self.modules.items()}
+        self.parameters = {n: forward_parameters(m) for n, m in self.modules.items()}
 
 
 class FirstStepChecks:
@@ -289,7 +289,7 @@ class ComputedActions:
                 return share
         if self.units.edges.many:
             return self.compute_bundle(step, module, x, piece)
-        y = module(x) if piece is None else module(x, piece)
+        y = module(x) if piece is None else module(x, piece=piece)
         if step.last:
             return self.loss_share(step, y)
         if not isinstance(y, Tensor):

@@ -19,7 +19,7 @@ MicroBatchShape = tuple[int, ...]  # rows, tokens and cuts of a micro-batch
 TakeMoment = tuple[Do, int]  # an action within a take: what it does, on which slice
 
 
-class Kind(NamedTuple):
+class TakeKind(NamedTuple):
     """What two micro-batches must have in common to use the same take of a stage, one after the other."""
 
     stage: int
@@ -44,11 +44,11 @@ def assign_takes(
     visits: Mapping[StageVisit, Sequence[LaneStep]],
     shapes: Sequence[MicroBatchShape],
     rests: Rests | None = None,
-) -> dict[StageVisit, tuple[Kind, int]]:
+) -> dict[StageVisit, tuple[TakeKind, int]]:
     """The kind of each visit, and the number of the first take of that kind which is free."""
     rests = rests or Rests()
-    assigned: dict[StageVisit, tuple[Kind, int]] = {}
-    busy_until: dict[Kind, list[int]] = {}  # last action of each take's visitor
+    assigned: dict[StageVisit, tuple[TakeKind, int]] = {}
+    busy_until: dict[TakeKind, list[int]] = {}  # last action of each take's visitor
     for visit, steps in visits.items():
         kind = recording_kind(steps, shapes[visit[1]], rests)
         first = steps[0].value
@@ -73,11 +73,11 @@ def _first_free(busy_until: Sequence[int], action: int) -> int:
 
 def recording_kind(
     steps: Sequence[LaneStep], shape: MicroBatchShape, rests: Rests
-) -> Kind:
+) -> TakeKind:
     """The kind of a visit."""
     actions = tuple((*take_moment(step), step.split, step.last) for step in steps)
     first = steps[0].value
-    return Kind(
+    return TakeKind(
         steps[0].stage,
         shape,
         actions,

@@ -35,6 +35,7 @@ from torch.nn.modules.dropout import _DropoutNd
 # The types with which `penstock.runtime.comm.ipc` implements a backend, and the stores of `torch.distributed`. Torch
 # documents most of them, but exports some only from here.
 __all__ = [
+    "MODULE_OF_OPTIMIZERS",
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
@@ -80,6 +81,9 @@ __all__ = [
     "walk_back",
     "zero_all",
 ]
+
+# The first optimizer of a process loads this, which takes half a second.
+MODULE_OF_OPTIMIZERS = "torch._dynamo"
 
 
 # ---------------------------------------------------------------- autograd

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.list_scheduling import Gate, list_schedule
+from penstock.schedules.list_scheduling import StartLimit, list_schedule
 from penstock.schedules.orders import (
     backwards,
     forwards,
@@ -114,16 +114,18 @@ def _due(schedule: Schedule, action: Action) -> tuple[int, ...]:
     return (turn + 3 * waves * action.microbatch,)
 
 
-def _gates(ranks: int, waves: int) -> list[Gate]:
+def _gates(ranks: int, waves: int) -> list[StartLimit]:
     """The rules that the paper's figures obey: no leg runs so far ahead that the next leg cannot keep up."""
     stages = 2 * ranks * waves
     gates = []
     for stage in range(ranks):
         mirrored = 2 * ranks - 1 - stage
-        gates.append(Gate(Op.F, stage, Op.F, mirrored, ranks - stage))
-    gates += [Gate(Op.F, stage, Op.B, stage, stages - stage) for stage in range(stages)]
+        gates.append(StartLimit(Op.F, stage, Op.F, mirrored, ranks - stage))
+    gates += [
+        StartLimit(Op.F, stage, Op.B, stage, stages - stage) for stage in range(stages)
+    ]
     for rank in range(ranks):
         last = stages - 1 - rank
         mirrored = stages - 2 * ranks + rank
-        gates.append(Gate(Op.B, last, Op.B, mirrored, ranks - rank))
+        gates.append(StartLimit(Op.B, last, Op.B, mirrored, ranks - rank))
     return gates

@@ -37,7 +37,7 @@ EQUAL_TIME_TOLERANCE = 1e-9
 KIND_ORDER = (1, 0, 2)
 
 
-class Gate(NamedTuple):
+class StartLimit(NamedTuple):
     """`op` may start on `stage` only while it is less than `limit` starts ahead of `behind` on stage `other`."""
 
     op: Op
@@ -75,7 +75,7 @@ def list_schedule(
     cap: float | Sequence[float] | None = None,
     split: bool = False,
     priority: Priority = backward_first,
-    gates: Sequence[Gate] = (),
+    gates: Sequence[StartLimit] = (),
 ) -> Schedule:
     """Build lanes in which no rank idles while it could act, and none holds more than its cap.
 
@@ -148,7 +148,7 @@ def _reorder(
     caps: Floats,
     needs: Ints,
     ordinals: Ints,
-    gates: Sequence[Gate],
+    gates: Sequence[StartLimit],
     banker: bool,
 ) -> Schedule:
     """Run the list scheduler on the actions of a draft, and return them in the order in which they start."""
@@ -254,7 +254,7 @@ def _list_inputs(
     costs: Columns,
     caps: Floats,
     needs: Ints,
-    gates: Sequence[Gate],
+    gates: Sequence[StartLimit],
 ) -> _ListInputs:
     table = draft.table
     queues = _queues(draft)
@@ -344,7 +344,9 @@ def _ordinals(draft: Schedule, priority: Priority) -> Ints:
     return ordinals
 
 
-def _gate_columns(draft: Schedule, gates: Sequence[Gate]) -> tuple[Ints, Ints, Ints]:
+def _gate_columns(
+    draft: Schedule, gates: Sequence[StartLimit]
+) -> tuple[Ints, Ints, Ints]:
     """Return up to two gates of each queue, and for each gate the queue it watches and its limit."""
     stages = len(draft.stages)
     by_queue = np.full((3 * stages, 2), -1, dtype=np.int64)

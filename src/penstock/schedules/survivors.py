@@ -33,7 +33,7 @@ from penstock.sim.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
-class PartCost(UnitCost):
+class PacedCost(UnitCost):
     """Every part takes its own time and memory, and every rank has its own speed."""
 
     parts: tuple[float, ...] = ()  # the work of each part
@@ -97,7 +97,7 @@ def without_ranks(
         if paces:  # Slow ranks may keep their first micro-batches, or their last ones.
             choices.append(survivors.routes(stages_left, True, last_first=True))
     split = any(action.op is Op.I for lane in schedule.lanes for action in lane)
-    cost = PartCost(parts=works, paces=tuple(pace[rank] for rank in left))
+    cost = PacedCost(parts=works, paces=tuple(pace[rank] for rank in left))
     candidates = []
     for routed in choices:
         stages, microbatches = survivors.renumber(routed)
@@ -121,7 +121,7 @@ def _stages_beside(schedule: Schedule, lost: Collection[int]) -> frozenset[int]:
 def _list(
     stages: Sequence[Stage],
     microbatches: Sequence[MicroBatch],
-    cost: PartCost,
+    cost: PacedCost,
     caps: Sequence[float],
     split: bool,
     priority: Priority,
@@ -256,7 +256,7 @@ class _Survivors:
         A rank that adopted a part may hold in addition what the part's old ranks held, and
         every rank must be able to hold one whole micro-batch.
         """
-        before = PartCost(parts=tuple(self.work), paces=tuple(self.pace))
+        before = PacedCost(parts=tuple(self.work), paces=tuple(self.pace))
         peaks = simulate(self.schedule, before).peak_activations.tolist()
         caps = [peaks[rank] for rank in self.left]
         for part, rank in self.adopted.items():

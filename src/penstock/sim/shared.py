@@ -18,7 +18,7 @@ from collections import deque
 
 import numpy as np
 
-from penstock.cost.columns import columns
+from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -75,7 +75,7 @@ class _Machine:
         count = len(table)
         self.rank: list[int] = table.rank.tolist()
         self.needs: list[list[int]] = table.needs.tolist()
-        self.seconds: list[float] = costs.seconds.tolist()
+        self.seconds: list[float] = seconds_in_lanes(schedule, costs).tolist()
         self.pause: list[float] = costs.pause.tolist()
         self.link: list[int] = costs.link.tolist()
         self.wire: list[float] = costs.wire.tolist()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.cost.columns import Columns, columns, levels
+from penstock.cost.columns import Columns, columns, levels, seconds_in_lanes
 from penstock.cost.cost import Cost
 from penstock.cost.memory import weights_of
 from penstock.ir.compiled import compile_if_large
@@ -46,7 +46,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         table.order,
         table.rank,
         table.needs,
-        costs.seconds,
+        seconds_in_lanes(schedule, costs),
         costs.pause,
         costs.link,
         costs.latency,

@@ -117,7 +117,7 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
         split=options.split,
     )
     asked = Config(
-        model=sizes_of(config),
+        model=model_config_of(config),
         data=DataConfig(
             tokens=training.seq_len, batch=training.local_batch_size * shard
         ),
@@ -132,7 +132,7 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
     return check_config(asked)
 
 
-def sizes_of(config: Trainer.Config) -> ModelConfig:
+def model_config_of(config: Trainer.Config) -> ModelConfig:
     """The sizes of the model as our planner counts them; those of its first layer count for all."""
     model = config.model_spec.model
     layer = model.layers[0]

@@ -1,5 +1,6 @@
 """From a text file to a trained, exported model.
 
+    session.py                                from Python       start.py                    before any worker starts
     placement.py capacity.py forecast.py      before a run      profile.py trial.py         time a layer, try a schedule
     launcher.py entry.py worker.py            processes         lock.py screen.py           the folder, the terminal
     loop.py weights.py optimizer.py mesh.py   training          checkpoint.py history.py    what a run leaves behind

@@ -17,7 +17,7 @@ from penstock.ir import Plan
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import ProfilePricing
 from penstock.plan.recipes import Limits
-from penstock.plan.search import Landscape, Progress, search
+from penstock.plan.search import Landscape, SearchProgress, search
 from penstock.plan.workload import MIN_GRANULARITY, Workload, cells_of, workload_of
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.capacity import places_of
@@ -28,6 +28,8 @@ from penstock.train.profile import (
     profile_config,
     request_of,
 )
+from penstock.train.weights import is_sliceable
+from penstock.train.worker import model_sizes
 from penstock.view.numbers import write_size
 
 MAX_MEASURED_ROWS = 3
@@ -88,7 +90,7 @@ def memory_of_process(config: Config, placement: Placement) -> float | None:
     return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
 
 
-def measure(
+def measure_workload(
     workload: Workload,
     placement: Placement,
     watch: Callable[[str], None] = lambda text: None,
@@ -113,19 +115,26 @@ def rows_to_measure(workload: Workload) -> list[int]:
     return [rows[0], rows[len(rows) // 2], rows[-1]]
 
 
+def model_limits(config: Config, limits: Limits) -> Limits:
+    """Return the limits without slices, if the model of a config cannot run slice by slice."""
+    if is_sliceable(model_sizes(config)):
+        return limits
+    return replace(limits, slices=1)
+
+
 def plan_workload(
     workload: Workload,
     profiles: RowProfiles,
     limits: Limits | None = None,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[SearchProgress], None] = lambda progress: None,
     source: str = "measured",
 ) -> AutoPlan:
     """Search for the fastest plan of a workload. `source` tells where the profiles are from."""
     if limits is None:
-        config = workload.config
-        limits = Limits(skip=0.0 if config is None else config.schedule.skip)
-        if config is not None and not config.sliceable:
-            limits = replace(limits, slices=1)
+        limits = Limits()
+        if workload.config is not None:
+            skip = workload.config.schedule.skip
+            limits = model_limits(workload.config, Limits(skip=skip))
     pricing = ProfilePricing(workload, profiles.at, limits)
     landscape = search(workload, pricing, limits, watch, write_size)
     plan = chosen_plan(landscape, (("profile", source),))

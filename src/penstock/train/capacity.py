@@ -18,15 +18,21 @@ from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
 from penstock.cost.profile import sent_bytes
-from penstock.cost.sizes import chunk_in_use, inner_numbers, part_moments
+from penstock.cost.sizes import (
+    FLOAT32_BYTES,
+    chunk_in_use,
+    inner_numbers,
+    key_width,
+    part_moments,
+)
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
 from penstock.models import even_partition
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.crew.choice import is_elastic
-from penstock.train.crew.succession import first_mirrors
+from penstock.train.crew.succession import first_mirrors, first_plan
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.optimizer import (
     ADAMW_NUMBERS,
@@ -38,16 +44,14 @@ from penstock.train.step_paths import step_paths
 from penstock.train.weights import Sizes, config_of
 from penstock.view.numbers import write_size
 
-FLOAT32_BYTES = 4
-
 RANKS_SHOWN = 4
 # The share of a memory that suggested sizes may fill. Some stays free, because the
 # available memory changes all the time.
-USABLE_SHARE = 0.95
+SUGGESTED_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class MemoryLoad:
     """Everything that the memory of a run depends on."""
 
     sizes: Sizes
@@ -63,7 +67,7 @@ class Load:
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
     messages: str = "float32"  # the type in which messages travel (run.messages)
     numbers: ParameterNumbers = ADAMW_NUMBERS
-    recompute_mlp: bool = False
+    inside: tuple[str, ...] = ()  # what layers recompute: "attention", "mlp" or both
     # Parts of which a rank has a mirror (run.mirror), and that rank.
     mirrors: tuple[tuple[int, int], ...] = ()
 
@@ -100,9 +104,9 @@ class MemoryPool:
     ranks: tuple[int, ...]
 
 
-def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
+def load_of(config: Config, plan: Plan, sizes: Sizes) -> MemoryLoad:
     """Return what a config and its plan ask for."""
-    return Load(
+    return MemoryLoad(
         sizes,
         plan.schedule,
         plan.partition,
@@ -116,7 +120,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         chunk_of(config),
         config.run.messages,
         parameter_numbers(config.optimizer, sizes, config.lora),
-        config.run.recompute_mlp,
+        config.run.recomputed_inside,
     )
 
 
@@ -141,34 +145,29 @@ def why_too_large(
 ) -> str:
     """Say why a run does not fit into this machine, and what would; empty if it fits.
 
-    If steps take different schedules, the run must fit with each of them.
+    If steps take different schedules, the run must fit with each of them. If others are to
+    join from other machines, the workers of this one must be able to begin alone.
     """
     places = places_of(placement, config.mesh.size)
+    mirrored = config.run.mirror != "false" and is_elastic(config, plan, placement)
+    plan = first_plan(plan, config.run.workers)
     for schedule in step_paths(plan, config.paths).schedules:
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
-        load = replace(
-            load_of(config, alone, sizes), mirrors=mirrors_of(config, alone, placement)
-        )
+        load = load_of(config, alone, sizes)
+        if mirrored:
+            mirrors = [(part, rank) for part, _, rank in first_mirrors(schedule)]
+            load = replace(load, mirrors=tuple(mirrors))
         refusal = too_large(load, places, config)
         if refusal:
             return refusal
     return ""
 
 
-def mirrors_of(
-    config: Config, plan: Plan, placement: Placement
-) -> tuple[tuple[int, int], ...]:
-    """Return the parts of which a run keeps mirrors, and the rank of each mirror."""
-    if config.run.mirror == "false" or not is_elastic(config, plan, placement):
-        return ()
-    return tuple((part, rank) for part, _, rank in first_mirrors(plan.schedule))
-
-
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
     """Raise ConfigError if this machine cannot even time one layer, embedding and head."""
     if not config.run.check_memory:
         return
-    counts = parameters_of(sizes)
+    counts = count_parameters(sizes)
     parameters = counts.embed + counts.layer + counts.head
     each = NUMBERS_PER_PARAMETER * FLOAT32_BYTES * parameters
     need = each * placement.processors
@@ -183,7 +182,7 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
 
 
 # ---------------------------------------------------------------- what a run needs
-def needs_of(load: Load) -> list[Need]:
+def needs_of(load: MemoryLoad) -> list[Need]:
     """Return the need of one process of each rank."""
     parts = [_cost_of_part(load, number) for number in range(len(load.partition))]
     cost = ModelCost(tuple(parts), tokens=load.tokens)
@@ -199,7 +198,7 @@ def needs_of(load: Load) -> list[Need]:
     return [Need(rank, *row) for rank, row in enumerate(rows)]
 
 
-def _feedback_bytes(load: Load, cost: ModelCost) -> list[float]:
+def _feedback_bytes(load: MemoryLoad, cost: ModelCost) -> list[float]:
     """The bytes of each rank for what rounding takes from the gradients that it sends, if they travel as int8."""
     schedule = load.schedule
     sizes = [0.0] * schedule.ranks
@@ -217,9 +216,9 @@ def _feedback_bytes(load: Load, cost: ModelCost) -> list[float]:
     return sizes
 
 
-def _cost_of_part(load: Load, number: int) -> PartCost:
+def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
     """The bytes of one part; time does not matter here."""
-    counts = parameters_of(load.sizes)
+    counts = count_parameters(load.sizes)
     layers = load.partition[number]
     last = len(load.partition) - 1
     end_parameters = 0
@@ -263,9 +262,10 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         load.mesh.tensor,
         load.chunk,
     )
-    if load.recompute_mlp and layers:
-        # One layer at a time has the inner features of its MLP.
-        moments = moments._replace(working=moments.working + _bytes_of_mlp(load))
+    if load.inside and layers:
+        # One layer at a time has the inner features of its MLP, or what its attention keeps.
+        most = max(_bytes_inside(load, block) for block in load.inside)
+        moments = moments._replace(working=moments.working + most)
     return PartCost(
         no_time,
         no_time,
@@ -282,7 +282,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     )
 
 
-def _bytes_of_logits(load: Load) -> float:
+def _bytes_of_logits(load: MemoryLoad) -> float:
     """Bytes that the loss keeps for each token: its logits or, if it has chunks, their gradients.
 
     A backward that is not split keeps the gradients of the hidden state and of the weight
@@ -300,7 +300,7 @@ def _bytes_of_logits(load: Load) -> float:
     return min(kept, 2 * item * sizes.width + matrix / tokens)
 
 
-def _tied_bytes(load: Load) -> float:
+def _tied_bytes(load: MemoryLoad) -> float:
     """Bytes of the matrix that embedding and head share on a rank that has both.
 
     Sharded parts each keep their own copy, so they share nothing.
@@ -315,17 +315,22 @@ def _tied_bytes(load: Load) -> float:
     return FLOAT32_BYTES * numbers
 
 
-def _bytes_held_by_layer(load: Load) -> float:
+def _bytes_held_by_layer(load: MemoryLoad) -> float:
     """Bytes that a layer keeps for each token position of a micro-batch."""
     whole, cut = held_in_layer(load.sizes)
     cut_bytes = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
     held = load.rows * (whole * FLOAT32_BYTES + cut * cut_bytes / load.mesh.tensor)
-    return held - _bytes_of_mlp(load) if load.recompute_mlp else held
+    return held - sum(_bytes_inside(load, block) for block in load.inside)
 
 
-def _bytes_of_mlp(load: Load) -> float:
-    """Bytes of the inner features of an MLP for each token position of a micro-batch."""
-    numbers = inner_numbers(config_of(load.sizes).family, load.sizes.inner)
+def _bytes_inside(load: MemoryLoad, block: str) -> float:
+    """Bytes that the MLP or the attention of a layer keeps for each token position of a micro-batch."""
+    sizes = config_of(load.sizes)
+    numbers = inner_numbers(sizes.family, load.sizes.inner)
+    if block == "attention":
+        # Slices carry keys and values on, so these stay.
+        keys = 0 if load.schedule.slices > 1 else 2 * key_width(sizes)
+        numbers = 2 * sizes.width + keys
     item = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
     return load.rows * numbers * item / load.mesh.tensor
 
@@ -361,7 +366,7 @@ def places_of(placement: Placement, processes_per_rank: int = 1) -> list[MemoryP
 
 
 # ---------------------------------------------------------------- the two together
-def too_large(load: Load, places: list[MemoryPool], config: Config) -> str:
+def too_large(load: MemoryLoad, places: list[MemoryPool], config: Config) -> str:
     """Say why a load does not fit into these places, and what would; empty if it fits."""
     needs = needs_of(load)
     full = [place for place in places if _taken(needs, place) > place.bytes]
@@ -400,9 +405,11 @@ def _taken(needs: list[Need], place: MemoryPool) -> float:
     return sum(needs[rank].total for rank in place.ranks)
 
 
-def _fits(load: Load, places: list[MemoryPool]) -> bool:
+def _fits(load: MemoryLoad, places: list[MemoryPool]) -> bool:
     needs = needs_of(load)
-    return all(_taken(needs, place) <= USABLE_SHARE * place.bytes for place in places)
+    return all(
+        _taken(needs, place) <= SUGGESTED_SHARE * place.bytes for place in places
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,11 +419,11 @@ class _Setting:
     name: str
     value: int
     step: int  # it must stay a multiple of this
-    change: Callable[[int], Load]  # the load with another value
+    change: Callable[[int], MemoryLoad]  # the load with another value
 
 
 def _smaller_settings(
-    load: Load, fits: Callable[[Load], bool], config: Config
+    load: MemoryLoad, fits: Callable[[MemoryLoad], bool], config: Config
 ) -> Iterator[str]:
     """The settings that would make a run fit, each by itself."""
     if not load.recompute and fits(replace(load, recompute=True)):
@@ -430,14 +437,14 @@ def _smaller_settings(
             yield f"{setting.name}={count * setting.step}"
 
 
-def _data_settings(load: Load, config: Config) -> list[_Setting]:
+def _data_settings(load: MemoryLoad, config: Config) -> list[_Setting]:
     slices = max(microbatch.slices for microbatch in load.schedule.microbatches)
     passages = config.passages
 
-    def with_tokens(tokens: int) -> Load:
+    def with_tokens(tokens: int) -> MemoryLoad:
         return replace(load, tokens=tokens)
 
-    def with_batch(batch: int) -> Load:
+    def with_batch(batch: int) -> MemoryLoad:
         return replace(load, rows=batch // passages)
 
     return [
@@ -446,14 +453,14 @@ def _data_settings(load: Load, config: Config) -> list[_Setting]:
     ]
 
 
-def _model_settings(load: Load, config: Config) -> list[_Setting]:
+def _model_settings(load: MemoryLoad, config: Config) -> list[_Setting]:
     sizes = load.sizes
     parts = load.schedule.parts
 
-    def resize(**change: int) -> Load:
+    def resize(**change: int) -> MemoryLoad:
         return replace(load, sizes=replace(sizes, **change))  # type: ignore[arg-type]
 
-    def with_layers(layers: int) -> Load:
+    def with_layers(layers: int) -> MemoryLoad:
         return replace(resize(layers=layers), partition=even_partition(layers, parts))
 
     settings = [
@@ -472,7 +479,7 @@ def _model_settings(load: Load, config: Config) -> list[_Setting]:
     return settings
 
 
-def _largest_fitting(setting: _Setting, fits: Callable[[Load], bool]) -> int:
+def _largest_fitting(setting: _Setting, fits: Callable[[MemoryLoad], bool]) -> int:
     """The largest smaller value that fits, in steps, rounded down; 0 if none does.
 
     If a value fits, so does every smaller one, so we search by halves.

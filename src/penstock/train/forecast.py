@@ -172,7 +172,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         loss_chunk=chunk_of(config),
         optimizer=config.optimizer,
         lora=config.lora,
-        recompute_mlp=config.run.recompute_mlp,
+        inside=config.run.recomputed_inside,
     )
     profile = profile_model(request, placement.processors)
     assert profile is not None, (
@@ -237,7 +237,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         config.optimizer.options,
         config.optimizer.groups,
         config.lora,
-        config.run.recompute_mlp,
+        config.run.recomputed_inside,
         plan.schedule.ranks,
         plan.partition,
         sorted(cuts_of(config, plan)),

@@ -11,10 +11,10 @@ from penstock.config import Config
 from penstock.dropout import set_dropout
 from penstock.ir.plan import Plan
 from penstock.models import even_partition
-from penstock.models.recompute import recompute_mlps
+from penstock.models.recompute import recompute_inside
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
-from penstock.train.crew.handover import Transfer
+from penstock.train.crew.handover import PartTransfer
 from penstock.train.data.corpus import Corpus
 from penstock.train.lora import adapt
 from penstock.train.weights import Sizes
@@ -33,7 +33,9 @@ class Job:
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
     validation: Corpus | None = None  # text for evaluations, if it is not held out
-    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    mirrors: tuple[
+        PartTransfer, ...
+    ] = ()  # parts with their rank and that of their mirror
     leader: int = 0  # the rank that writes the files of the run
     depot: Depot | None = None  # for a rank that does not see the folder of the run
 
@@ -52,8 +54,7 @@ class Job:
         """Give a model without memory the dropout, the adapters and the recomputation of the run."""
         if self.config.model.dropout:
             set_dropout(model, self.config.model.dropout)
-        if self.config.run.recompute_mlp:
-            recompute_mlps(model)
+        recompute_inside(model, self.config.run.recomputed_inside)
         if self.adapts:
             adapt(model, self.sizes, self.config.lora)
 

@@ -45,11 +45,11 @@ from penstock.runtime.process.launch import (
     serve_forks,
     under_launcher,
 )
-from penstock.runtime.torch_internals import Store
+from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import newest
 from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import Gate
+from penstock.train.crew.gate import Gate, Say
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
 from penstock.train.worker import (
@@ -86,11 +86,9 @@ HINTS = {  # by the exit code of a worker
     -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
     "run.precision=float32 may do without it",
 }
-# What every worker needs, loaded once in the process that they are forked from. The first
-# optimizer of a process loads torch._dynamo, which would take each worker half a second.
-LOADED_MODULES = ("penstock.train.worker", "torch._dynamo")
+# What every worker needs, loaded once in the process that they are forked from.
+LOADED_MODULES = ("penstock.train.worker", MODULE_OF_OPTIMIZERS)
 WorkerEntry = Callable[[str, bool], Verdict]
-Say = Callable[[str], None]  # shows the user a line
 
 
 def restarted() -> bool:

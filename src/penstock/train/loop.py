@@ -359,7 +359,7 @@ class Trainer:
     def save(self) -> None:
         """Begin a checkpoint, after waiting for an earlier one that is still being written."""
         corpus = self.job.corpus
-        if self.comm.rank == 0 and isinstance(corpus, MixedCorpus):
+        if self.leads and isinstance(corpus, MixedCorpus):
             use = corpus.use(self.loader.seen, self.job.config.run.seed)
             write_use(self.job.folder, use)
         if self.saver.step is not None:

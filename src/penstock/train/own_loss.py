@@ -10,15 +10,15 @@ from penstock.runtime.loss_reduction import reduction_of, refuse_other_loss
 from penstock.train.own_code import own_function
 
 ROWS = 2
-TOKENS = 8
+TRIED_TOKENS = 8
 
 
 def check_loss(run: RunConfig, vocab: int, sliced: bool = False) -> None:
     """Raise ConfigError if run.loss cannot be called, or is not the sum or mean that the config says."""
     loss = own_function(run.loss, "run.loss")
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(ROWS, TOKENS, vocab, generator=generator)
-    labels = torch.randint(0, vocab, (ROWS, TOKENS), generator=generator)
+    logits = torch.randn(ROWS, TRIED_TOKENS, vocab, generator=generator)
+    labels = torch.randint(0, vocab, (ROWS, TRIED_TOKENS), generator=generator)
     try:
         refuse_other_loss(loss, logits, labels, reduction_of(run.reduction), 0, sliced)
     except ShapeError as error:

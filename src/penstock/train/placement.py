@@ -86,6 +86,8 @@ def decide_placement(config: Config, processes: int) -> Placement:
         device = "cpu"
     threads = config.run.threads or max(1, machine.cores // neighbours)
     local = local_processes(processes)
+    if config.run.workers:
+        local = local[: config.run.workers]
     return Placement(device, machine, processes, neighbours, local, threads, wanted)
 
 

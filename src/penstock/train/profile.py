@@ -49,7 +49,7 @@ from penstock.models import (
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
-from penstock.models.recompute import recompute_mlps
+from penstock.models.recompute import recompute_inside
 from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
@@ -108,7 +108,8 @@ class ProfileRequest:
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    recompute_mlp: bool = False  # as run.recompute_mlp does
+    # What is recomputed inside of layers, "attention" or "mlp", as run.recompute_mlp does.
+    inside: tuple[str, ...] = ()
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -159,7 +160,7 @@ def request_of(
         quick=quick,
         optimizer=config.optimizer,
         lora=config.lora,
-        recompute_mlp=config.run.recompute_mlp,
+        inside=config.run.recomputed_inside,
     )
 
 
@@ -323,8 +324,7 @@ def subjects_by_rows(
     model, layers, vocab, facts = _shallow_model(request)
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
-    if request.recompute_mlp:
-        recompute_mlps(model)
+    recompute_inside(model, request.inside)
     if request.lora.rank:
         _adapt(model, request)
     embed, middle, head = split(model, (0, depth, 0))

@@ -26,7 +26,7 @@ from penstock.formats.config_toml import (
     with_absolute_paths,
 )
 from penstock.ir import Plan
-from penstock.models.recompute import recompute_mlps
+from penstock.models.recompute import recompute_inside
 from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
@@ -112,9 +112,10 @@ def check_training(config: Config, sizes: Sizes) -> None:
             f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
             f"a {model_name(sizes)} is trained without dropout"
         )
-    if config.run.recompute_mlp and not recompute_mlps(blueprint(sizes)):
+    inside = config.run.recomputed_inside
+    if inside and not recompute_inside(blueprint(sizes), inside):
         raise ConfigError(
-            f"run.recompute_mlp = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
+            f"run.recompute_{inside[0]} = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
             "  run.recompute=true recomputes whole stages of any model"
         )
     if config.lora.rank:

@@ -43,11 +43,13 @@ from penstock.models import (
     shared_names,
     split,
 )
+from penstock.models.count import AnyModelConfig
+from penstock.models.decoder import INITIAL_STD
+from penstock.models.split import find_anatomy
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
 
-Sizes = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
-INITIAL_STD = 0.02  # standard deviation of initial matrices
+Sizes = AnyModelConfig  # the sizes of the model that a run trains
 
 
 class Sharing(Protocol):
@@ -160,6 +162,13 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
         theta=model.theta,
         tied=model.tied,
     )
+
+
+def is_sliceable(sizes: Sizes) -> bool:
+    """Whether a model of these sizes can run slice by slice."""
+    if isinstance(sizes, DecoderConfig):
+        return not find_anatomy(decoder_blueprint(sizes)).unsliceable
+    return not isinstance(sizes, BertConfig)
 
 
 def blueprint(sizes: Sizes) -> nn.Module:

@@ -23,7 +23,7 @@ from penstock.ir.timeline import Timeline
 from penstock.view.frame import framed
 from penstock.view.numbers import Scale
 from penstock.view.palette import round_step
-from penstock.view.report import CSS, Rows, fact, table
+from penstock.view.report import CSS, TableRows, fact, table
 from penstock.view.svg import svg
 
 # The strongest colour of a heat map has this share of the accent, so that ink is readable on it.
@@ -106,14 +106,14 @@ class LandscapePage:
     heat_maps: Sequence[HeatMap]
     front: Front
     front_heads: Sequence[str]
-    front_rows: Rows
+    front_rows: TableRows
     timelines: Sequence[tuple[str, Timeline]]
     heads: Sequence[str]
-    rows: Rows
+    rows: TableRows
     rows_note: str
     misfit_title: str
     misfit_heads: Sequence[str]
-    misfits: Rows
+    misfits: TableRows
 
 
 PAGE_CSS = """\

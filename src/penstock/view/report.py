@@ -26,10 +26,12 @@ from penstock.view.frame import framed
 from penstock.view.html import page
 from penstock.view.numbers import write_time
 
-Rows = Sequence[Sequence[str]]
-Why = tuple[Sequence[str], Sequence[str], Rows]  # sentences; heads and rows of a table
+TableRows = Sequence[Sequence[str]]
+Why = tuple[
+    Sequence[str], Sequence[str], TableRows
+]  # sentences; heads and rows of a table
 Figure = tuple[str, Sequence[Series]]  # a title, and curves over the steps
-Moments = Sequence[tuple[float, str]]
+MarkedMoments = Sequence[tuple[float, str]]
 TIME_HEADS = (
     "rank",
     "working",
@@ -78,8 +80,8 @@ def report_page(
     sample: str = "",
     lists: Sequence[tuple[str, Sequence[str]]] = (),
     why: Why = ((), (), ()),
-    time_rows: Rows = (),
-    moments: Moments = (),
+    time_rows: TableRows = (),
+    moments: MarkedMoments = (),
 ) -> str:
     """The HTML of the report, without its empty sections.
 
@@ -147,7 +149,7 @@ def fact(name: str, value: str) -> str:
     return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
 
 
-def table(heads: Sequence[str], rows: Rows) -> str:
+def table(heads: Sequence[str], rows: TableRows) -> str:
     """A table of texts."""
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     lines = []
@@ -158,7 +160,7 @@ def table(heads: Sequence[str], rows: Rows) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _figure(title: str, lines: Sequence[Series], moments: Moments) -> str:
+def _figure(title: str, lines: Sequence[Series], moments: MarkedMoments) -> str:
     """A chart of the finite points of each line; nothing if there are none."""
     shown = []
     for line in lines:

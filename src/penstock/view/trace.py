@@ -19,7 +19,7 @@ from penstock.ir.timeline import Timeline
 from penstock.view.palette import OP_NAMES, SUM_NAME, activation_steps
 
 MICROSECONDS = 1e6  # in a second; traces count microseconds
-Event = dict[str, object]
+TraceEvent = dict[str, object]
 
 
 def trace(timeline: Timeline) -> str:
@@ -52,7 +52,7 @@ def consumers(table: Table) -> Ints:
     return user
 
 
-def _names(timeline: Timeline) -> Iterator[Event]:
+def _names(timeline: Timeline) -> Iterator[TraceEvent]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "penstock"}}
     ranks = timeline.schedule.ranks
     lines = [(rank, f"rank {rank}", 2 * rank) for rank in range(ranks)]
@@ -75,7 +75,7 @@ def _names(timeline: Timeline) -> Iterator[Event]:
         }
 
 
-def _work(timeline: Timeline, users: Ints) -> Iterator[Event]:
+def _work(timeline: Timeline, users: Ints) -> Iterator[TraceEvent]:
     """Each action, followed by the arrows that end and begin at it.
 
     Viewers attach an arrow to the action before it.
@@ -108,7 +108,7 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[Event]:
             yield _arrow("s", rank, number, sent[number])
 
 
-def _sums(timeline: Timeline) -> Iterator[Event]:
+def _sums(timeline: Timeline) -> Iterator[TraceEvent]:
     """Each sum of gradients, on a line of its own below the actions of each of its ranks."""
     for one in timeline.sums:
         for rank in one.ranks:
@@ -132,7 +132,7 @@ def _sources(users: Ints) -> dict[int, list[int]]:
     return sources
 
 
-def _arrow(phase: str, rank: int, source: int, time: float) -> Event:
+def _arrow(phase: str, rank: int, source: int, time: float) -> TraceEvent:
     return {
         "ph": phase,
         "pid": 0,
@@ -144,7 +144,7 @@ def _arrow(phase: str, rank: int, source: int, time: float) -> Event:
     }
 
 
-def _memory(timeline: Timeline) -> Iterator[Event]:
+def _memory(timeline: Timeline) -> Iterator[TraceEvent]:
     """The activations of each rank, whenever they change."""
     digits = len(str(timeline.schedule.ranks - 1))
     for rank in range(timeline.schedule.ranks):

@@ -50,7 +50,7 @@ RELABEL_MOVES = 0.05  # share of the moves that change the number of replicas
 DATA_MOVES = 0.02  # share of the moves that give a data node's place to another node
 REROUTE_MOVES = 0.04  # share of the moves that find new routes
 # Seconds of travel that one second of work already given to a node counts for.
-BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
+DRAWN_BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
 WARM = 0.002  # first temperature of a search that starts from a good solution
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
@@ -465,7 +465,7 @@ class Annealing:
         loads = self.loads.copy()
         rows = np.delete(self.rows, units, axis=0)[:, 1:]
         np.add.at(loads, rows.ravel(), 1.0)
-        weight = self.random.choice(BUSY_PRICES)
+        weight = self.random.choice(DRAWN_BUSY_PRICES)
         hop = self.terms.hop
         prices: list[float] = (hop * (1.0 + weight * loads)).tolist()
         return prices

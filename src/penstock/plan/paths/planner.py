@@ -54,7 +54,7 @@ from penstock.plan.paths.rules import (
 )
 from penstock.plan.paths.sites import near_nodes, site_solution
 from penstock.plan.paths.solution import Solution, simulate_solution
-from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search
+from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search_in_stages
 from penstock.schedules.size import refuse_if_too_large
 from penstock.sim.simulate import simulate
 
@@ -197,7 +197,7 @@ def best_plan(
         return _start_solutions(problem, labels, shape, stage_budget, stage_seed)
 
     by_sites = labels is None and has_sites(problem)
-    solution = search(problem, starts, budget, labels is None, seed, by_sites)
+    solution = search_in_stages(problem, starts, budget, labels is None, seed, by_sites)
     return finish_plan(problem, solution, bound, budget)
 
 

@@ -24,7 +24,7 @@ from penstock.plan.paths.budget import Budget, TimeSource, never_stop
 from penstock.plan.paths.planner import PathPlan, finish_plan, first_solutions
 from penstock.plan.paths.problem import Policy
 from penstock.plan.paths.solution import Solution
-from penstock.plan.paths.staged_search import search
+from penstock.plan.paths.staged_search import search_in_stages
 
 RECOVERY_CIRCUIT_MOVES = 20_000  # moves that find the circuits a search starts from
 DEFAULT_RECOVERY_MOVES = 6_300  # moves of the search: its first three stages
@@ -69,7 +69,7 @@ def replan(
         circuits = find_circuits(problem, labels, RECOVERY_CIRCUIT_MOVES, stage_seed)
         return first_solutions(problem, labels, circuits, stage_seed)
 
-    best = search(problem, starts, budget, False, seed)
+    best = search_in_stages(problem, starts, budget, False, seed)
     recovered = finish_plan(problem, best, bound, budget, tuple(sorted(gone)))
     return replace(
         recovered,

@@ -57,7 +57,7 @@ MAX_REFINEMENTS = 40  # searches for the slowest sites
 MAX_FAILED_REFINEMENTS = 4  # of these in a row without a gain
 REFINEMENT_MOVES = 6_000  # of each
 TRIED_SITES = 2  # sites that a data node is offered to
-Deal = tuple[tuple[int, ...], ...]  # the parts of each unit of a data node
+PartDeal = tuple[tuple[int, ...], ...]  # the parts of each unit of a data node
 
 
 class SitePlan(NamedTuple):
@@ -98,7 +98,7 @@ def site_solution(
 
 def _deal_to_sites(
     problem: Problem, sizes: Sequence[int], shares: Sequence[int]
-) -> list[list[Deal]]:
+) -> list[list[PartDeal]]:
     """Return, for each data node of each site, the parts that its units visit.
 
     Over all sites, every part is visited equally often.
@@ -121,7 +121,7 @@ def _deal_to_sites(
 def _balance(
     planner: _SitePlanner,
     sites: Sequence[Ints],
-    deals: list[list[Deal]],
+    deals: list[list[PartDeal]],
     plans: list[SitePlan],
 ) -> None:
     """Move data nodes from the slowest site to quicker ones as long as that helps."""
@@ -271,11 +271,11 @@ class _SitePlanner:
         self.exchange_moves = max(MAX_EXCHANGE_MOVES // len(sites), MIN_EXCHANGE_MOVES)
         self.known: dict[object, SitePlan] = {}
 
-    def fits(self, nodes: Ints, deal: Sequence[Deal]) -> bool:
+    def fits(self, nodes: Ints, deal: Sequence[PartDeal]) -> bool:
         """Whether a site has enough nodes for these data nodes and all parts."""
         return len(deal) <= len(nodes) - (self.problem.body - 1)
 
-    def plan(self, nodes: Ints, deal: Sequence[Deal]) -> SitePlan:
+    def plan(self, nodes: Ints, deal: Sequence[PartDeal]) -> SitePlan:
         """Return a plan for these nodes, with one data node for each deal."""
         key = (tuple(deal), numbers_of_nodes(self.problem, nodes))
         if key not in self.known:
@@ -302,7 +302,7 @@ class _SitePlanner:
         seconds = solution_value(plan.problem, solution)[0]
         return SitePlan(plan.problem, solution, seconds)
 
-    def _first_plan(self, problem: Problem, deal: Sequence[Deal]) -> Solution:
+    def _first_plan(self, problem: Problem, deal: Sequence[PartDeal]) -> Solution:
         """Return the best of several simple solutions for the nodes of one site."""
         seed = self.seed
         sizes = replica_counts(

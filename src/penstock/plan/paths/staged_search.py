@@ -40,7 +40,7 @@ Starts = Callable[[int, Budget], Sequence[Solution]]
 UNLIMITED_MOVES = 1 << 60  # until the budget ends or nothing more is found
 
 
-def search(
+def search_in_stages(
     problem: Problem,
     starts: Starts,
     budget: Budget,

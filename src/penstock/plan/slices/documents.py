@@ -69,7 +69,7 @@ class DocumentPlanner:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class DocumentBundle:
     """A micro-batch: one document in slices, or several documents in one unit.
 
     `cuts` are tokens, from 0 to the end of the bundle.
@@ -88,7 +88,7 @@ class Bundle:
 class DocumentPlan:
     """Bundles, the longest document first; the latency of a step, and a lower bound for any bundles."""
 
-    bundles: tuple[Bundle, ...]
+    bundles: tuple[DocumentBundle, ...]
     latency: float
     bound: float
 
@@ -368,7 +368,7 @@ def _pack(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
     return packs
 
 
-def _make_bundles(step: _Step, limit: float) -> tuple[Bundle, ...]:
+def _make_bundles(step: _Step, limit: float) -> tuple[DocumentBundle, ...]:
     """Return all documents in bundles, the longest first."""
     short = _find_short(step, limit)
     _run_pass(step, limit)
@@ -382,7 +382,7 @@ def _make_bundles(step: _Step, limit: float) -> tuple[Bundle, ...]:
     # The first document of a bundle is its longest.
     members.sort(key=lambda member: member[0][0])
     return tuple(
-        Bundle(tuple(step.order[place] for place in places), cuts)
+        DocumentBundle(tuple(step.order[place] for place in places), cuts)
         for places, cuts in members
     )
 
@@ -413,7 +413,7 @@ def _cut_document(step: _Step, place: int, limit: float) -> tuple[int, ...]:
 
 
 def _latency(
-    planner: DocumentPlanner, bundles: Sequence[Bundle], lengths: Sequence[int]
+    planner: DocumentPlanner, bundles: Sequence[DocumentBundle], lengths: Sequence[int]
 ) -> float:
     """Return the time of all units one after the other, and of the longest on every other stage, there and back."""
     latency = 0.0
@@ -433,7 +433,7 @@ def _latency(
 def _unit_seconds(
     curve: Seconds,
     hop: Seconds,
-    bundle: Bundle,
+    bundle: DocumentBundle,
     lengths: Sequence[int],
     masked: bool,
 ) -> list[tuple[float, float]]:

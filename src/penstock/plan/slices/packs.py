@@ -34,7 +34,7 @@ MAX_TOKENS_RATIO = 1.25
 MAX_SIMULATED_ACTIONS = 50_000
 OP_WORK = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
-Rows = Sequence[Sequence[int]]  # the tokens of each document, row by row
+DocumentRows = Sequence[Sequence[int]]  # the tokens of each document, row by row
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DocumentWork:
         """Return the work of one document whose attention runs by itself."""
         return tokens * self.token + tokens * (tokens + 1) // 2 + self.call
 
-    def of_rows(self, rows: Rows) -> int:
+    def of_rows(self, rows: DocumentRows) -> int:
         """Return the work of a micro-batch of packed rows.
 
         Attention runs document by document, or with a mask over whole rows if that is quicker.
@@ -137,7 +137,7 @@ def step_clock(
 
 
 def deal_documents(
-    rows: Rows, clock: StepClock, work: DocumentWork, least_tokens: int = 1
+    rows: DocumentRows, clock: StepClock, work: DocumentWork, least_tokens: int = 1
 ) -> tuple[Pack, ...] | None:
     """Return the documents of each micro-batch, or None if the rows should stay as they are.
 
@@ -165,7 +165,7 @@ def deal_documents(
     return best
 
 
-def works_of_rows(rows: Rows, count: int, work: DocumentWork) -> list[int]:
+def works_of_rows(rows: DocumentRows, count: int, work: DocumentWork) -> list[int]:
     """Return the work of each of `count` micro-batches with the rows as they were read."""
     each = len(rows) // count
     return [
@@ -173,7 +173,7 @@ def works_of_rows(rows: Rows, count: int, work: DocumentWork) -> list[int]:
     ]
 
 
-def _packs_of_rows(rows: Rows, count: int, work: DocumentWork) -> list[Pack]:
+def _packs_of_rows(rows: DocumentRows, count: int, work: DocumentWork) -> list[Pack]:
     """Return a pack for each micro-batch as it was read."""
     ends = list(accumulate(len(row) for row in rows))
     each = len(rows) // count

@@ -41,12 +41,12 @@ from penstock.plan.recipes import split_and_defer
 from penstock.plan.slices.closed_form import equal_length
 from penstock.plan.slices.cuts import best_cuts
 from penstock.plan.slices.stage_times import (
-    Pipeline,
+    SlicedPipeline,
     coarse_step,
     coarsen,
     even_times,
     mean_pipeline,
-    pipeline_of,
+    sliced_pipeline,
     tabulate_slices,
 )
 from penstock.plan.slices.uneven_stages import uneven_cuts
@@ -60,7 +60,7 @@ SLICE_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 # The most passes of a search for cuts; its best cuts so far are then simulated.
 MAX_CUT_PASSES = 2_000
 # The number of fastest candidates that are also simulated under noise.
-FINALISTS = 8
+SLICED_FINALISTS = 8
 # The most points for uneven stages, where every slice of every stage is tabulated.
 MAX_UNEVEN_POINTS = 64
 # The labels that the exact search for uneven stages may extend.
@@ -186,7 +186,7 @@ def sliced_plans(
             f"nothing fits into a memory of {memory:g}; the least is {name} with {peak:g}"
         )
     fitting.sort(key=lambda row: (row[0].makespan, len(row[1]), row[0].peak))
-    for index, (candidate, cuts) in enumerate(fitting[:FINALISTS]):
+    for index, (candidate, cuts) in enumerate(fitting[:SLICED_FINALISTS]):
         noisy = _simulate_noise(candidate, cost, regrouped, ranks)
         fitting[index] = (noisy, cuts)
     return SlicedPlans(_with_speedups(fitting), tuple(too_large))
@@ -227,7 +227,7 @@ def cut_choices(
     The arguments are those of `sliced_plans`. Which cuts are found does not depend on
     `limit`, which only leaves out those with more slices.
     """
-    pipeline = pipeline_of(loop_placement(ranks), cost, tokens, granularity)
+    pipeline = sliced_pipeline(loop_placement(ranks), cost, tokens, granularity)
     counts = {count for count in slices if count <= pipeline.points}
     if memory is not None:
         counts |= _counts_for_memory(ranks, tokens, cost, memory, pipeline.points)
@@ -239,7 +239,7 @@ def cut_choices(
 
 
 def _every_lengths(
-    pipeline: Pipeline,
+    pipeline: SlicedPipeline,
     ranks: int,
     microbatches: int,
     counts: set[int],
@@ -269,7 +269,7 @@ def _every_lengths(
             yield "planned", planned.lengths
 
 
-def _uneven_lengths(pipeline: Pipeline, microbatches: int) -> list[int]:
+def _uneven_lengths(pipeline: SlicedPipeline, microbatches: int) -> list[int]:
     """Return slices for the stages as they are, on a grid that is coarse enough to tabulate."""
     step = coarse_step(pipeline.points, MAX_UNEVEN_POINTS)
     coarse = coarsen(pipeline, step)

@@ -89,7 +89,7 @@ class StageTables:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class SlicedPipeline:
     """Stages one after the other, and sequences of `points` points of `grain` tokens each."""
 
     points: int
@@ -146,9 +146,9 @@ def _are_equal_curves(curves: Sequence[Seconds], tokens: int) -> bool:
     return bool(spread <= EQUAL_TIME_SHARE * np.abs(terms).max())
 
 
-def pipeline_of(
+def sliced_pipeline(
     stages: Sequence[Stage], cost: Cost, tokens: int, granularity: int
-) -> Pipeline:
+) -> SlicedPipeline:
     """Return the times of stages under any cost, for a sequence that is cut at multiples of `granularity` tokens."""
     if granularity < 1 or tokens < 1:
         raise ShapeError(
@@ -165,12 +165,12 @@ def pipeline_of(
     curves = stage_curves(stages, cost, tokens)
     error = max(curve.error for curve in curves)
     if error <= EQUAL_TIME_SHARE:
-        return Pipeline(points, granularity, curves)
+        return SlicedPipeline(points, granularity, curves)
     measured = _measured_curves(stages, cost, tokens)
     most = MAX_ASKED_SLICES if measured is None else MAX_TABLE_SLICES
     step = coarse_step(points, int(math.sqrt(most / len(stages))))
     if step > 1 and points // step < MIN_TABLE_POINTS:
-        return Pipeline(points, granularity, curves)
+        return SlicedPipeline(points, granularity, curves)
     points = points // step
     grain = granularity * step
     if measured is None:
@@ -180,7 +180,7 @@ def pipeline_of(
         backward = _tabulate([ops.backward for ops in measured], points, grain)
     hops = _tables_from_curves(curves, points, grain)
     tables = StageTables(forward, backward, hops.onward, hops.homeward)
-    return Pipeline(points, grain, curves, tables)
+    return SlicedPipeline(points, grain, curves, tables)
 
 
 def coarse_step(points: int, most: int) -> int:
@@ -197,7 +197,7 @@ def coarse_step(points: int, most: int) -> int:
     return step
 
 
-def coarsen(pipeline: Pipeline, step: int) -> Pipeline:
+def coarsen(pipeline: SlicedPipeline, step: int) -> SlicedPipeline:
     """Return the same stages with only every `step`-th point, which must divide them."""
     tables = pipeline.tables
     if tables is not None and step > 1:
@@ -215,7 +215,7 @@ def coarsen(pipeline: Pipeline, step: int) -> Pipeline:
     )
 
 
-def mean_pipeline(pipeline: Pipeline) -> Pipeline:
+def mean_pipeline(pipeline: SlicedPipeline) -> SlicedPipeline:
     """Return as many stages that all take the mean time."""
     stages = len(pipeline.curves)
     hops = max(stages - 1, 1)
@@ -254,7 +254,7 @@ def _scale_sum(curves: Sequence[Seconds], factor: float) -> Seconds:
     )
 
 
-def even_times(pipeline: Pipeline, microbatches: int = 1) -> SliceTimes:
+def even_times(pipeline: SlicedPipeline, microbatches: int = 1) -> SliceTimes:
     """Return the times of equal stages, with two peaks, forward and backward, each with its hop.
 
     All micro-batches are cut alike.
@@ -280,7 +280,7 @@ def even_times(pipeline: Pipeline, microbatches: int = 1) -> SliceTimes:
     )
 
 
-def tabulate_slices(pipeline: Pipeline) -> StageTables:
+def tabulate_slices(pipeline: SlicedPipeline) -> StageTables:
     """Return the times of all slices on all stages."""
     if pipeline.tables is not None:
         return pipeline.tables

@@ -26,7 +26,8 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor
 
-from penstock.runtime.proof.ways import SEED, Bench, Option, Options, Results
+from penstock.runtime.proof.options import Option, Options
+from penstock.runtime.proof.ways import PROOF_SEED, Bench, Results
 
 ALLOWED_ROUNDINGS = 32  # of a tensor's norm
 MAX_ROUNDING_SHARE = 0.01  # of a tensor's norm, whatever the data type
@@ -68,7 +69,7 @@ class TensorDifference:
         )
 
 
-class Judge:
+class DifferenceJudge:
     """Compares ways to run one stage with an expected result, with or without dropout.
 
     The expected result is that of the plain way, or that of the planned way with only the
@@ -183,7 +184,7 @@ class Judge:
 
     def depends_on_random(self, name: str) -> bool:
         """Whether other random numbers change a tensor."""
-        other = self.bench.run_plain(quiet=self.quiet, seed=SEED + 1)
+        other = self.bench.run_plain(quiet=self.quiet, seed=PROOF_SEED + 1)
         gap = _gap(other.get(name), self.expected[name])
         return self.drew_random and gap > self.limit(name, cast=False)
 

@@ -35,16 +35,19 @@ from penstock.runtime.bundle import Bundle
 from penstock.runtime.dtensor_share import is_distributed
 from penstock.runtime.executor import Executor
 from penstock.runtime.facts import share_facts
-from penstock.runtime.proof.judge import Judge, TensorDifference
+from penstock.runtime.proof.judge import DifferenceJudge, TensorDifference
+from penstock.runtime.proof.options import REDRAWS, Option
 from penstock.runtime.proof.traceless import (
     has_compiled_layer,
     restored_random,
     uncompiled,
 )
-from penstock.runtime.proof.ways import REDRAWS, Bench, Option, Sample
+from penstock.runtime.proof.ways import Bench, Sample
 
 _log = logging.getLogger(__name__)
-MAX_ROWS = 2  # of a micro-batch: two are enough to show that rows leak into each other
+MAX_PROOF_ROWS = (
+    2  # of a micro-batch: two are enough to show that rows leak into each other
+)
 
 WAYS_OUT = {
     Option.SLICES: "do not cut this model into token slices: use `--set schedule.slices=0` and a schedule other than "
@@ -110,7 +113,7 @@ def prove(executor: Executor, batch: Batch) -> Proof:
             _log.info("the model is not proven before it trains: %s", obstacles[0])
         return Proof(skipped=obstacles[0])
     # Compiled code is proven on all rows, since it depends on the shape.
-    rows = None if any(fact["compiled"] for fact in facts) else MAX_ROWS
+    rows = None if any(fact["compiled"] for fact in facts) else MAX_PROOF_ROWS
     devices = _devices(executor)
     with restored_random(devices, comm.barrier):
         verdict = _judge_stages(executor, _first_rows(batch, rows))
@@ -291,24 +294,26 @@ def _judge(bench: Bench, verdict: RankVerdict) -> None:
     _check_split(bench, where, verdict)
 
 
-def _rounds(bench: Bench) -> list[Callable[[], Judge]]:
+def _rounds(bench: Bench) -> list[Callable[[], DifferenceJudge]]:
     """The comparisons of a stage, which are not all made if one of them fails.
 
     One is enough, unless the stage draws random numbers and the plan draws other ones. Then
     one runs without dropout. If the plan also splits or recomputes, a second one compares
     these options with dropout, against a run that draws the same numbers.
     """
-    plain = Judge(bench, quiet=False)
+    plain = DifferenceJudge(bench, quiet=False)
     if not plain.drew_random or not bench.options & REDRAWS:
         return [lambda: plain]
-    rounds: list[Callable[[], Judge]] = [lambda: Judge(bench, quiet=True)]
+    rounds: list[Callable[[], DifferenceJudge]] = [
+        lambda: DifferenceJudge(bench, quiet=True)
+    ]
     base = bench.options - {Option.SPLIT, Option.RECOMPUTE}
     if base != bench.options:
-        rounds.append(lambda: Judge(bench, quiet=False, base=base))
+        rounds.append(lambda: DifferenceJudge(bench, quiet=False, base=base))
     return rounds
 
 
-def _is_only_random(judge: Judge, difference: TensorDifference) -> bool:
+def _is_only_random(judge: DifferenceJudge, difference: TensorDifference) -> bool:
     """Whether a stage without dropout still draws numbers that explain a difference."""
     if not judge.quiet or difference.raised:
         return False
@@ -325,7 +330,7 @@ def _check_split(bench: Bench, where: str, verdict: RankVerdict) -> None:
         )
 
 
-def _find_cause(judge: Judge) -> list[Option]:
+def _find_cause(judge: DifferenceJudge) -> list[Option]:
     """The options that cause a difference; an empty list if no option does.
 
     These are all options that cause it alone, or else the fewest that cause it together.

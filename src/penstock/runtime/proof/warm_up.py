@@ -16,7 +16,7 @@ from penstock.runtime.edges import Edge
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.prove import choose_microbatches
 from penstock.runtime.proof.traceless import restored_random
-from penstock.runtime.proof.ways import SEED, Bench
+from penstock.runtime.proof.ways import PROOF_SEED, Bench
 
 
 def warm_up(executor: Executor, batch: Batch, evaluates: bool = True) -> None:
@@ -41,7 +41,7 @@ def warm_up(executor: Executor, batch: Batch, evaluates: bool = True) -> None:
 
 def _random_input(bench: Bench, edge: Edge, device: torch.device) -> Tensor | Bundle:
     """Random numbers like those that another stage passes on; whole numbers are zero."""
-    dice = torch.Generator().manual_seed(SEED)
+    dice = torch.Generator().manual_seed(PROOF_SEED)
     tensors = []
     for shape, dtype, _ in edge.tensors:
         x = torch.zeros(shape, dtype=dtype)

@@ -14,16 +14,15 @@ plain attributes of modules and torch's random number generators are restored af
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Carry, Slice
+from penstock.carry import Carry
 from penstock.ir.action import Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
@@ -32,16 +31,19 @@ from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.bundle import Bundle, bundle_of
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.edges import Edge, TensorSpecs
+from penstock.runtime.edges import TensorSpecs
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
 from penstock.runtime.passed_values import (
     PIECE,
     Passed,
+    forward_parameters,
     named_arguments,
-    parameters_of,
     passed_by,
 )
+from penstock.runtime.proof.ends import Feed, OutputSink, weighted_sum
+from penstock.runtime.proof.options import Option, Options
+from penstock.runtime.proof.stage_order import stage_order
 from penstock.runtime.proof.traceless import (
     ModuleMemory,
     has_compiled_layer,
@@ -53,33 +55,14 @@ from penstock.runtime.proof.traceless import (
 from penstock.runtime.torch_internals import original_name
 
 # For all random numbers: those that a stage draws, and the gradients of inner stages.
-SEED = 20_817
+PROOF_SEED = 20_817
 OUTPUT = "the output"
 LOSS = "the loss"
 INPUT_GRADIENT = "the gradient of the input"
 # The output or the loss, and the gradients of the parameters and of the input, by name.
 Results = dict[str, Tensor | None]
-# The operations of a lane, each on one of the bench's micro-batches and on a slice of it.
-Order = list[tuple[Op, int, int]]
 # Ranks that are threads share torch's random number generators: one runs at a time.
 _random_lock = threading.Lock()
-
-
-class Option(StrEnum):
-    """What a plan can do with a stage that a plain call does not."""
-
-    SLICES = "slices"
-    SPLIT = "split"
-    RECOMPUTE = "recompute"
-    AUTOCAST = "autocast"
-    RECORDED = "recorded"
-    COMPILED = "compiled"
-    INTERLEAVED = "interleaved"  # the stage holds several micro-batches at a time
-
-
-Options = frozenset[Option]
-# With these options a stage draws other random numbers than in a plain call.
-REDRAWS = frozenset({Option.SLICES, Option.COMPILED, Option.RECORDED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +96,8 @@ class Bench:
         self.stage = stage
         self.module = executor.modules[stage]
         self.memory = ModuleMemory(self.module)
-        self.microbatches, self.order = _stage_order(executor, stage, microbatch, batch)
+        self.order = stage_order(executor, stage, microbatch, batch)
+        self.microbatches = self.order.microbatches
         path = self.microbatches[0].path
         self.first = path[0] == stage
         self.last = path[-1] == stage
@@ -136,10 +120,9 @@ class Bench:
     def _options(self) -> Options:
         """The options of the plan that apply to this stage."""
         executor = self.executor
-        has_weight_actions = any(op is Op.W for op, _, _ in self.order)
         applies = {
             Option.SLICES: self.microbatches[0].slices > 1,
-            Option.SPLIT: has_weight_actions,
+            Option.SPLIT: self.order.is_split,
             Option.RECOMPUTE: self.stage in executor.stages.recompute,
             Option.AUTOCAST: executor.stages.autocast is not None,
             Option.RECORDED: executor.tape is not None,
@@ -175,7 +158,7 @@ class Bench:
         """
         target: Tensor | Bundle = batch.labels[number]
         if self.outgoing is not None:
-            generator = torch.Generator().manual_seed(SEED + self.stage)
+            generator = torch.Generator().manual_seed(PROOF_SEED + self.stage)
             gradients = []
             for shape, dtype, _ in self.outgoing.gradients:
                 gradient = torch.randn(shape, generator=generator, dtype=dtype)
@@ -212,7 +195,7 @@ class Bench:
         self,
         autocast: bool = False,
         quiet: bool = False,
-        seed: int = SEED,
+        seed: int = PROOF_SEED,
         noise: float = 0.0,
         noise_seed: int = 0,
     ) -> Results:
@@ -273,17 +256,16 @@ class Bench:
 
         Packed documents need a slice, which then covers the whole sequence.
         """
-        arguments: list[Any] = []
+        sliced: dict[str, Any] = {}
         if sample.starts is not None:
             tokens = sample.tokens.shape[1]
-            arguments.append(Carry(tokens, sample.starts).open(0, tokens))
+            sliced[PIECE] = Carry(tokens, sample.starts).open(0, tokens)
         if not self.many:
-            return module(x, *arguments)
+            return module(x, **sliced)
         values = (x,) if isinstance(x, Tensor) else x.values
         travelling = {} if isinstance(x, Tensor) else x.named
-        parameters = parameters_of(module)
+        parameters = forward_parameters(module)
         named = named_arguments(parameters, len(values), travelling, sample.named)
-        sliced = {PIECE: arguments[0]} if arguments else {}
         y = module(*values, **named, **sliced)
         if self.outgoing is None:
             return y.returned if isinstance(y, Passed) else y
@@ -307,7 +289,7 @@ class Bench:
     def run_planned(self, options: Options, quiet: bool = False) -> Results:
         """Run the stage through an executor, with these of the plan's options."""
         with ExitStack() as stack:
-            stack.enter_context(self._traceless(quiet, SEED))
+            stack.enter_context(self._traceless(quiet, PROOF_SEED))
             module = self.module
             if Option.COMPILED not in options:
                 module = stack.enter_context(uncompiled(module))
@@ -320,7 +302,7 @@ class Bench:
                 for _, parameter in self._trained():
                     parameter.grad = None
                 self.memory.restore()
-                torch.manual_seed(SEED)
+                torch.manual_seed(PROOF_SEED)
                 with without_dropout(self.module) if quiet else nullcontext():
                     result = solo.step(batch)
             if Option.SPLIT in options:
@@ -338,7 +320,7 @@ class Bench:
         self.run_planned(options)
         if not evaluates:
             return
-        with self._traceless(quiet=False, seed=SEED):
+        with self._traceless(quiet=False, seed=PROOF_SEED):
             schedule, modules = self._solo_schedule(self.module, options)
             self._solo_executor(schedule, modules, options).evaluate(self._batch())
 
@@ -380,7 +362,7 @@ class Bench:
             lower(schedule),
             modules,
             ThreadComm(Hub(1), 0),
-            executor.stages.loss if self.last else _weighted_sum,
+            executor.stages.loss if self.last else weighted_sum,
             recompute=frozenset(recompute),
             autocast=executor.stages.autocast if Option.AUTOCAST in options else None,
             tied={},  # the other holders of a tied weight are not part of this run
@@ -423,7 +405,7 @@ class Bench:
                 cuts = stretch(self.microbatches[number], tokens).cuts
             microbatches.append(MicroBatch(tuple(path), tokens, cuts))
         lane: list[Action] = []
-        for op, number, piece in self._order(options):
+        for op, number, piece in self.order.under(self.options, options):
             if op is Op.F:
                 before, after = feeds.get(number), sinks.get(number)
             elif op is Op.W:  # only the stage itself has weights
@@ -438,43 +420,6 @@ class Bench:
                 lane.append(Action(end_op, after, number, piece))
         stages = [Stage(0, part) for part in range(len(modules))]
         return schedule_of(stages, microbatches, [tuple(lane)]), modules
-
-    def _order(self, options: Options) -> Order:
-        """The lane's own order, or the plainest one if an option that shaped it is off."""
-        reordering = {Option.SLICES, Option.INTERLEAVED} & self.options
-        order = self.order if reordering <= options else self._plainest_order(options)
-        if Option.SPLIT in options:
-            return order
-        unsplit: Order = []
-        for op, number, piece in order:
-            if op is not Op.W:
-                unsplit.append((Op.B if op is Op.I else op, number, piece))
-        return unsplit
-
-    def _plainest_order(self, options: Options) -> Order:
-        """All forwards of a micro-batch, then all its backwards.
-
-        With interleaving, the forwards of both micro-batches come first.
-        """
-        split = any(op is Op.W for op, _, _ in self.order)
-        backward_ops = (Op.I, Op.W) if split else (Op.B,)
-        forwards: list[Order] = []  # of each micro-batch
-        backwards: list[Order] = []
-        for number, planned in enumerate(self.microbatches):
-            pieces = range(planned.slices if Option.SLICES in options else 1)
-            forwards.append([(Op.F, number, piece) for piece in pieces])
-            backward = []
-            for piece in reversed(pieces):
-                backward += [(op, number, piece) for op in backward_ops]
-            backwards.append(backward)
-        order: Order = []
-        if Option.INTERLEAVED in options:
-            for part in (*forwards, *backwards):
-                order += part
-        else:
-            for forward, backward in zip(forwards, backwards, strict=True):
-                order += forward + backward
-        return order
 
     # ------------------------------------------------------------ leaving no trace
     @contextmanager
@@ -552,176 +497,3 @@ def _backward(
         torch.autograd.backward(
             [root for root, _ in pairs], [gradient for _, gradient in pairs]
         )
-
-
-# ---------------------------------------------------------------- what the lane does with a stage
-def _stage_order(
-    executor: Executor, stage: int, microbatch: int, batch: Batch
-) -> tuple[list[MicroBatch], Order]:
-    """A micro-batch and its companion, if it has one, and the order of their actions."""
-    schedule = executor.program.schedule
-    full_lane = schedule.lanes[executor.comm.rank]
-    lane = [action for action in full_lane if action.stage == stage]
-    chosen = {microbatch}
-    companion = _companion(schedule, lane, microbatch, batch)
-    if companion is not None:
-        chosen.add(companion)
-    actions = [action for action in lane if action.microbatch in chosen]
-    # The micro-batch that goes forward first comes first.
-    numbers = list(dict.fromkeys(action.microbatch for action in actions))
-    order = [
-        (action.op, numbers.index(action.microbatch), action.slice)
-        for action in actions
-    ]
-    return [schedule.microbatches[number] for number in numbers], order
-
-
-def _companion(
-    schedule: Schedule, lane: Sequence[Action], microbatch: int, batch: Batch
-) -> int | None:
-    """A micro-batch of the same kind that the stage holds at the same time."""
-    positions: dict[int, list[int]] = {}  # in the lane, by micro-batch
-    for position, action in enumerate(lane):
-        positions.setdefault(action.microbatch, []).append(position)
-    mine = positions[microbatch]
-    my_kind = _kind(schedule, lane, mine, batch)
-    for other, theirs in positions.items():
-        if other == microbatch:
-            continue
-        overlap = theirs[0] < mine[-1] and mine[0] < theirs[-1]
-        if overlap and _kind(schedule, lane, theirs, batch) == my_kind:
-            return other
-    return None
-
-
-def _kind(
-    schedule: Schedule, lane: Sequence[Action], positions: Sequence[int], batch: Batch
-) -> tuple[object, ...]:
-    """What two micro-batches must have in common to be run together."""
-    first = lane[positions[0]]
-    number = first.microbatch
-    path = schedule.microbatches[number].path
-    actions = [lane[position] for position in positions]
-    ops = sorted((action.op, action.slice) for action in actions)
-    tokens = batch.shapes[number][1:]
-    return ops, tokens, path[0] == first.stage, path[-1] == first.stage
-
-
-# ---------------------------------------------------------------- the ends of a stage that runs alone
-class _CatchGradient(torch.autograd.Function):
-    """Pass a value on, and hand over its gradient in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, hand_over: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.hand_over = hand_over
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.hand_over(gradient)
-        return None, None, None
-
-
-class End(nn.Module):
-    """A feed or a sink, with the tensors it has caught by their number and the first token of the slice."""
-
-    def __init__(self, edge: Edge | None) -> None:
-        super().__init__()
-        self.edge = edge
-        self.caught: dict[int, dict[int, Tensor]] = {}
-        self.many = False
-
-    def catch(self, piece: Slice | None, number: int, tensor: Tensor) -> None:
-        """Keep a tensor; the last one counts, since a recorded stage runs more than once."""
-        begin = 0 if piece is None else piece.begin
-        self.caught.setdefault(number, {})[begin] = tensor.detach()
-
-    def joined(self) -> Tensor | Bundle:
-        """The tensors of all slices, joined into one."""
-        tensors = []
-        for _, pieces in sorted(self.caught.items()):
-            parts = [pieces[begin] for begin in sorted(pieces)]
-            tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-        return Bundle(tensors) if self.many else tensors[0]
-
-
-def _cut(x: Tensor, piece: Slice | None) -> Tensor:
-    """The tokens of a slice."""
-    return x if piece is None else x[:, piece.begin : piece.end]
-
-
-class Feed(End):
-    """Supplies the stage's input, and catches its gradient. It has bundles itself; a tensor comes from the batch."""
-
-    def __init__(self, x: Tensor | Bundle, edge: Edge | None) -> None:
-        super().__init__(edge)
-        self.bundle = x if isinstance(x, Bundle) else None
-        self.many = self.bundle is not None
-        # Autograd only visits this stage if it has a parameter.
-        self.anchor = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor, piece: Slice | None = None) -> Any:
-        """Return the input as it is."""
-        if self.bundle is None:
-            return self.supply(x, 0, piece)
-        assert self.edge is not None
-        tensors = []
-        number = 0  # of those that have gradients
-        for tensor in self.bundle.tensors:
-            given = _cut(tensor, piece)
-            if given.is_floating_point():
-                given = self.supply(given, number, piece)
-                number += 1
-            tensors.append(given)
-        count = self.edge.values
-        named = dict(zip(self.edge.names, tensors[count:], strict=True))
-        return Passed(tuple(tensors[:count]), named)
-
-    def supply(self, x: Tensor, number: int, piece: Slice | None) -> Tensor:
-        """A tensor whose gradient is caught."""
-
-        def hand_over(gradient: Tensor) -> None:
-            self.catch(piece, number, gradient)
-
-        y: Tensor = _CatchGradient.apply(x, self.anchor, hand_over)  # type: ignore[no-untyped-call]
-        return y
-
-
-class OutputSink(End):
-    """Catches the stage's output. For bundles it is also the loss, since their gradients are not in the batch."""
-
-    def __init__(self, target: Tensor | Bundle, edge: Edge | None) -> None:
-        super().__init__(edge)
-        self.gradients = target if isinstance(target, Bundle) else None
-        self.many = self.gradients is not None
-
-    @property
-    def asked_names(self) -> tuple[str, ...]:
-        """The names of all tensors."""
-        return self.edge.names if self.edge is not None else ()
-
-    def forward(
-        self, *values: Any, piece: Slice | None = None, **named: Tensor
-    ) -> Tensor:
-        """Return the output as it is, or a number whose gradient is the given one."""
-        if isinstance(values[-1], Slice):
-            *values, piece = values  # type: ignore[assignment]
-        tensors: list[Tensor] = [*values, *(named[name] for name in self.asked_names)]
-        for number, x in enumerate(tensors):
-            self.catch(piece, number, x)
-        if self.gradients is None:
-            return tensors[0]
-        total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-        floating = [x for x in tensors if x.is_floating_point()]
-        for x, gradient in zip(floating, self.gradients.tensors, strict=True):
-            total = total + _weighted_sum(x, _cut(gradient, piece))
-        return total
-
-
-def _weighted_sum(y: Tensor, gradient: Tensor) -> Tensor:
-    """A loss whose gradient is the given one; what is a number already stays as it is."""
-    if y.dim() == 0:
-        return y
-    return (y.to(gradient.dtype) * gradient).sum()

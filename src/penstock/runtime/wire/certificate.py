@@ -13,14 +13,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
+from typing import NamedTuple
 
 PRIME = 2**255 - 19
 ORDER = 2**252 + 27742317777372353535851937790883648493  # of the base point
 CURVE_D = -121665 * pow(121666, -1, PRIME) % PRIME
 SEED_BYTES = 32
-# X, Y, Z and T of a point, with x = X/Z, y = Y/Z and x * y = T/Z.
-Point = tuple[int, int, int, int]
-NEUTRAL: Point = (0, 1, 1, 0)
+HALF_DIGEST_BYTES = 32
+KEY_BITS = 255  # of a coordinate; the bit above them holds the sign
+
 
 # Tags of DER, the encoding of certificates.
 INTEGER = 0x02
@@ -42,99 +43,142 @@ TRUE = bytes([0x01, 0x01, 0xFF])
 FIRST_DAY = b"200101000000Z"
 LAST_DAY = b"99991231235959Z"
 LINE_LENGTH = 64
+MAX_SHORT_LENGTH = 127  # of a value in DER whose length is one byte
+VERSION_3 = bytes([2])  # X.509 counts its versions from 0
+KEY_VERSION = bytes([0])
+NO_UNUSED_BITS = b"\0"  # begins every string of bits
+SERIAL_BYTES = 15
 
 
 def make_certificate(name: str, seed: bytes | None = None) -> str:
     """Return a private key and its certificate in PEM; the key is drawn unless a seed is given."""
     seed = secrets.token_bytes(SEED_BYTES) if seed is None else seed
     algorithm = _der(SEQUENCE, _der(IDENTIFIER, ED25519))
-    names = _names(name)
-    ours = _der(
+    content = _certificate_content(name, algorithm, seed)
+    signature = _der(BITS, NO_UNUSED_BITS, sign(seed, content))
+    certificate = _der(SEQUENCE, content, algorithm, signature)
+    version = _der(INTEGER, KEY_VERSION)
+    wrapped_seed = _der(OCTETS, _der(OCTETS, seed))
+    private_key = _der(SEQUENCE, version, algorithm, wrapped_seed)
+    return _pem("PRIVATE KEY", private_key) + _pem("CERTIFICATE", certificate)
+
+
+def _certificate_content(name: str, algorithm: bytes, seed: bytes) -> bytes:
+    """The part of a certificate that is signed."""
+    # The first byte keeps the number positive.
+    serial = b"\x01" + secrets.token_bytes(SERIAL_BYTES)
+    owner = _owner(name)
+    first_day = _der(UTC_TIME, FIRST_DAY)
+    last_day = _der(LONG_TIME, LAST_DAY)
+    key = _der(BITS, NO_UNUSED_BITS, public_key(seed))
+    return _der(
         SEQUENCE,
-        _der(VERSION_FIELD, _der(INTEGER, bytes([2]))),
-        _der(INTEGER, b"\x01" + secrets.token_bytes(15)),
+        _der(VERSION_FIELD, _der(INTEGER, VERSION_3)),
+        _der(INTEGER, serial),
         algorithm,
-        names,
-        _der(SEQUENCE, _der(UTC_TIME, FIRST_DAY), _der(LONG_TIME, LAST_DAY)),
-        names,
-        _der(SEQUENCE, algorithm, _der(BITS, b"\0" + public_key(seed))),
+        owner,  # as the issuer
+        _der(SEQUENCE, first_day, last_day),
+        owner,
+        _der(SEQUENCE, algorithm, key),
         _der(EXTENSIONS_FIELD, _der(SEQUENCE, _authority())),
     )
-    signature = _der(BITS, b"\0" + sign(seed, ours))
-    certificate = _der(SEQUENCE, ours, algorithm, signature)
-    wrapped = _der(OCTETS, _der(OCTETS, seed))
-    private = _der(SEQUENCE, _der(INTEGER, b"\0"), algorithm, wrapped)
-    return _pem("PRIVATE KEY", private) + _pem("CERTIFICATE", certificate)
 
 
-def _names(name: str) -> bytes:
+def _owner(name: str) -> bytes:
     """The name of the owner, who is also the issuer."""
-    common = _der(SEQUENCE, _der(IDENTIFIER, COMMON_NAME), _der(TEXT, name.encode()))
-    return _der(SEQUENCE, _der(SET, common))
+    kind = _der(IDENTIFIER, COMMON_NAME)
+    common_name = _der(SEQUENCE, kind, _der(TEXT, name.encode()))
+    return _der(SEQUENCE, _der(SET, common_name))
 
 
 def _authority() -> bytes:
     """The extension that lets this certificate vouch for itself."""
-    content = _der(OCTETS, _der(SEQUENCE, TRUE))
-    return _der(SEQUENCE, _der(IDENTIFIER, BASIC_CONSTRAINTS), TRUE, content)
+    kind = _der(IDENTIFIER, BASIC_CONSTRAINTS)
+    is_critical = TRUE
+    is_authority = _der(SEQUENCE, TRUE)
+    return _der(SEQUENCE, kind, is_critical, _der(OCTETS, is_authority))
 
 
 def _der(tag: int, *contents: bytes) -> bytes:
     """A value in DER: its tag, its length and its content."""
     content = b"".join(contents)
     length = len(content)
-    if length < 128:
+    if length <= MAX_SHORT_LENGTH:
         return bytes([tag, length]) + content
-    size = length.to_bytes((length.bit_length() + 7) // 8, "big")
-    return bytes([tag, 128 + len(size)]) + size + content
+    length_bytes = (length.bit_length() + 7) // 8
+    header = bytes([tag, 0x80 + length_bytes])
+    return header + length.to_bytes(length_bytes, "big") + content
 
 
 def _pem(kind: str, content: bytes) -> str:
+    """A key or a certificate as text, in lines of equal length."""
     text = base64.b64encode(content).decode()
     lines = [text[n : n + LINE_LENGTH] for n in range(0, len(text), LINE_LENGTH)]
     return "\n".join([f"-----BEGIN {kind}-----", *lines, f"-----END {kind}-----", ""])
 
 
 # ---------------------------------------------------------------- Ed25519
+class CurvePoint(NamedTuple):
+    """A point (X/Z, Y/Z) of the curve; T/Z is the product of its coordinates."""
+
+    x: int
+    y: int
+    z: int
+    t: int
+
+
+NEUTRAL = CurvePoint(0, 1, 1, 0)
+
+
 def public_key(seed: bytes) -> bytes:
     """The public key of a private one."""
-    return _packed(_multiple(_scalar(seed)))
+    point = _multiple(_secret_factor(seed))
+    return _packed(point)
 
 
 def sign(seed: bytes, message: bytes) -> bytes:
     """Sign a message with a private key."""
-    scalar = _scalar(seed)
-    nonce = _number(hashlib.sha512(seed).digest()[32:], message)
+    factor = _secret_factor(seed)
+    prefix = hashlib.sha512(seed).digest()[HALF_DIGEST_BYTES:]
+    nonce = _number(prefix, message)
     commitment = _packed(_multiple(nonce))
     challenge = _number(commitment, public_key(seed), message)
-    response = (nonce + challenge * scalar) % ORDER
+    response = (nonce + challenge * factor) % ORDER
     return commitment + response.to_bytes(32, "little")
 
 
-def _scalar(seed: bytes) -> int:
-    """The secret factor: the first half of a hash, with some bits fixed by the standard."""
-    number = int.from_bytes(hashlib.sha512(seed).digest()[:32], "little")
-    return number & ((1 << 254) - 8) | (1 << 254)
+def _secret_factor(seed: bytes) -> int:
+    """The first half of a hash of the seed, with some bits fixed by the standard."""
+    half = hashlib.sha512(seed).digest()[:HALF_DIGEST_BYTES]
+    number = int.from_bytes(half, "little")
+    highest_bit = 1 << 254
+    free_bits = highest_bit - 8  # all lower bits except the last three
+    return number & free_bits | highest_bit
 
 
 def _number(*pieces: bytes) -> int:
+    """A hash of these pieces as a number below the order."""
     digest = hashlib.sha512(b"".join(pieces)).digest()
     return int.from_bytes(digest, "little") % ORDER
 
 
-def _sum(left: Point, right: Point) -> Point:
-    """The sum of two points on the curve."""
-    low = (left[1] - left[0]) * (right[1] - right[0])
-    high = (left[1] + left[0]) * (right[1] + right[0])
-    cross = 2 * left[3] * right[3] * CURVE_D
-    scale = 2 * left[2] * right[2]
-    e, f, g, h = high - low, scale - cross, scale + cross, high + low
-    return e * f % PRIME, g * h % PRIME, f * g % PRIME, e * h % PRIME
+def _sum(left: CurvePoint, right: CurvePoint) -> CurvePoint:
+    """The sum of two points on the curve, with the names of RFC 8032."""
+    a = (left.y - left.x) * (right.y - right.x)
+    b = (left.y + left.x) * (right.y + right.x)
+    c = 2 * left.t * right.t * CURVE_D
+    d = 2 * left.z * right.z
+    e = b - a
+    f = d - c
+    g = d + c
+    h = b + a
+    return CurvePoint(e * f % PRIME, g * h % PRIME, f * g % PRIME, e * h % PRIME)
 
 
-def _multiple(factor: int) -> Point:
+def _multiple(factor: int) -> CurvePoint:
     """The base point, added to itself this often."""
-    total, power = NEUTRAL, _base_point()
+    total = NEUTRAL
+    power = _base_point()
     while factor:
         if factor & 1:
             total = _sum(total, power)
@@ -143,19 +187,28 @@ def _multiple(factor: int) -> Point:
     return total
 
 
-def _base_point() -> Point:
+def _base_point() -> CurvePoint:
     """The point with y = 4/5 and an even x."""
-    y = 4 * pow(5, -1, PRIME) % PRIME
-    square = (y * y - 1) * pow(CURVE_D * y * y + 1, -1, PRIME) % PRIME
-    x = pow(square, (PRIME + 3) // 8, PRIME)
-    if x * x % PRIME != square:
-        x = x * pow(2, (PRIME - 1) // 4, PRIME) % PRIME
-    x = PRIME - x if x & 1 else x
-    return x, y, 1, x * y % PRIME
+    y = 4 * _inverse(5) % PRIME
+    x_squared = (y * y - 1) * _inverse(CURVE_D * y * y + 1) % PRIME
+    x = pow(x_squared, (PRIME + 3) // 8, PRIME)
+    if x * x % PRIME != x_squared:
+        root_of_minus_one = pow(2, (PRIME - 1) // 4, PRIME)
+        x = x * root_of_minus_one % PRIME
+    if x & 1:
+        x = PRIME - x
+    return CurvePoint(x, y, 1, x * y % PRIME)
 
 
-def _packed(point: Point) -> bytes:
+def _packed(point: CurvePoint) -> bytes:
     """A point as 32 bytes: y, and the lowest bit of x."""
-    inverse = pow(point[2], -1, PRIME)
-    x, y = point[0] * inverse % PRIME, point[1] * inverse % PRIME
-    return (y | (x & 1) << 255).to_bytes(32, "little")
+    scale = _inverse(point.z)
+    x = point.x * scale % PRIME
+    y = point.y * scale % PRIME
+    sign_bit = (x & 1) << KEY_BITS
+    return (y | sign_bit).to_bytes(SEED_BYTES, "little")
+
+
+def _inverse(number: int) -> int:
+    """The number whose product with this one is 1, modulo the prime."""
+    return pow(number, -1, PRIME)

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.errors import PeerLostError, RunError
+from penstock.runtime.comm.gloo import Broken
 from penstock.runtime.wire.door import Door, dial, split_address
 from penstock.runtime.wire.frames import receive_frame, send_frame
 from penstock.runtime.wire.key import context_of
 
 LOOK_SECONDS = 0.05  # between two looks whether the meeting still stands
-Broken = Callable[[], bool]
 
 
 class Flow(NamedTuple):

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.runtime.wire.links import MESSAGES, Address, Links, Transfer
+from penstock.runtime.wire.links import MESSAGES, Address, Links, TensorTransfer
 
 SHORT_BYTES = 1 << 14  # Tensors up to this size go whole to every rank.
 
 
-class Sum(Transfer):
+class SumInProgress(TensorTransfer):
     """A sum in progress."""
 
     __slots__ = ("number", "tensor")
@@ -47,7 +47,7 @@ class WireGroup:
         digest = hashlib.sha256(repr(members).encode()).digest()
         self.channel = int.from_bytes(digest[:7], "big") + 1
         self.sums = 0
-        self.waiting: queue.SimpleQueue[Sum] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[SumInProgress] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
 
     def rank(self) -> int:
@@ -58,20 +58,20 @@ class WireGroup:
         """The number of ranks."""
         return len(self.members)
 
-    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> Transfer:
+    def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> TensorTransfer:
         """Start sending a tensor."""
         peer = self.members[target]
         return self.links.send(tensors[0], peer, Address(MESSAGES, tag))
 
-    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Transfer:
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> TensorTransfer:
         """Start receiving a tensor."""
         peer = self.members[source]
         return self.links.receive(tensors[0], peer, Address(MESSAGES, tag))
 
-    def add(self, tensor: Tensor) -> Transfer:
+    def add(self, tensor: Tensor) -> TensorTransfer:
         """Start summing a tensor over the group, in place; sums run one after the other."""
         self.sums += 1
-        sum_ = Sum(tensor, self.sums)
+        sum_ = SumInProgress(tensor, self.sums)
         if self.thread is None:
             name = f"sums of ranks {' '.join(map(str, self.members))}"
             self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -79,7 +79,7 @@ class WireGroup:
         self.waiting.put(sum_)
         return sum_
 
-    def barrier(self) -> Transfer:
+    def barrier(self) -> TensorTransfer:
         """Start a barrier."""
         return self.add(torch.zeros(1))
 
@@ -124,10 +124,10 @@ class WireGroup:
     def _others(self) -> list[int]:
         return [n for n in range(self.size()) if n != self.place]
 
-    def _send(self, tensor: Tensor, target: int, tag: int) -> Transfer:
+    def _send(self, tensor: Tensor, target: int, tag: int) -> TensorTransfer:
         address = Address(self.channel, tag)
         return self.links.send(tensor, self.members[target], address)
 
-    def _receive(self, tensor: Tensor, source: int, tag: int) -> Transfer:
+    def _receive(self, tensor: Tensor, source: int, tag: int) -> TensorTransfer:
         address = Address(self.channel, tag)
         return self.links.receive(tensor, self.members[source], address)

@@ -39,7 +39,7 @@ class Address(NamedTuple):
     tag: int
 
 
-class Transfer:
+class TensorTransfer:
     """A tensor on its way; it has the methods of torch's `Work` that are used here."""
 
     __slots__ = ("error", "finished", "room")
@@ -73,10 +73,10 @@ class Inbox:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.expected: dict[Address, deque[Transfer]] = defaultdict(deque)
+        self.expected: dict[Address, deque[TensorTransfer]] = defaultdict(deque)
         self.arrived: dict[Address, deque[bytearray]] = defaultdict(deque)
 
-    def expect(self, address: Address, transfer: Transfer) -> None:
+    def expect(self, address: Address, transfer: TensorTransfer) -> None:
         """Fill this transfer with the next tensor of an address, which may have come already."""
         with self.lock:
             early = self.arrived.get(address)
@@ -92,7 +92,7 @@ class Inbox:
         transfer.room[:] = content
         transfer.finish()
 
-    def take(self, address: Address) -> Transfer | None:
+    def take(self, address: Address) -> TensorTransfer | None:
         """The transfer that waits for this address, if there is one."""
         with self.lock:
             waiting = self.expected.get(address)
@@ -103,7 +103,7 @@ class Inbox:
                 del self.expected[address]
             return transfer
 
-    def keep(self, address: Address, content: bytearray) -> Transfer | None:
+    def keep(self, address: Address, content: bytearray) -> TensorTransfer | None:
         """Keep a tensor for later; return the transfer that has begun to wait for it meanwhile."""
         with self.lock:
             if not self.expected.get(address):
@@ -136,7 +136,9 @@ class Links:
         self.unreachable: dict[int, str] = {}
         self.silent: dict[int, str] = {}
         self.inboxes = {peer: Inbox() for peer in incoming}
-        self.outboxes: dict[int, queue.SimpleQueue[tuple[Address, Transfer] | None]]
+        self.outboxes: dict[
+            int, queue.SimpleQueue[tuple[Address, TensorTransfer] | None]
+        ]
         self.outboxes = {peer: queue.SimpleQueue() for peer in outgoing}
         for peer in outgoing:
             self._start(self._send_all, peer)
@@ -147,17 +149,17 @@ class Links:
         name = f"link of ranks {self.rank} and {peer}"
         threading.Thread(target=work, args=(peer,), name=name, daemon=True).start()
 
-    def send(self, tensor: Tensor, peer: int, address: Address) -> Transfer:
+    def send(self, tensor: Tensor, peer: int, address: Address) -> TensorTransfer:
         """Start sending a tensor; it must not change before the transfer is done."""
-        transfer = Transfer(bytes_of(tensor))
+        transfer = TensorTransfer(memory_of(tensor))
         self.outboxes[peer].put((address, transfer))
         if peer in self.unreachable:
             transfer.finish(self.unreachable[peer])
         return transfer
 
-    def receive(self, tensor: Tensor, peer: int, address: Address) -> Transfer:
+    def receive(self, tensor: Tensor, peer: int, address: Address) -> TensorTransfer:
         """Start receiving into a tensor."""
-        transfer = Transfer(bytes_of(tensor))
+        transfer = TensorTransfer(memory_of(tensor))
         self.inboxes[peer].expect(address, transfer)
         if peer in self.silent:
             self.inboxes[peer].fail(self.silent[peer])
@@ -262,7 +264,7 @@ def _wrong_size(come: int, expected: int) -> str:
     )
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():

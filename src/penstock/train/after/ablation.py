@@ -26,10 +26,9 @@ from torch import nn
 from penstock.errors import RunError, ShapeError
 from penstock.models import layer_count, split, token_loss, valid_tokens
 from penstock.runtime import Batch
-from penstock.schedules.deal import skips_of
+from penstock.schedules.deal import PartPath, skips_of
 from penstock.train.after.passage import run_along_paths
 
-PartPath = tuple[int, ...]
 WholeOrParts = nn.Module | Sequence[nn.Module]  # a whole model, or its parts
 
 MAX_EXPONENT = 700.0  # exp of more would overflow.
@@ -52,7 +51,7 @@ class AblationRow:
 TokenRows = tuple[AblationRow, ...]
 
 
-def parts_of(model: WholeOrParts) -> list[nn.Module]:
+def single_layer_parts(model: WholeOrParts) -> list[nn.Module]:
     """Cut a model into parts of one layer and the head; return parts as they are."""
     if isinstance(model, nn.Module):
         return [*split(model, [1] * layer_count(model) + [0])]
@@ -152,7 +151,7 @@ def perplexity(
 
     Without `keep`, all parts run.
     """
-    parts = parts_of(model)
+    parts = single_layer_parts(model)
     path = tuple(range(len(parts) - 1)) if keep is None else tuple(keep)
     loss = 0.0
     valid = 0
@@ -188,7 +187,7 @@ def best_subset(
     If there are more than `subsets` subsets, search greedily: start with all parts, and
     always leave out the one that is missed least.
     """
-    parts = parts_of(model)
+    parts = single_layer_parts(model)
     count = len(parts) - 1
     skips = skips_of(count, share)
     if math.comb(count - 1, skips) <= subsets:
@@ -214,7 +213,7 @@ def evaluate_ablation(
     searched on the batches of `search`; without any, on those it is then measured on, which
     flatters it a little.
     """
-    parts = parts_of(model)
+    parts = single_layer_parts(model)
     count = len(parts) - 1
     whole = perplexity(parts, batches)
     rows = [AblationRow("all", count, count, whole, 0.0, 1.0, tuple(range(count)))]

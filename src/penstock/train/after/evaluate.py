@@ -168,7 +168,7 @@ def _questions(
 
 
 # ---------------------------------------------------------------- other text
-DEFAULT_TOKENS = 1024  # of a sequence, for a model whose run nobody knows
+TOKENS_WITHOUT_RUN = 1024  # of a sequence, for a model whose run nobody knows
 TOKENS_AT_ONCE = 8192  # of a batch
 
 
@@ -216,7 +216,7 @@ def _data_of(
             break
     longest = getattr(trained.sizes, "positions", 0)
     if data is None:
-        data = DataConfig(tokens=min(DEFAULT_TOKENS, longest or DEFAULT_TOKENS))
+        data = DataConfig(tokens=min(TOKENS_WITHOUT_RUN, longest or TOKENS_WITHOUT_RUN))
     if tokens is not None:
         data = replace(data, tokens=tokens)
     if longest and data.tokens > longest:

@@ -30,7 +30,7 @@ from penstock.models import (
     layer_count,
     split,
 )
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.train.checkpoint import (
     CheckpointFacts,
     checkpoint_faults,
@@ -148,7 +148,7 @@ def _tokenizer(checkpoint: Path, facts: CheckpointFacts) -> str:
 
 def parameter_count(sizes: Sizes) -> int:
     """Count the parameters of a model."""
-    return parameters_of(sizes).total
+    return count_parameters(sizes).total
 
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:

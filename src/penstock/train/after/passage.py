@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from penstock.carry import Carry
 from penstock.errors import ShapeError
 
-PartPath = Sequence[int]
-
 
 def run_along_paths(
     parts: Sequence[nn.Module],
     inputs: Sequence[Tensor],
-    paths: Sequence[PartPath],
+    paths: Sequence[Sequence[int]],
     starts: Sequence[Tensor] = (),
     named: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[Tensor]:

@@ -18,21 +18,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.config import Config
+from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
+from penstock.runtime.wire.store import Dial
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
-from penstock.train.data.corpus import cached_tokens, file_of_marks
+from penstock.train.data.corpus import (
+    cached_tokens,
+    file_of_marks,
+    validation_data,
+)
 from penstock.train.data.document_end import side_files
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
 from penstock.train.worker import CONFIG_FILE, cache_of
 
-TOKENS_FILE = "tokens.bin"
-TOKENS_NOTE = "tokens.json"
+VALIDATION = "validation"  # the name of the text of data.validation
+TOKENS_SUFFIX = ".bin"
 MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
-PIECE_BYTES = 1 << 20  # sent at once
+MAX_SENT_BYTES = 1 << 20  # sent at once
 FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
 SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
 UNFINISHED_FILE = re.compile(
@@ -41,14 +46,25 @@ UNFINISHED_FILE = re.compile(
 Watch = Callable[
     [str, int], None
 ]  # sees the name and the size of a file before it comes
-Dial = Callable[[], ssl.SSLSocket]
 
 
-def tokens_files(source: int) -> tuple[str, str]:
-    """The files with the tokens of a source, and what is known about them; a mixture has several sources."""
-    if source == 0:
-        return TOKENS_FILE, TOKENS_NOTE
-    return f"tokens-{source}.bin", f"tokens-{source}.json"
+def texts_of(data: DataConfig) -> dict[str, DataConfig]:
+    """The texts of a run, by the names of the files that workers keep their tokens in.
+
+    A mixture has several texts, and data.validation is one more.
+    """
+    texts = {}
+    for number, part in enumerate(data.parts):
+        texts[f"tokens-{number}" if number else "tokens"] = part
+    validation = validation_data(data)
+    if validation is not None:
+        texts[VALIDATION] = validation
+    return texts
+
+
+def files_of_tokens(folder: Path, name: str) -> tuple[Path, Path]:
+    """The file with the tokens of a text in a worker's folder, and the note on them."""
+    return folder / f"{name}{TOKENS_SUFFIX}", folder / f"{name}.json"
 
 
 # ---------------------------------------------------------------- the launcher's side
@@ -61,13 +77,13 @@ class RunFiles:
             CONFIG_FILE: folder / CONFIG_FILE,
             PLAN_FILE: folder / PLAN_FILE,
         }
-        for number, part in enumerate(config.data.parts):
-            row, note = cached_tokens(part, cache_of(config, folder))
-            tokens_file, note_file = tokens_files(number)
-            self.inputs |= {note_file: note, tokens_file: row}
-            if part.marked:
-                marks_file = file_of_marks(Path(tokens_file)).name
-                self.inputs[marks_file] = file_of_marks(row)
+        for name, text in texts_of(config.data).items():
+            row, note = cached_tokens(text, cache_of(config, folder))
+            found = [note, row]  # A worker compares notes before it copies tokens.
+            if text.marked:
+                found.append(file_of_marks(row))
+            for file in found:
+                self.inputs[f"{name}{file.suffix}"] = file
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file():
             for file in (tokenizer, *side_files(tokenizer)):
@@ -147,17 +163,18 @@ class RemoteDepot:
         """Copy what a worker needs into its folder; tokens that it has already stay."""
         with self.lock, self.dial() as connection:
             sizes = self._list(connection, "inputs")
-            known = (folder / TOKENS_NOTE).is_file() and (
-                folder / TOKENS_FILE
-            ).is_file()
-            before = (folder / TOKENS_NOTE).read_bytes() if known else b""
+            before = {
+                name: _bytes(_inside(folder, name)) for name in sizes if _is_note(name)
+            }
             for name, size in sizes.items():
-                if name == TOKENS_FILE and before == _bytes(folder / TOKENS_NOTE):
-                    same = (folder / TOKENS_FILE).stat().st_size == size
-                    if before and same:
-                        continue
+                file = _inside(folder, name)
+                note = file.with_suffix(".json")
+                unchanged = before.get(note.name) and before[note.name] == _bytes(note)
+                is_here = file.is_file() and file.stat().st_size == size
+                if name != note.name and unchanged and is_here:
+                    continue
                 watch(name, size)
-                self._get(connection, name, _inside(folder, name))
+                self._get(connection, name, file)
 
     def fetch(self, folder: Path) -> None:
         """Copy all checkpoints of the run into a folder, in place of what it has."""
@@ -203,6 +220,11 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def _is_note(name: str) -> bool:
+    """Whether a file is a note on tokens, which changes whenever they do."""
+    return re.fullmatch(rf"(tokens(-\d+)?|{VALIDATION})\.json", name) is not None
+
+
 def _bytes(file: Path) -> bytes:
     return file.read_bytes() if file.is_file() else b""
 
@@ -211,7 +233,7 @@ def _send_file(connection: ssl.SSLSocket, opened: BinaryIO, size: int) -> None:
     """Send exactly `size` bytes of an open file."""
     left = size
     while left:
-        piece = opened.read(min(left, PIECE_BYTES))
+        piece = opened.read(min(left, MAX_SENT_BYTES))
         if not piece:
             raise PeerLostError("a file has become shorter while it was sent")
         connection.sendall(piece)
@@ -224,7 +246,7 @@ def _receive_file(connection: ssl.SSLSocket, file: Path, size: int) -> None:
     with part.open("wb") as opened:
         left = size
         while left:
-            piece = receive_bytes(connection, min(left, PIECE_BYTES))
+            piece = receive_bytes(connection, min(left, MAX_SENT_BYTES))
             opened.write(piece)
             left -= len(piece)
     part.replace(file)

@@ -29,10 +29,9 @@ from penstock.runtime.wire.store import serve_store
 from penstock.train.crew.depot import RunFiles, serve_files
 from penstock.train.worker import Verdict
 
-ANSWER_SECONDS = (
-    1.0  # after which a worker that waits for a place hears that it still waits
-)
-Say = Callable[[str], None]
+# A worker that waits for a place hears after this time that it still waits.
+ANSWER_SECONDS = 1.0
+Say = Callable[[str], None]  # shows the user a line
 
 
 class Guest:

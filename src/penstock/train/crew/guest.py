@@ -24,21 +24,25 @@ from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.frames import receive_frame, send_frame
 from penstock.runtime.wire.key import context_of
 from penstock.runtime.wire.store import RemoteStore
-from penstock.train.crew.depot import TOKENS_FILE, RemoteDepot
+from penstock.train.crew.depot import TOKENS_SUFFIX, RemoteDepot
 from penstock.train.crew.gate import tell_verdict
-from penstock.train.crew.member import Member, set_environment, work_in_crew
+from penstock.train.crew.member import (
+    STORE_SECONDS,
+    Member,
+    set_environment,
+    work_in_crew,
+)
 from penstock.train.crew.site import Site
 from penstock.train.history import WatchRow
 from penstock.train.worker import FAILURE_FILE, Verdict
 
-STORE_SECONDS = 60.0  # how long the launcher's store may take to answer
-Say = Callable[[str, str], None]  # a topic and a line
+SayTopic = Callable[[str, str], None]  # a topic and a line
 
 
 class Joining:
     """One attempt to join a run."""
 
-    def __init__(self, address: str, key: Path, folder: Path, say: Say) -> None:
+    def __init__(self, address: str, key: Path, folder: Path, say: SayTopic) -> None:
         self.address = split_address(address)
         self.context = context_of(key, server=False)
         self.key = key
@@ -107,7 +111,7 @@ class Joining:
         """Copy the files of the run into this worker's folder."""
 
         def watch(name: str, size: int) -> None:
-            if name == TOKENS_FILE or size > 1 << 24:
+            if name.endswith(TOKENS_SUFFIX) or size > 1 << 24:
                 self.say("copying", f"{name}, {size / 1e6:,.1f} MB")
 
         try:

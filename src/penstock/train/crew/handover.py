@@ -21,7 +21,7 @@ from penstock.train.optimizer_state import is_unused
 from penstock.train.step_figures import StepFigures
 
 
-class Transfer(NamedTuple):
+class PartTransfer(NamedTuple):
     """A part that one rank sends to another."""
 
     part: int
@@ -54,7 +54,7 @@ class PartState:
 class Transfers:
     """The transfers of a generation, which all ranks carry out together."""
 
-    wanted: Sequence[Transfer]
+    wanted: Sequence[PartTransfer]
 
     def run(
         self,

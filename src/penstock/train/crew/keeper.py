@@ -35,7 +35,7 @@ from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest
+from penstock.train.crew.gate import Gate, Guest, Say
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -70,9 +70,10 @@ MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
-Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
+WorkerArguments = tuple[
+    int, int, str, int, str, bool, bool
+]  # the arguments of a worker
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
-Say = Callable[[str], None]
 OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
 
 
@@ -178,7 +179,7 @@ class Keeper:
         """Start one worker."""
         context = process_context()
         ours, theirs = context.Pipe(duplex=False)
-        words: Words = (
+        words: WorkerArguments = (
             number,
             self.plan.schedule.ranks,
             LOCALHOST,
@@ -538,7 +539,7 @@ def _end_of(code: int | None) -> str:
 # ---------------------------------------------------------------- in a worker
 def run_entry(
     entry: MemberEntry,
-    words: Words,
+    words: WorkerArguments,
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:

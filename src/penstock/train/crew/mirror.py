@@ -26,7 +26,7 @@ from penstock.config import OptimizerConfig
 from penstock.runtime import Comm
 from penstock.runtime.clipping import scale_down
 from penstock.runtime.comm.comm import Arriving, Pending
-from penstock.train.crew.handover import PartState, Transfer
+from penstock.train.crew.handover import PartState, PartTransfer
 from penstock.train.optimizer import Optimizer
 
 
@@ -68,7 +68,7 @@ class Mirrors:
 
     def __init__(
         self,
-        wanted: Iterable[Transfer],
+        wanted: Iterable[PartTransfer],
         comm: Comm,
         held: Mapping[int, Mapping[str, nn.Parameter]],
         kept: Mapping[int, Mirror],

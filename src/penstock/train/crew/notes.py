@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
-from penstock.train.crew.handover import Handover, Transfer, Transfers
+from penstock.train.crew.handover import Handover, PartTransfer, Transfers
 from penstock.train.step_figures import StepFigures
 
 FINISHED = "crew/finished"
@@ -126,8 +126,10 @@ class Decision:
     whole: bool = True  # whether the plan is the run's own
     seen: int = 0  # sequences of the steps that are done, and of earlier runs
     close: bool = False  # whether the last step must still be evaluated or written down
-    transfers: tuple[Transfer, ...] = ()  # parts that ranks get from others
-    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    transfers: tuple[PartTransfer, ...] = ()  # parts that ranks get from others
+    mirrors: tuple[
+        PartTransfer, ...
+    ] = ()  # parts with their rank and that of their mirror
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
     leader: int = 0  # the rank that writes the files of the run
@@ -155,7 +157,7 @@ def load_decision(text: str | bytes) -> Decision:
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
     for name in ("transfers", "mirrors"):
-        fields[name] = tuple(Transfer(*words) for words in fields[name])
+        fields[name] = tuple(PartTransfer(*words) for words in fields[name])
     fields["restores"] = tuple((rank, part) for rank, part in fields["restores"])
     fields["figures"] = _figures(fields["figures"])
     return Decision(**fields)

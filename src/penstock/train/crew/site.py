@@ -12,9 +12,14 @@ from penstock.runtime.wire.door import split_address
 from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.key import KEY_FILE
 from penstock.train.checkpoint import Depot
-from penstock.train.crew.depot import MODEL_FOLDER, tokens_files
-from penstock.train.data.corpus import read_corpus
-from penstock.train.data.mixture import mix
+from penstock.train.crew.depot import (
+    MODEL_FOLDER,
+    VALIDATION,
+    files_of_tokens,
+    texts_of,
+)
+from penstock.train.data.corpus import all_held_out, read_corpus
+from penstock.train.data.mixture import mix_corpora
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import settle_model
@@ -62,13 +67,25 @@ class Site:
         config = settle_model(config)
         plan = read_plan(self.folder / PLAN_FILE)
         end = tokenizer_of(config.data.tokenizer).end
-        sources = []
-        for number, part in enumerate(config.data.parts):
-            row, note = (self.folder / name for name in tokens_files(number))
-            sources.append(read_corpus(row, note, part, end))
-        corpus = with_guesses(config, mix(config.data, sources))
+        texts = {}
+        for name, text in texts_of(config.data).items():
+            row, note = files_of_tokens(self.folder, name)
+            texts[name] = read_corpus(row, note, text, end)
+        validation = None
+        if VALIDATION in texts:
+            validation = with_guesses(config, all_held_out(texts.pop(VALIDATION)))
+        corpus = with_guesses(config, mix_corpora(config.data, list(texts.values())))
         sizes = model_sizes(config)
-        return Job(config, plan, sizes, corpus, self.folder, resume, depot=self.depot)
+        return Job(
+            config,
+            plan,
+            sizes,
+            corpus,
+            self.folder,
+            resume,
+            validation=validation,
+            depot=self.depot,
+        )
 
 
 def key_of(config: Config, folder: Path) -> Path:

@@ -22,12 +22,14 @@ from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
 from penstock.schedules.coverage import hold_every_part
-from penstock.schedules.survivors import PartCost, orphans, without_ranks
+from penstock.schedules.survivors import PacedCost, orphans, without_ranks
 from penstock.sim.simulate import simulate
-from penstock.train.crew.handover import Transfer
+from penstock.train.crew.handover import PartTransfer
 from penstock.train.crew.notes import Decision, Report
 
-LEAST_GAIN = 0.05  # share of a step that must be saved to replan around a slow worker
+LEAST_SAVED_SHARE = (
+    0.05  # share of a step that must be saved to replan around a slow worker
+)
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 
 
@@ -51,9 +53,9 @@ def plan_without(
     # rank has its home there in all others.
     first = without_ranks(plan.schedule, lost, work, homes, pace)
     if not lost:
-        cost = PartCost(parts=tuple(work), paces=tuple(pace))
+        cost = PacedCost(parts=tuple(work), paces=tuple(pace))
         now, then = (simulate(one, cost).makespan for one in (plan.schedule, first))
-        if then > (1 - LEAST_GAIN) * now:
+        if then > (1 - LEAST_SAVED_SHARE) * now:
             return plan
     left = [rank for rank in ranks if rank not in lost]
     adopted = dict(homes)
@@ -72,6 +74,12 @@ def plan_without(
     if slow:
         name += f", slow {' '.join(slow)}"
     return replace(smaller, name=name)
+
+
+def first_plan(plan: Plan, workers: int) -> Plan:
+    """Return the plan with which the launcher's own workers begin; 0 is one for every rank."""
+    ranks = plan.schedule.ranks
+    return plan_without(plan, tuple(range(workers or ranks, ranks)), {})
 
 
 def part_work(plan: Plan) -> list[float]:
@@ -144,7 +152,7 @@ def decide(
         if source is None:
             source = restores.setdefault(part, rank)
         if source != rank:
-            transfers.append(Transfer(part, source, rank))
+            transfers.append(PartTransfer(part, source, rank))
     if restores and saved() != ahead.step:
         return replace(plain, resume=True)
     save = any(report.saving for report in veterans)
@@ -164,7 +172,7 @@ def decide(
 
 def choose_mirrors(
     schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
-) -> tuple[Transfer, ...]:
+) -> tuple[PartTransfer, ...]:
     """Return, for each part that one rank holds alone, that rank and the rank of its mirror.
 
     A worker that has the weights already goes first, then the one with the fewest parts and
@@ -187,11 +195,11 @@ def choose_mirrors(
         others = [rank for rank in range(ranks) if rank != holder]
         chosen = min(others, key=order)
         counts[chosen] += 1
-        mirrors.append(Transfer(part, holder, chosen))
+        mirrors.append(PartTransfer(part, holder, chosen))
     return tuple(mirrors)
 
 
-def first_mirrors(schedule: Schedule) -> tuple[Transfer, ...]:
+def first_mirrors(schedule: Schedule) -> tuple[PartTransfer, ...]:
     """Return the mirrors of a run that begins, in which nobody has any weights."""
     members = tuple(range(schedule.ranks))
     reports = {worker: Report(worker) for worker in members}
@@ -226,7 +234,7 @@ def _homes(
 
 def _missing(
     schedule: Schedule,
-    mirrors: Sequence[Transfer],
+    mirrors: Sequence[PartTransfer],
     members: tuple[int, ...],
     reports: Mapping[int, Report],
 ) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ from functools import partial
 from io import BytesIO
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -55,7 +55,7 @@ from penstock.train.data.document_end import side_files
 from penstock.train.data.masking import Masking, bert_words
 from penstock.train.data.order import shuffled
 from penstock.train.data.segments import (
-    Layout,
+    RowLayout,
     pad_rows,
     segment_rows,
     split_sentences,
@@ -88,6 +88,7 @@ TABLE = (
     "a table: write its texts as lines of JSON, for example with "
     "pandas.read_orc(...).to_json('text.jsonl', orient='records', lines=True)"
 )
+ENCODED = ".tokens"  # the note of text that is encoded already (`penstock.train.data.dataset`)
 EMPTY_TEXT = "the text is empty\n  give some in data.sources"
 RECORDS = (".jsonl", *TABLE_KINDS)  # files that hold records rather than plain text
 ARCHIVE = "an archive: unpack it first"
@@ -199,8 +200,12 @@ def open_corpus(
             "tokenizer_config.json beside the tokenizer"
         )
     row, note = _cached(data, files, cache)
-    if not _is_complete(row, note):
-        _fill(row, note, data, tokenizer, files, watch)
+    if not is_complete(row, note):
+        if note.suffix == ENCODED:
+            raise FileError(
+                f"the encoded dataset {note} is damaged, or {row.name} beside it is missing\n  encode it again"
+            )
+        fill_cache(row, note, data, tokenizer, FileTexts(files, data, tokenizer, watch))
     return read_corpus(row, note, data, tokenizer.end)
 
 
@@ -210,8 +215,44 @@ def cached_tokens(data: DataConfig, cache: Path) -> tuple[Path, Path]:
 
 
 def _cached(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path, Path]:
+    encoded = [file for file in files if file.suffix == ENCODED]
+    if encoded and len(files) > 1:
+        raise FileError(
+            f"{encoded[0]} is an encoded dataset, and cannot be joined with other files\n"
+            "  name it alone in data.sources, or as a source of its own in data.mixture"
+        )
+    if encoded:
+        _check_encoding(encoded[0], data)
+        return encoded[0].with_suffix(".bin"), encoded[0]
     name = _cache_name(data, files)
     return cache / f"{name}.bin", cache / f"{name}.json"
+
+
+def encoding_of(data: DataConfig) -> dict[str, object]:
+    """What encoded tokens depend on besides the text; a run with other values cannot use them."""
+    wanted: dict[str, object] = {
+        "instructions": data.instructions,
+        "segments": data.segments,
+    }
+    if data.marked:  # Rows are filled while text is encoded.
+        wanted |= {"tokens": data.tokens, "separate": data.separate}
+    return wanted
+
+
+def _check_encoding(note: Path, data: DataConfig) -> None:
+    """Refuse an encoded dataset that was made for other settings."""
+    try:
+        made_for = json.loads(note.read_text(encoding="utf-8")).get("encoding", {})
+    except (OSError, ValueError, AttributeError):
+        raise FileError(f"{note} is not the note of an encoded dataset") from None
+    wanted = encoding_of(data)
+    for key in {**made_for, **wanted}:
+        theirs, ours = made_for.get(key), wanted.get(key)
+        if theirs != ours:
+            raise FileError(
+                f"{note} was encoded with data.{key} = {theirs}, but here it is {ours}\n"
+                "  encode the dataset again, or give the same value"
+            )
 
 
 def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Corpus:
@@ -243,12 +284,21 @@ def open_validation(
     data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
 ) -> Corpus | None:
     """Open the text of data.validation, all of which counts as held out; None without any."""
+    own = validation_data(data)
+    return None if own is None else all_held_out(open_corpus(own, cache, watch))
+
+
+def validation_data(data: DataConfig) -> DataConfig | None:
+    """Return data.validation as the sources of a corpus of its own; None without any."""
     if not data.validation:
         return None
-    own = replace(
+    return replace(
         data, sources=data.validation, validation=(), mixture=(), held_out=0.0
     )
-    corpus = open_corpus(own, cache, watch)
+
+
+def all_held_out(corpus: Corpus) -> Corpus:
+    """Return a corpus all of whose sequences are held out."""
     return replace(corpus, trained=0, held_out=corpus.trained)
 
 
@@ -292,7 +342,7 @@ def source_files(data: DataConfig) -> list[Path]:
         kind = _kind(file)
         if kind in BINARY:
             raise FileError(f"{file} is {BINARY[kind]}")
-        if data.instructions and kind not in RECORDS:
+        if data.instructions and kind not in (*RECORDS, ENCODED):
             raise FileError(
                 f"{file} is plain text, but data.instructions = true asks for conversations\n"
                 "  write them as lines of JSON (.jsonl) or as a table (.parquet, .arrow)"
@@ -403,17 +453,19 @@ def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
 
     A text is the whole file, one field of each line of a .jsonl file, or one of each row of a table.
     """
+    if file.suffix == ENCODED:
+        raise FileError(f"{file} holds tokens, not text")
     if _kind(file) in TABLE_KINDS:
         size = file.stat().st_size
         for row, (text, share) in enumerate(table_texts(file, field), start=1):
             place = partial(int, share * size)
-            yield from _cut_up(BytesIO(text), cut, place, row)
+            yield from cut_up(BytesIO(text), cut, place, row)
         return
     with _opened(file) as (opened, raw):
         if _kind(file) == ".jsonl":
             yield from _lines(opened, field, file, cut, raw.tell)
             return
-        for piece in _cut_up(opened, cut, raw.tell):
+        for piece in cut_up(opened, cut, raw.tell):
             _check_text(piece, file)
             yield piece
 
@@ -447,7 +499,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> AbstractContextManager[IO[bytes]]:
     return UNPACK[file.suffix](raw) if file.suffix in UNPACK else nullcontext(raw)
 
 
-def _cut_up(
+def cut_up(
     opened: IO[bytes], cut: CutText, place: Callable[[], int], line: int = 0
 ) -> Iterator[Piece]:
     """Yield a document in pieces. Where it cannot be cut, read twice as much."""
@@ -487,7 +539,7 @@ def _lines(
 ) -> Iterator[Piece]:
     for number, entry in _entries(opened, file):
         text = _text_of(entry, field, f"{file}:{number}")
-        yield from _cut_up(BytesIO(text), cut, place, number)
+        yield from cut_up(BytesIO(text), cut, place, number)
 
 
 def _entries(opened: IO[bytes], file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -544,7 +596,7 @@ def _text_of(entry: dict[str, Any], field: str, where: str) -> bytes:
 
 
 # ---------------------------------------------------------------- the cache
-def _is_complete(row: Path, note: Path) -> bool:
+def is_complete(row: Path, note: Path) -> bool:
     """Whether the cache exists and is as long as its note says."""
     try:
         facts = json.loads(note.read_text(encoding="utf-8"))
@@ -557,31 +609,70 @@ def _is_complete(row: Path, note: Path) -> bool:
         return False
 
 
-def _fill(
+class Texts(Protocol):
+    """What is encoded: the files of a config, or a dataset of the user's own."""
+
+    def records(self) -> Iterator[Record]:
+        """Yield conversations, for data.instructions."""
+        ...
+
+    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
+        """Yield the words of every piece of text, and whether its document ends with it.
+
+        The number of bytes of the text is added to `sizes`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTexts:
+    """The texts of files."""
+
+    files: list[Path]
+    data: DataConfig
+    tokenizer: Tokenizer
+    watch: ProgressBytes
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records of all files."""
+        return _all_records(self.files, self.watch)
+
+    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
+        """Encode all files, piece by piece."""
+        return _encode_files(self.files, self.data, self.tokenizer, self.watch, sizes)
+
+
+def fill_cache(
     row: Path,
     note: Path,
     data: DataConfig,
     tokenizer: Tokenizer,
-    files: list[Path],
-    watch: ProgressBytes,
+    texts: Texts,
+    vocab: int = 0,
 ) -> None:
-    """Write the cache under another name and rename it; the note makes it complete."""
+    """Write the cache under another name and rename it; the note makes it complete.
+
+    Tokens that come without a text are below `vocab`.
+    """
     words = bert_words(tokenizer, data.tokenizer, data.segments)
-    vocab = words.vocab if data.segments else tokenizer.vocab
+    if data.marked:
+        vocab = words.vocab if data.segments else tokenizer.vocab
+    vocab = max(vocab, tokenizer.vocab)
     width = 2 if vocab <= 1 << 16 else 4
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
         part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
-        facts: dict[str, object] = {"width": width, "files": len(files)}
+        facts: dict[str, object] = {"width": width, "encoding": encoding_of(data)}
         sizes: list[int] = []
-        encoded = _encode_files(files, data, tokenizer, watch, sizes)
         if data.instructions:
-            facts |= _write_conversations(part, row, files, data, tokenizer, watch)
+            facts |= _write_conversations(part, row, texts.records(), data, tokenizer)
         elif data.segments:
             dtype = np.uint16 if width == 2 else np.uint32
-            layout = Layout(words, data.segments, data.tokens, dtype)
+            layout = RowLayout(words, data.segments, data.tokens, dtype)
+            encoded = texts.encoded(sizes)
             facts |= _write_segments(part, row, encoded, layout, data.separate)
         else:
+            encoded = texts.encoded(sizes)
             tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
             facts |= {"tokens": tokens, "digest": digest, "bytes": sum(sizes)}
         part.replace(row)
@@ -609,7 +700,8 @@ def _write_tokens(
     all_tokens = 0
     with file.open("xb") as opened:
         try:
-            for words, document_ends in encoded:
+            for encoded_words, document_ends in encoded:
+                words = encoded_words.astype(end.dtype, copy=False)
                 text_tokens += len(words)
                 for array in (words, end) if document_ends else (words,):
                     opened.write(array.data)
@@ -631,15 +723,13 @@ def file_of_marks(row: Path) -> Path:
 def _write_conversations(
     part: Path,
     row: Path,
-    files: list[Path],
+    records: Iterable[Record],
     data: DataConfig,
     tokenizer: Tokenizer,
-    watch: ProgressBytes,
 ) -> dict[str, object]:
     """Write rows of conversations and, beside them, their marks; return what to note down."""
     tally = Tally()
     padding = tokenizer.end or 0
-    records = _all_records(files, watch)
     encoded = encode_records(
         records, tokenizer, find_template(data), data.tokens, tally
     )
@@ -661,7 +751,7 @@ def _write_segments(
     part: Path,
     row: Path,
     encoded: Iterable[tuple[TokenArray, bool]],
-    layout: Layout,
+    layout: RowLayout,
     packed: bool,
 ) -> dict[str, object]:
     """Write rows of segments for a Bert and, beside them, their marks; return what to note down."""
@@ -729,28 +819,45 @@ def _encode_files(
 ) -> Iterator[tuple[TokenArray, bool]]:
     """Yield the words of every piece, and whether its document ends with it.
 
-    Many short pieces are encoded together. The bytes of the text in each file are added to `sizes`.
+    The bytes of the text in each file are added to `sizes`.
     """
     total = sum(file.stat().st_size for file in files)
     before = 0
     for file in files:
         sizes.append(0)
-        pieces: list[Piece] = []
-        count = 0  # bytes of these pieces
-        begin = 0  # where they begin in the file
-        for piece in text_pieces(file, data.field, tokenizer.cut):
-            pieces += _sentences(piece) if data.segments else [piece]
-            sizes[-1] += len(piece.text)
-            count += len(piece.text)
-            if max(count, piece.place - begin) >= PIECE_BYTES:
-                yield from _encode_pieces(pieces, tokenizer, file)
-                watch(before + piece.place, total)
-                pieces = []
-                count = 0
-                begin = piece.place
-        yield from _encode_pieces(pieces, tokenizer, file)
+
+        def tell(place: int, before: int = before) -> None:
+            watch(before + place, total)
+
+        pieces = text_pieces(file, data.field, tokenizer.cut)
+        yield from encode_pieces(pieces, data, tokenizer, str(file), sizes, tell)
         before += file.stat().st_size
         watch(before, total)
+
+
+def encode_pieces(
+    pieces: Iterable[Piece],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    source: str,
+    sizes: list[int],
+    tell: Callable[[int], None] = lambda place: None,
+) -> Iterator[tuple[TokenArray, bool]]:
+    """Encode many short pieces together; their bytes are added to the last of `sizes`."""
+    waiting: list[Piece] = []
+    count = 0  # bytes of these pieces
+    begin = 0  # where they begin in the file
+    for piece in pieces:
+        waiting += _sentences(piece) if data.segments else [piece]
+        sizes[-1] += len(piece.text)
+        count += len(piece.text)
+        if max(count, piece.place - begin) >= PIECE_BYTES:
+            yield from _encode_together(waiting, tokenizer, source)
+            tell(piece.place)
+            waiting = []
+            count = 0
+            begin = piece.place
+    yield from _encode_together(waiting, tokenizer, source)
 
 
 def _sentences(piece: Piece) -> list[Piece]:
@@ -764,21 +871,21 @@ def _sentences(piece: Piece) -> list[Piece]:
     return [*sentences[:-1], sentences[-1]._replace(ends=piece.ends)]
 
 
-def _encode_pieces(
-    pieces: list[Piece], tokenizer: Tokenizer, file: Path
+def _encode_together(
+    pieces: list[Piece], tokenizer: Tokenizer, source: str
 ) -> Iterator[tuple[TokenArray, bool]]:
     try:
-        encoded = tokenizer.encode_all([piece.text for piece in pieces], str(file))
+        encoded = tokenizer.encode_all([piece.text for piece in pieces], source)
     except FileError:
         for piece in pieces:
-            _check_utf8(piece, file)  # This error also names the line.
+            _check_utf8(piece, source)  # This error also names the line.
         raise
     return zip(encoded, (piece.ends for piece in pieces), strict=True)
 
 
-def _check_utf8(piece: Piece, file: Path) -> None:
+def _check_utf8(piece: Piece, source: str) -> None:
     try:
         piece.text.decode("utf-8")
     except UnicodeDecodeError as error:
-        where = f"{file}:{piece.line}" if piece.line else f"{file}"
+        where = f"{source}:{piece.line}" if piece.line else source
         raise not_text(where, piece.before + error.start) from None

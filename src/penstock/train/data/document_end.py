@@ -25,7 +25,7 @@ END_NAMES = (
 )
 
 
-class Words(Protocol):
+class Vocabulary(Protocol):
     """What is asked of a tokenizer of the package `tokenizers`."""
 
     def token_to_id(self, token: str) -> int | None:
@@ -45,7 +45,7 @@ class Words(Protocol):
         ...
 
 
-def find_end(path: Path, words: Words) -> int | None:
+def find_end(path: Path, words: Vocabulary) -> int | None:
     """The number of the word that ends a document; None if nothing names one."""
     for word in _words_beside(path):
         number = words.token_to_id(word)
@@ -100,14 +100,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- in the tokenizer
-def _appended(words: Words) -> int | None:
+def _appended(words: Vocabulary) -> int | None:
     """The word that the tokenizer adds after a text."""
     bare = words.encode("a", add_special_tokens=False).ids
     full = words.encode("a", add_special_tokens=True).ids
     return int(full[-1]) if full and full[-1:] != bare[-1:] else None
 
 
-def _special(words: Words) -> int | None:
+def _special(words: Vocabulary) -> int | None:
     """A special word whose name says that it ends something, or the only special word."""
     special = {
         number: str(word.content)

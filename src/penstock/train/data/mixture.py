@@ -167,10 +167,10 @@ def open_text(
     data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
 ) -> Corpus:
     """Open the text of a config: one corpus, or a mixture of several."""
-    return mix(data, [open_corpus(part, cache, watch) for part in data.parts])
+    return mix_corpora(data, [open_corpus(part, cache, watch) for part in data.parts])
 
 
-def mix(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
+def mix_corpora(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
     """Mix the corpora of a config; without a mixture there is one, which is returned as it is."""
     if not data.mixture:
         return sources[0]

@@ -31,7 +31,7 @@ from penstock.train.data.tokenizer import TokenArray
 SENTENCE_END = re.compile(rb"[.!?]+(?=[ \t])|\n+")
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """How rows are made: the words at their borders, how many segments, and how many tokens."""
 
     words: BertWords
@@ -64,7 +64,7 @@ def split_sentences(text: bytes) -> list[bytes]:
 
 
 def segment_rows(
-    sentences: Iterable[tuple[TokenArray, bool]], layout: Layout
+    sentences: Iterable[tuple[TokenArray, bool]], layout: RowLayout
 ) -> Iterator[Conversation]:
     """Yield one example after the other, without padding.
 
@@ -112,7 +112,7 @@ def _join(texts: Sequence[Any]) -> TokenArray:
     return joined
 
 
-def _framed(segments: Sequence[TokenArray], layout: Layout) -> Conversation:
+def _framed(segments: Sequence[TokenArray], layout: RowLayout) -> Conversation:
     """Put the words of the borders around segments, and mark the tokens of the second one."""
     words = [np.asarray([layout.words.begin], layout.dtype)]
     border = np.asarray([layout.words.border], layout.dtype)

@@ -17,14 +17,14 @@ from penstock.train.data.document_end import TOKENIZER_CONFIG
 
 END_WORD = "<|endoftext|>"
 MIN_VOCAB = 257  # every byte, and the end of a document
-Progress = Callable[[int, int], None]  # bytes read, and bytes in all
+WatchReading = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
 def train_tokenizer(
     data: DataConfig,
     vocab: int,
     file: Path,
-    watch: Progress = lambda done, total: None,
+    watch: WatchReading = lambda done, total: None,
 ) -> int:
     """Train a tokenizer and write it, with its end word beside it; return the number of its words."""
     if vocab < MIN_VOCAB:
@@ -60,7 +60,7 @@ def train_tokenizer(
     return int(tokenizer.get_vocab_size())
 
 
-def _texts(data: DataConfig, watch: Progress) -> Iterator[str]:
+def _texts(data: DataConfig, watch: WatchReading) -> Iterator[str]:
     """Yield all text, in pieces that fit into memory."""
     files = [file for part in data.parts for file in source_files(part)]
     total = sum(file.stat().st_size for file in files)
