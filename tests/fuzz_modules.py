@@ -5,9 +5,9 @@
     batch      masks and numbers that belong to the batch; micro-batches of several sizes
     run        any schedule of the fuzzer, recomputed stages, recorded actions (the tape that needs no GPU)
 
-A case is `exact` if the loss, every gradient, every output and the evaluated loss are those of plain calls, and
-`refused` if a `ShapeError` comes before anything was computed. A case that plain calls cannot run (a path that leaves
-out the layer that makes a tensor) must be refused.
+A case is `exact` if the loss, every gradient and the evaluated loss are those of plain calls, and `refused` if a
+`ShapeError` comes before any rank has finished a step. A case that plain calls cannot run (a path that leaves out the
+layer that makes a tensor) must be refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from again_tape import Again
 from fuzz import REFUSALS, Said, Verdict, draw_schedule
 from penstock import Schedule, lower
+from penstock.carry import Slice
 from penstock.ir import Op
-from penstock.pipeline import parts_of
+from penstock.pipeline import cut_into_parts
 from penstock.runtime import Batch, Executor, add_loss, batch_of, run_threads
 
 WORDS, WIDTH, CLASSES = 11, 4, 5
@@ -77,7 +78,7 @@ def draw_module_case(seed: int) -> ModuleCase:
     """Draw the case of a seed. No module is built yet."""
     rng = np.random.default_rng([43, seed])
     name, schedule = draw_schedule(rng, ranks=None)
-    if schedule.slices > 1 and rng.random() < 0.9:
+    if schedule.slices > 1 and rng.random() < 0.5:
         schedule = uncut(schedule)
     partition = tuple(int(rng.choice([1, 1, 2, 3])) for _ in range(schedule.parts))
     layers = draw_layers(rng, sum(partition))
@@ -199,18 +200,37 @@ class RandomLayer(nn.Module):
             for number in range(spec.takes)
         ]
         asked = [Parameter(name, Parameter.KEYWORD_ONLY) for name in spec.asks]
+        piece = Parameter("piece", Parameter.KEYWORD_ONLY, default=None)
 
-        def forward(*values: Tensor, **named: Tensor) -> object:
-            return self.compute(values, named)
+        def forward(
+            *values: Tensor, piece: Slice | None = None, **named: Tensor
+        ) -> object:
+            return self.compute(values, named, piece)
 
-        forward.__signature__ = Signature([*values, *asked])
+        forward.__signature__ = Signature([*values, *asked, piece])
         self.forward = forward
 
-    def forward(self, *values: Tensor, **named: Tensor) -> object:
-        return self.compute(values, named)
+    def forward(
+        self, *values: Tensor, piece: Slice | None = None, **named: Tensor
+    ) -> object:
+        return self.compute(values, named, piece)
 
-    def compute(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> object:
-        """Mix all that was given; return what the spec says."""
+    def compute(
+        self,
+        values: Sequence[Tensor],
+        named: Mapping[str, Tensor],
+        piece: Slice | None = None,
+    ) -> object:
+        """Mix all that was given; return what the spec says.
+
+        A slice gets its own tokens of what earlier layers made, and whole tensors of the batch.
+        """
+        if piece is not None:
+            own = slice(piece.begin, piece.end)
+            named = {
+                name: x[:, own] if name in BATCH_NAMES else x
+                for name, x in named.items()
+            }
         tokens = values[0] if self.first else None
         if self.embed is not None:
             values = (self.embed(values[0]),)
@@ -350,14 +370,17 @@ class ModuleOutcome:
 
 
 def run_pipeline(
-    case: ModuleCase, batches: Sequence[Batch], models: Sequence[list[RandomLayer]]
+    case: ModuleCase,
+    batches: Sequence[Batch],
+    models: Sequence[list[RandomLayer]],
+    finished: list[int],
 ) -> ModuleOutcome:
-    """Run the case with one thread per rank, each with its own modules."""
+    """Run the case with one thread per rank, each with its own modules; note the rank of every finished step."""
     schedule = case.schedule
     program = lower(schedule)
 
     def work(comm):
-        parts = parts_of(models[comm.rank], schedule.parts, case.partition)
+        parts = cut_into_parts(models[comm.rank], schedule.parts, case.partition)
         stages = {
             number: parts[stage.part]
             for number, stage in enumerate(schedule.stages)
@@ -371,7 +394,10 @@ def run_pipeline(
             recompute=case.recompute & stages.keys(),
             tape=Again() if case.recorded else None,
         )
-        losses = [executor.step(batch).loss for batch in batches]
+        losses = []
+        for batch in batches:
+            losses.append(executor.step(batch).loss)
+            finished.append(comm.rank)
         held = {
             name
             for part in stages.values()
@@ -398,17 +424,18 @@ def run_module_case(case: ModuleCase) -> Verdict:
     except UNFIT:
         expected = None
     models = [build_layers(case) for _ in range(case.schedule.ranks)]
+    finished: list[int] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ours = run_pipeline(case, batches, models)
+            ours = run_pipeline(case, batches, models, finished)
     except Exception as error:
         if expected is None and isinstance(error, UNFIT):
             return Verdict("refused", "a layer itself says that it lacks something")
         if type(error) not in REFUSALS:
             return Verdict("failed", traceback.format_exc())
-        if any(map(gradients_by_name, models)):
-            return Verdict("failed", f"refused after it had begun: {error}")
+        if finished:
+            return Verdict("failed", f"refused after a step was done: {error}")
         return Verdict("refused", str(error).partition("\n")[0])
     if expected is None:
         return Verdict("failed", "it ran, but plain calls cannot run it")
