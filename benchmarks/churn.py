@@ -1,18 +1,19 @@
 """Kills workers of a run at random moments, and compares going on without them with restarts from the checkpoint.
 
-    python benchmarks/churn.py                          half an hour; writes docs/results/churn.md
-    python benchmarks/churn.py --between 10 --seconds 60 --output /tmp/churn.md
+    python benchmarks/churn.py                          two cores, 25 minutes; writes docs/results/churn.md
+    python benchmarks/churn.py --between 10 --rounds 1 --output /tmp/churn.md
 
-All runs train the same model on the same data with six workers, and are stopped after a fixed time. Nobody disturbs the
-quiet run, which comes first and once more at the end, because other programs may use the machine. Then, for each mean
-time between two kills, one run goes on without lost workers and replaces them (run.elastic = true), and one restarts
-all workers from the last checkpoint (run.elastic = false). Kills come at random moments with this mean, the same for
-both. With --stop, every other signal of the elastic run is SIGSTOP. A signal may hit a worker that is already dead.
+All runs train the same model on the same data with six workers, and are stopped after a fixed time. For each mean time
+between two kills there are several rounds. In each round one run goes on without lost workers and replaces them
+(run.elastic = true), and one restarts all workers from the last checkpoint (run.elastic = false), with the same kills
+at the same moments: as many as the mean says, at random moments of the run. Each round also has a quiet run. A signal
+may hit a worker that is already dead.
 
-The table has the steps per second from the first step to the end, the share of that time that went into steps that
-count (a restart repeats steps, and these count once), whether every step was done exactly once, and how far the losses
-are from those of the quiet run. Until the first loss they have the same bits; after it, sums are
-added in another order, and the difference grows with the steps.
+The table has, as the median of the rounds with the smallest and the largest: the share of a run's time that went into
+steps that count (a restart repeats steps, and these count once), the steps of the run compared with the quiet run of
+the round in the same time, and the seconds of quiet training that one kill costs. Every run must do every step exactly
+once. Until the first loss, losses have the same bits as in the quiet run; after it, sums are added in another order,
+and the difference grows with the steps.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tables import middle_and_range
+
 from penstock.train.crew.events import read_events
 from penstock.train.history import read_rows
 
@@ -41,6 +44,8 @@ SETTINGS = (
     *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
     *("run.save=20", "run.restarts=1000", "run.log=100", "run.steps=1000000"),
 )
+SECONDS = {10.0: 40.0, 30.0: 60.0, 90.0: 90.0}  # of a run, by the mean between kills
+QUIET_SECONDS = 30.0
 BEGIN = "<!-- churn -->"
 END = "<!-- /churn -->"
 LONGEST_STOP = 120.0  # seconds that a run may take to stop
@@ -51,16 +56,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "results" / "churn.md"
 class Outcome:
     """What one run did."""
 
-    name: str
-    between: float | None  # mean seconds between two kills; None in a quiet run
-    signals: int
-    noticed: int | None  # losses in its list of events; None if it keeps none
-    idle: float | None  # seconds without training, by its list of events
+    kills: int
     ended: bool  # whether it stopped in peace
     once: bool  # whether every step was done exactly once
     losses: tuple[float, ...]
     working: float  # seconds of the steps that count
     seconds: float
+    idle: float | None  # seconds without training, by its list of events
 
     @property
     def speed(self) -> float:
@@ -68,121 +70,150 @@ class Outcome:
         return len(self.losses) / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A run with kills, and the quiet run beside it."""
+
+    run: Outcome
+    quiet: Outcome
+
+    @property
+    def share_in_steps(self) -> float:
+        """The share of the time that went into steps that count."""
+        return self.run.working / self.run.seconds
+
+    @property
+    def share_of_quiet(self) -> float:
+        """The steps that were done, compared with a quiet run."""
+        return self.run.speed / self.quiet.speed
+
+    @property
+    def cost_of_kill(self) -> float:
+        """The seconds of quiet training that one kill has cost."""
+        return self.run.seconds * (1 - self.share_of_quiet) / self.run.kills
+
+    @property
+    def apart(self) -> float:
+        """How far the losses are from those of the quiet run."""
+        pairs = zip(self.run.losses, self.quiet.losses, strict=False)
+        return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
 def train(
-    name: str, between: float | None, folder: Path, options: argparse.Namespace
+    folder: Path, elastic: bool, seconds: float, moments: Sequence[float], seed: int
 ) -> Outcome:
-    """Run `penstock train` for a while, and send signals to its workers."""
-    run = folder / f"{name}-{between}"
-    elastic = name != "restarts"
-    words = [*SETTINGS, f"run.folder={run}", f"run.elastic={str(elastic).lower()}"]
+    """Run `penstock train` for a while, and kill a random worker at each of these moments."""
+    words = [*SETTINGS, f"run.folder={folder}", f"run.elastic={str(elastic).lower()}"]
     changes = [word for one in words for word in ("--set", one)]
     command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
-    draw = random.Random(options.seed)
-    log_file = folder / f"{run.name}.log"
+    draw = random.Random(seed)
+    log_file = folder.with_suffix(".log")
     with log_file.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
-        while process.poll() is None and not read_rows(run):
+        while process.poll() is None and not read_rows(folder):
             time.sleep(0.1)
         began = time.monotonic()
-        end = began + options.seconds * (2 if between and between > 60 else 1)
-        due = began + draw.expovariate(1 / between) if between else end
-        signals = 0
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
-            if between and time.monotonic() > due:
-                stop = options.stop and elastic and signals % 2 == 1
-                number = signal.SIGSTOP if stop else signal.SIGKILL
-                signals += send(run, draw.randrange(WORKERS), number)
-                due += draw.expovariate(1 / between)
-        seconds = time.monotonic() - began
-        done = read_rows(run)
+        for moment in moments:
+            time.sleep(max(0.0, began + moment - time.monotonic()))
+            kill_worker(folder, draw.randrange(WORKERS))
+        time.sleep(max(0.0, began + seconds - time.monotonic()))
+        passed = time.monotonic() - began
+        done = read_rows(folder)
         process.send_signal(signal.SIGINT)
         try:
             process.wait(LONGEST_STOP)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    ended = process.returncode == 0
-    if not ended:
+    if process.returncode != 0:
         print(log_file.read_text()[-2000:], file=sys.stderr)
-    rows = read_rows(run)
-    noticed = idle = None
-    if elastic:
-        lost = [event for event in read_events(run) if event.event == "lost"]
-        words = [event.text for event in lost]
-        # A worker that has come, or that has got a part, is not lost.
-        noticed = sum(
-            text.count("worker ") - text.count(" has joined") - text.count(" has part ")
-            for text in words
-        )
-        idle = sum(event.seconds for event in read_events(run))
-    once = [row.step for row in rows] == list(range(1, len(rows) + 1))
-    losses = tuple(row.loss for row in done)
-    working = sum(row.seconds for row in done)
+    steps = [row.step for row in read_rows(folder)]
     return Outcome(
-        name, between, signals, noticed, idle, ended, once, losses, working, seconds
+        len(moments),
+        process.returncode == 0,
+        steps == list(range(1, len(steps) + 1)),
+        tuple(row.loss for row in done),
+        sum(row.seconds for row in done),
+        passed,
+        sum(event.seconds for event in read_events(folder)) if elastic else None,
     )
 
 
-def send(run: Path, worker: int, number: int) -> int:
-    """Send a signal to a worker; return how many it reached."""
+def kill_worker(run: Path, worker: int) -> None:
+    """Kill a worker, if it lives."""
     with suppress(OSError, ValueError):
-        os.kill(int((run / "ranks" / f"{worker}.pid").read_text()), number)
-        return 1
-    return 0
+        pid = int((run / "ranks" / f"{worker}.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
 
 
-def row_of(one: Outcome, quiet: Sequence[Outcome]) -> str:
+def measure(
+    folder: Path, means: Sequence[float], rounds: int, seed: int
+) -> dict[tuple[float, bool], list[Round]]:
+    """Train in all rounds; return them by the mean between kills, and whether the run was elastic."""
+    found: dict[tuple[float, bool], list[Round]] = {}
+    for number in range(rounds):
+        place = folder / str(number)
+        place.mkdir()
+        quiet = train(place / "quiet", True, QUIET_SECONDS, (), seed)
+        for mean in means:
+            seconds = SECONDS.get(mean, 2 * mean)
+            draw = random.Random(f"{seed} {number} {mean}")
+            kills = max(1, round(seconds / mean))
+            moments = sorted(draw.uniform(0.0, seconds) for _ in range(kills))
+            for elastic in (True, False):
+                name = f"{'elastic' if elastic else 'restarts'}-{mean:g}"
+                run = train(place / name, elastic, seconds, moments, number)
+                one = Round(run, quiet)
+                print(
+                    f"round {number}  {name:12}  {one.share_in_steps:.0%} in steps, "
+                    f"{one.share_of_quiet:.0%} of quiet, {one.cost_of_kill:.1f} s a kill",
+                    flush=True,
+                )
+                found.setdefault((mean, elastic), []).append(one)
+    return found
+
+
+def row_of(mean: float, elastic: bool, rounds: Sequence[Round]) -> str:
     """A line of the table."""
-    pairs = zip(one.losses, quiet[0].losses, strict=False)
-    apart = max((abs(a - b) for a, b in pairs), default=0.0)
-    reference = sum(run.speed for run in quiet) / len(quiet)
+    idle = [one.run.idle / one.run.kills for one in rounds if one.run.idle is not None]
     cells = [
-        one.name,
-        "-" if one.between is None else f"{one.between:g} s",
-        f"{one.seconds:.0f} s",
-        str(one.signals),
-        "-" if one.noticed is None else str(one.noticed),
-        "-" if one.idle is None else f"{one.idle:.1f} s",
-        "yes" if one.ended else "no",
-        "yes" if one.once else "no",
-        f"{apart:.1e}",
-        f"{one.working / one.seconds:.0%}",
-        f"{one.speed:.2f}",
-        f"{one.speed / reference:.0%}",
+        f"{mean:g} s",
+        "elastic" if elastic else "restarts",
+        f"{len(rounds)} x {rounds[0].run.kills} in {rounds[0].run.seconds:.0f} s",
+        middle_and_range([one.share_in_steps for one in rounds], ".0%"),
+        middle_and_range([one.share_of_quiet for one in rounds], ".0%"),
+        middle_and_range([one.cost_of_kill for one in rounds], ".1f", " s"),
+        middle_and_range(idle, ".2f", " s") if idle else "-",
+        "yes" if all(one.run.ended and one.run.once for one in rounds) else "no",
+        f"{max(one.apart for one in rounds):.1e}",
     ]
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     """Measure, print the table, and write it into the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--between", type=float, nargs="+", default=[10.0, 30.0, 120.0], help="means"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seconds", type=float, default=180.0, help="of a run; twice from 60 s between"
+        "--between",
+        type=float,
+        nargs="+",
+        default=list(SECONDS),
+        help="mean seconds between two kills",
     )
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop", action="store_true", help="also SIGSTOP")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        runs = [train("quiet", None, folder, options)]
-        for between in options.between:
-            runs.append(train("elastic", between, folder, options))
-            runs.append(train("restarts", between, folder, options))
-        (folder / "again").mkdir()
-        runs.append(train("quiet", None, folder / "again", options))
+        found = measure(Path(name), options.between, options.rounds, options.seed)
     heads = (
-        "run | between kills | time | signals | losses noticed | without training | "
-        "stopped in peace | each step once | loss apart | time in steps | steps/s | "
-        "of quiet"
+        "between kills | run | rounds x kills | time in steps | steps, of quiet | "
+        "cost of a kill | without training, for each kill | each step once | loss apart"
     )
-    lines = [f"| {heads} |", "|" + " --- |" * 12]
-    quiet = [run for run in runs if run.between is None]
-    lines += [row_of(one, quiet) for one in runs]
+    lines = [f"| {heads} |", "|" + " --- |" * 9]
+    lines += [row_of(*key, rounds) for key, rounds in found.items()]
     table = "\n".join(lines)
     print(table)
     write_table(options.output, table)

@@ -29,13 +29,13 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from tables import table
+from tables import middle_and_range, table
 
 from penstock import Plan, make
 from penstock.config import (
@@ -260,12 +260,6 @@ def time_table(seconds: StepSeconds) -> str:
             cells.append(f"{milliseconds:,.0f} ms, {gain}")
         rows.append([link, *cells])
     return table(" | ".join(["link", *TIMED_KINDS]), rows, ("link",))
-
-
-def middle_and_range(values: Sequence[float], digits: str, unit: str) -> str:
-    """The median of several values, with the smallest and the largest."""
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:{digits}}{unit} ({least:{digits}} to {most:{digits}})"
 
 
 def page(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterable, Sequence
 
 
@@ -15,6 +16,12 @@ def table(heads: str, rows: Iterable[Sequence[str]], words: Sequence[str] = ()) 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def middle_and_range(values: Sequence[float], digits: str, unit: str = "") -> str:
+    """The median of several values, with the smallest and the largest."""
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:{digits}}{unit} ({least:{digits}} to {most:{digits}})"
 
 
 def priority() -> str:

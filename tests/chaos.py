@@ -3,7 +3,7 @@
     python tests/chaos.py --steps 300 --seed 0      three ranks in four copies, with rotating partial paths
     make chaos STEPS=300 SEED=0
 
-Every few seconds, at a random moment, something happens to a random worker:
+Every second on average, at a random moment, something happens to a random worker:
 
     kill    SIGKILL; the launcher starts another worker in its place, which joins
     stop    SIGSTOP; the launcher ends it after a second
@@ -11,7 +11,13 @@ Every few seconds, at a random moment, something happens to a random worker:
     cut     one of its connections to another worker is shut down
 
 The script fails if the run does not end, if a step is lost or done twice, or if a loss differs from that of the quiet
-run, which has the same data and paths, by more than sums in another order explain. It prints what it has tried.
+run, which has the same data and paths, by more than sums in another order explain.
+
+It also fails if the speed does not follow the workers that are present. Layers do not move between parts, so a part
+with three of its four workers can do three quarters of its work in the same time. The speed of a plan is that of its
+simulation, in which nothing else uses the machine; after each event it must be at least LEAST_SPEED of this share, for
+the part with the fewest workers. The script prints what it has tried, and beside the planned speeds those that were
+measured, which depend on the machine.
 """
 
 from __future__ import annotations
@@ -27,12 +33,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
-from penstock.train.crew.events import read_events
-from penstock.train.history import read_rows
+from penstock.train.crew.events import Event, read_events
+from penstock.train.history import StepRow, read_rows
 
 WORKERS = 12
 SETTINGS = (
@@ -47,6 +54,10 @@ SETTINGS = (
 # Losses differ because sums over replicas are added in another order, and a little more
 # with every step.
 TOLERANCE = 1e-4
+RANKS = 3  # of one copy of the pipeline
+COPIES = WORKERS // RANKS
+# The smallest speed of a plan, compared with what the part with the fewest workers allows.
+LEAST_SPEED = 0.6
 PIDFD_OPEN, PIDFD_GETFD = 434, 438  # system calls of Linux
 BURST_SECONDS = 1.5  # how long a worker is slow
 TCP_ESTABLISHED = "01"  # in /proc/net/tcp
@@ -157,12 +168,56 @@ def disturb(
     return done
 
 
+# ---------------------------------------------------------------- the speed that is left
+def allowed_speed(members: Sequence[int]) -> float:
+    """The share of its work that the part with the fewest workers can do in the time of a full step.
+
+    A part that nobody holds is adopted by a worker, which does it alone.
+    """
+    holders = [sum(n % RANKS == part for n in members) for part in range(RANKS)]
+    return max(1, min(holders)) / COPIES
+
+
+def slow_events(events: Sequence[Event]) -> list[str]:
+    """The events after which the plan is slower than its workers allow. Replanning around slow ones does not count."""
+    found = []
+    for event in events:
+        least = LEAST_SPEED * allowed_speed(event.members)
+        if event.event != "pace" and event.speed < least:
+            found.append(
+                f"after step {event.step}, {event.workers} workers are planned at "
+                f"{event.speed:.0%} of the full speed, not {least:.0%}: {event.text}"
+            )
+    return found
+
+
+def speeds_by_workers(
+    events: Sequence[Event], rows: Sequence[StepRow]
+) -> Iterator[str]:
+    """A line for each number of workers: planned speeds, and steps per second that were measured."""
+    planned: dict[int, list[float]] = {WORKERS: [1.0]}
+    measured: dict[int, list[float]] = {}
+    for event in events:
+        planned.setdefault(event.workers, []).append(event.speed)
+    changes = [(event.step, event.workers) for event in events]
+    for row in rows:
+        present = [workers for step, workers in changes if step < row.step]
+        workers = present[-1] if present else WORKERS
+        measured.setdefault(workers, []).append(1 / row.seconds)
+    for workers in sorted(planned, reverse=True):
+        speeds = planned[workers]
+        line = f"{workers} workers: planned {min(speeds):.0%} to {max(speeds):.0%} of the full speed"
+        if workers in measured:
+            line += f", {median(measured[workers]):.1f} steps/s in {len(measured[workers])} steps"
+        yield line
+
+
 def main() -> None:
     """Train twice, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--between", type=float, default=4.0, help="mean seconds")
+    parser.add_argument("--between", type=float, default=1.0, help="mean seconds")
     parser.add_argument("--folder", type=Path, help="keeps the runs there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -180,22 +235,30 @@ def main() -> None:
         seconds = time.monotonic() - began
         expected = [row.loss for row in read_rows(folder / "quiet")]
         rows = read_rows(run)
-        events = Counter(event.event for event in read_events(run))
+        events = read_events(run)
+        kinds = Counter(event.event for event in events)
         print(f"seed {options.seed}: {len(rows)} steps in {seconds:.0f} s")
         print(
             "  tried   ", ", ".join(f"{n} {name}" for name, n in sorted(done.items()))
         )
-        print("  events  ", ", ".join(f"{n} {name}" for name, n in events.items()))
+        print("  events  ", ", ".join(f"{n} {name}" for name, n in kinds.items()))
+        for line in speeds_by_workers(events, rows):
+            print("  speed   ", line)
         if process.returncode != 0 or quiet.returncode != 0:
             failed = "chaos" if process.returncode else "quiet"
             print((folder / f"{failed}.log").read_text()[-3000:])
             raise SystemExit(f"the {failed} run did not end in peace")
+        faults = slow_events(events)
     if [row.step for row in rows] != list(range(1, options.steps + 1)):
         raise SystemExit("a step was lost or done twice")
     apart = max(
         abs(row.loss - loss) / loss for row, loss in zip(rows, expected, strict=True)
     )
     print(f"  losses   at most {apart:.1e} from the quiet run")
+    if not kinds["lost"]:
+        raise SystemExit("no worker was lost, which proves nothing: try more steps")
+    if faults:
+        raise SystemExit("\n".join(faults))
     if apart > TOLERANCE:
         raise SystemExit(f"a loss is {apart:.1e} from that of the quiet run")
 

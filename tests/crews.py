@@ -14,6 +14,7 @@ from penstock.train.checkpoint import good_step
 from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import Decision, Report
 from penstock.train.crew.succession import decide
+from penstock.train.history import last_step
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
 
@@ -74,6 +75,7 @@ class Crew:
             self.job.resume,
             self.job.config.run.mirror != "false",
             lambda: good_step(self.job.checkpoints),
+            written=lambda: last_step(self.job.folder),
         )
 
     def run(

@@ -7,16 +7,19 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+import typer
 
 from commands import called
 from penstock import REGISTRY, make
 from penstock.cli.app import app
+from penstock.config import Config
 from penstock.formats import load_torch_csv, read_plan
 
 
@@ -196,6 +199,16 @@ def test_every_command_has_help_with_an_example(run):
         code, out, _ = run(f"{name} --help")
         assert code == 0
         assert f"Example: penstock {name}" in out
+
+
+def test_help_names_no_section_in_brackets():
+    """The terminal would take [lora] for a style, and the word would be missing from its sentence."""
+    sections = [f"[{field.name}]" for field in fields(Config)]
+    assert "[lora]" in sections
+    for name, command in typer.main.get_command(app).commands.items():
+        texts = [command.help, *(getattr(one, "help", "") for one in command.params)]
+        text = " ".join(filter(None, texts))
+        assert [section for section in sections if section in text] == [], name
 
 
 # ---------------------------------------------------------------- mistakes

@@ -6,6 +6,7 @@ import csv
 import io
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,14 +37,12 @@ EMITTED = [
     *[
         ("Interleaved1F1B", ranks, ranks * k, v)
         for ranks in (2, 3, 4)
-        for k in (1, 2, 4)
-        for v in (2, 3)
+        for k, v in ((1, 2), (2, 3), (4, 2))
     ],
     *[
         ("InterleavedZeroBubble", ranks, ranks * k, v)
         for ranks in (2, 3, 4)
-        for k in (1, 2, 4)
-        for v in (2, 3)
+        for k, v in ((1, 2), (2, 3), (4, 2))
     ],
     *[
         ("ZBVZeroBubble", ranks, microbatches, 2)
@@ -62,9 +61,17 @@ EMITTED = [
         for v in (2, 3)
     ],
 ]
-WITH_COMMUNICATION = [shape for shape in EMITTED if shape[0] not in ("GPipe",)]
+# Communication is skipped word by word, so a shape of each kind is enough.
+WITH_COMMUNICATION = list(
+    {
+        (name, ranks): (name, ranks, *shape)
+        for name, ranks, *shape in EMITTED
+        if name != "GPipe"
+    }.values()
+)
 
 
+@cache
 def emitted(
     name: str, ranks: int, microbatches: int, per_rank: int, with_comms: bool = False
 ) -> str:

@@ -392,10 +392,7 @@ def test_the_bound_is_below_the_optimum_and_the_plan_close_to_it(
         given = path_bound(problem, np.array(sizes), np.array(found.solution.labels))
         assert given <= found.makespan + 1e-9
         assert given >= path_bound(problem, np.array(sizes), None) - 1e-9 or given > 0
-    assert max(ratios) < 1.1
-    assert (
-        np.mean(ratios) < 1.05
-    )  # the search never idles on purpose, but the best order sometimes does
+    assert max(ratios) < 1.02, ratios
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -472,6 +469,17 @@ def test_the_bound_knows_that_good_nodes_cannot_serve_everybody():
     )
     alone = least_end(Window(0.2, 0.0167, 0.0333, 0.3, 0.43, 0.63), 4, 1)
     assert alone < path_bound(problem, np.array(replica_counts(12, 4, 2)), None) <= best
+
+
+def test_the_bound_knows_that_few_nodes_can_be_data_nodes():
+    """Nodes that could be done early as data nodes lie together, so they compete for the same hops."""
+    problem = Problem(
+        cluster_of("A"), even_parts(6, CITED["instances"]["A"]["forward"]), 6
+    )
+    sizes = np.array((5, 3, 3, 3, 3, 3))
+    fifth_least_end_of_a_data_node = 18.008
+    bound = path_bound(problem, sizes, None)
+    assert fifth_least_end_of_a_data_node < 19.1 < bound < 24.06  # the best known plan
 
 
 # ---------------------------------------------------------------- options of the planner

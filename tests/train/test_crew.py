@@ -24,7 +24,7 @@ from penstock.train.crew.choice import is_elastic
 from penstock.train.crew.events import Event, EventLog, read_events
 from penstock.train.crew.notes import Report, load_decision, load_report
 from penstock.train.crew.succession import decide, parts_without_replica
-from penstock.train.history import read_rows
+from penstock.train.history import last_step, read_rows
 from penstock.train.job import Job
 from penstock.train.placement import Placement
 from penstock.train.step_figures import StepFigures
@@ -144,6 +144,34 @@ def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the
     crew.run(decision)
     rows = read_rows(tmp_path / "run")
     assert losses(rows) == started_with(2, (3,))
+
+
+def test_a_step_that_the_leader_could_not_write_down_is_written_by_the_next_leader(
+    started_with, tmp_path
+):
+    def prepare(trainer):
+        """Let rank 0 die in step 3, when the others have closed it."""
+        close = trainer.close_step
+
+        def end(history):
+            if trainer.step == 3:
+                raise Killed
+            return close(history)
+
+        if trainer.comm.rank == 0:
+            trainer.close_step = end
+
+    crew = Crew(job_with_copies(tmp_path, "run.save=0"))
+    crew.run(crew.decide(), prepare=prepare)
+    assert last_step(tmp_path) == 2
+    assert all(report.step == 3 for report in crew.reports.values())
+    assert all(report.closed for report in crew.reports.values())
+    decision = crew.decide()
+    assert decision.step == 3
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert losses(rows) == started_with(3, (0,))
 
 
 def test_a_worker_that_comes_gets_its_part_from_a_peer_and_all_go_on_with_the_whole_plan(
@@ -384,11 +412,13 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
-    log.put(Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL"))
-    assert read_events(tmp_path)[0].workers == 3
+    event = Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5)
+    log.put(event)
+    assert read_events(tmp_path) == [event]
     (line,) = list_events(summarize_run(tmp_path))
     assert line.startswith(
-        "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms; "
+        "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms, "
+        "planned at 50% of the full speed; "
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from crews import Crew
 from penstock.config import LoraConfig, OptimizerConfig
 from penstock.errors import ConfigError, RunError
 from penstock.measure.footprint import footprint
 from penstock.measure.probe import Probe
 from penstock.models import token_loss, valid_tokens
 from penstock.train.after.export import export_run
-from penstock.train.checkpoint import newest
+from penstock.train.checkpoint import newest, step_name
 from penstock.train.data.loader import Deal, Loader
+from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import parameter_numbers
@@ -206,3 +209,28 @@ def test_dropout_of_adapters_is_the_same_on_other_ranks(tmp_path):
     assert split == pytest.approx(drops, abs=1e-5)
     # B is zero in the first step, so that nothing can be dropped there.
     assert abs(drops[2] - plain[2]) > 1e-4
+
+
+@pytest.mark.parametrize("mirror", ["auto", "false"])
+def test_adapters_of_a_lost_worker_come_back_from_its_mirror_or_the_checkpoint(
+    mirror, tmp_path
+):
+    torch.manual_seed(0)
+    llama().save_pretrained(tmp_path / "base")
+    settings = ("run.save=1", "run.keep=9", f"run.mirror={mirror}")
+    shape = {"ranks": 3, "microbatches": 4}
+    crewed = job(tmp_path / "crew", tmp_path / "base", "1f1b", *settings, **shape)
+    crewed = replace(crewed, plan=replace(crewed.plan, partition=(2, 1, 1)))
+    crew = Crew(crewed)
+    crew.change_at = 2
+    crew.run(crew.decide())
+    crew.change_at = 0
+    del crew.reports[1]  # It alone had its part.
+    decision = crew.decide()
+    assert (decision.keep, bool(decision.restores)) == (True, mirror == "false")
+    crew.run(decision)
+    kept = crewed.checkpoints / step_name(2)
+    other = replace(crewed, plan=decision.plan, folder=tmp_path / "other", resume=True)
+    shutil.copytree(kept, other.checkpoints / kept.name)
+    expected = losses(train(other))
+    assert losses(read_rows(tmp_path / "crew"))[2:] == expected[-STEPS + 2 :]

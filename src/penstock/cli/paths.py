@@ -77,7 +77,11 @@ def paths_command(
         typer.Option(help="Seconds that a part's forward takes on a node of speed 1."),
     ] = None,
     share: Annotated[
-        float, typer.Option(help="The share of the parts that each micro-batch skips.")
+        float,
+        typer.Option(
+            help="The share of the parts that each micro-batch skips.",
+            show_default="1/3",
+        ),
     ] = 1 / 3,
     rule: Annotated[
         Optional[list[str]],

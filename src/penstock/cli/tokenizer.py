@@ -16,7 +16,7 @@ def tokenizer_command(
     config: Annotated[
         Optional[Path],
         typer.Argument(
-            help="A config whose [data] names the text. Without one, the defaults."
+            help="A config whose data.sources name the text. Default: Python's own standard library."
         ),
     ] = None,
     vocab: Annotated[

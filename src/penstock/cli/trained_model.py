@@ -35,13 +35,13 @@ def export_command(
         bool,
         typer.Option(
             "--merge",
-            help="Write the whole model with the adapters of [lora] added to it, instead of the adapters alone.",
+            help="Write the whole model with its LoRA adapters added to it, instead of the adapters alone.",
         ),
     ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
 
-    If adapters were trained ([lora]), the folder is one that peft loads beside the base model.
+    If a run has trained LoRA adapters, the folder holds only them, and peft loads it on top of the base model.
 
     Example: penstock export runs/tiny -o tiny-llama
     """

@@ -668,9 +668,9 @@ def _changing_calls(config: Config) -> list[str]:
 def is_recording(config: Config, on_gpu: bool) -> bool:
     """Whether a run records its actions, if it computes on GPUs or not.
 
-    `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models of
-    other makers (model.weights, model.config) may ask the GPU for a number, which no recording
-    can do.
+    `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models
+    that are not Penstock's own (model.weights, model.config) may read a number back from the
+    GPU, which a recording cannot do.
     """
     if config.run.graphs == AUTO:
         own_model = not config.model.folder

@@ -125,9 +125,8 @@ class EdgeKind(NamedTuple):
 
     path: tuple[int, ...]
     shape: tuple[int, ...]  # of the input
-    named: tuple[
-        tuple[str, tuple[int, ...]], ...
-    ]  # shapes of the batch's named tensors
+    # The shapes of the batch's named tensors.
+    named: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class EdgeFinder:

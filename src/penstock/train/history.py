@@ -31,6 +31,7 @@ from penstock.ir.timeline import MEASURED_UNITS, Timeline
 _log = logging.getLogger(__name__)
 # Files in the folder of a run.
 METRICS = "metrics.jsonl"
+END_BYTES = 1 << 14  # of the metrics, which hold many lines
 TIMELINE = "timeline.json"
 FULL_TIMELINE = "timeline-full.json"
 PLAN_FILE = "plan.json"
@@ -148,6 +149,17 @@ class History:
 def _line(row: StepRow) -> str:
     known = {key: value for key, value in asdict(row).items() if value is not None}
     return json.dumps(known) + "\n"
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step of a run that is written down completely, or 0; reads only the end of the file."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(-min(file.seek(0, os.SEEK_END), END_BYTES), os.SEEK_END)
+            lines = file.read().split(b"\n")[:-1]  # The last one is empty or cut off.
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def read_rows(folder: Path) -> list[StepRow]:

@@ -440,7 +440,9 @@ def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
         through_any = cycles + least_work * traffic.slow + extra
         last_end = max(last_end, problem.policy.rounds * float(through_any.max()))
     if problem.hops:
-        last_end = max(last_end, price_bound(_market(problem, work, trip), data))
+        last_end = max(
+            last_end, price_bound(_market(problem, work, trip, np.array(ends)), data)
+        )
     sums = least_sum_seconds(problem, 0, data)
     slot_seconds = problem.microbatches * data * _least_slot_seconds(work, problem)
     return max(
@@ -502,7 +504,7 @@ def _shortest_ways_from_any_node(
     return there, back
 
 
-def _market(problem: Problem, work: _Work, trip: Floats) -> Market:
+def _market(problem: Problem, work: _Work, trip: Floats, ends: Floats) -> Market:
     """Return the input of the bound by prices."""
     traffic = problem.traffic
     count = problem.microbatches
@@ -530,6 +532,7 @@ def _market(problem: Problem, work: _Work, trip: Floats) -> Market:
         gap=traffic.gap,
         ramp=ramp,
         outside=before + after,
+        least_end=ends,
         window=window,
         slots=traffic.slots.astype(float),
         microbatches=count,

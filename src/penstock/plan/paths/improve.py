@@ -19,12 +19,14 @@ import numpy as np
 
 from penstock.plan.paths.anneal import HOT, MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.lane_search import NO_TURN, LaneSearch, can_search_lanes
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.solution import (
     Solution,
     better_queueing,
     simulate_solution,
     solution_value,
+    units_alone,
 )
 
 MAX_FAILED_GROUPS = 200  # groups in a row without a gain before the search gives up
@@ -33,6 +35,10 @@ MIN_GROUP_MOVES = 60
 GROUP_MOVES_PER_UNIT = 12
 FAILURES_PER_EFFORT = 4  # after so many groups without a gain, groups get more moves
 MAX_EFFORT = 16  # times as many moves
+LANE_SHARE = 0.25  # share of the moves that improve lanes
+MIN_LANE_MOVES = 500
+LANE_MOVES_PER_UNIT = 200
+MAX_FAILED_LANES = 3  # searches in a row without a gain before it gives up
 
 
 def improve_solution(
@@ -50,12 +56,52 @@ def improve_solution(
     meets that solution too, and so never returns a worse one.
     """
     random = Random(seed)
+    lane_moves = int(LANE_SHARE * steps) if can_search_lanes(problem) else 0
     if needs_groups(solution):
-        return _improve_by_groups(problem, solution, budget, free, random, steps)
+        return _improve_by_groups(
+            problem, solution, budget, free, random, steps, lane_moves
+        )
     units = list(range(len(solution.paths)))
     annealing = Annealing(problem, solution, units, free, random)
-    complete = annealing.run(budget, steps, hot)
-    return _better(problem, solution, annealing.solution(), complete)
+    complete = annealing.run(budget, steps - lane_moves, hot)
+    better = _better(problem, solution, annealing.solution(), complete)
+    if not complete:
+        return better
+    return _improve_lanes(problem, better, budget, random, lane_moves)
+
+
+def _improve_lanes(
+    problem: Problem, solution: Solution, budget: Budget, random: Random, steps: int
+) -> Solution:
+    """Improve the lanes of the units that end last, as long as that helps."""
+    current = solution_value(problem, solution)
+    end = budget.used + steps
+    failed = 0
+    while budget.used < end and failed < MAX_FAILED_LANES:
+        units = _slowest_component(problem, solution)
+        moves = max(MIN_LANE_MOVES, LANE_MOVES_PER_UNIT * len(units))
+        moves = min(moves * (1 + failed), end - budget.used)
+        search = LaneSearch(problem, solution, units, random)
+        complete = search.run(budget, moves)
+        trial = _copy_to_twins(problem, solution, search.best, units)
+        value = solution_value(problem, trial)
+        if value < current:
+            solution = trial
+            current = value
+            failed = 0
+        else:
+            failed += 1
+        if not complete:
+            break
+    return solution
+
+
+def _slowest_component(problem: Problem, solution: Solution) -> list[int]:
+    """Return the units that share nodes with the one that ends last."""
+    ends = simulate_solution(problem, solution).finish
+    last = int(ends.argmax())
+    components = _components(solution)
+    return next(units for units in components.values() if last in units)
 
 
 def needs_groups(solution: Solution) -> bool:
@@ -90,8 +136,9 @@ def _improve_by_groups(
     free: bool,
     random: Random,
     steps: int,
+    lane_moves: int,
 ) -> Solution:
-    """Improve one group after the other, the slowest first."""
+    """Improve one group after the other, the slowest first, and then the lanes."""
     if not solution.delays:
         length = 2 * positions_of(problem)
         solution = replace(solution, delays=((0.0,) * length,) * len(solution.paths))
@@ -100,7 +147,7 @@ def _improve_by_groups(
         solution = replace(solution, own_orders=orders)
     current = solution_value(problem, solution)
     failed = 0
-    end = budget.used + steps
+    end = budget.used + steps - lane_moves
     while budget.used < end and failed < MAX_FAILED_GROUPS:
         units = _choose_group(problem, solution, random, failed)
         # While gradients count, every other group leaves the arrangement alone.
@@ -122,7 +169,10 @@ def _improve_by_groups(
             failed = 0
         else:
             failed += 1
-    return better_queueing(problem, solution)
+    solution = better_queueing(problem, solution)
+    if budget.spent:
+        return solution
+    return _improve_lanes(problem, solution, budget, random, lane_moves)
 
 
 def _copy_to_twins(
@@ -148,6 +198,7 @@ def _copy_to_twins(
     paths = list(after.paths)
     delays = list(after.delays)
     orders = list(after.own_orders)
+    turns = list(after.turns)
     for twins in components.values():
         if twins == units or len(twins) != len(units):
             continue
@@ -158,14 +209,19 @@ def _copy_to_twins(
             labels[other] = after.labels[node]
         for unit, twin in zip(units, twins, strict=True):
             paths[twin] = tuple([there[node] for node in after.paths[unit]])
-            delays[twin] = after.delays[unit]
-            orders[twin] = after.own_orders[unit]
+            if delays:
+                delays[twin] = after.delays[unit]
+            if orders:
+                orders[twin] = after.own_orders[unit]
+            if turns:
+                turns[twin] = after.turns[unit]
     return replace(
         after,
         labels=tuple(labels),
         paths=tuple(paths),
         delays=tuple(delays),
         own_orders=tuple(orders),
+        turns=tuple(turns),
     )
 
 
@@ -175,9 +231,9 @@ def _twin_key(problem: Problem, solution: Solution, units: list[int]) -> object:
     place = {node: number for number, node in enumerate(nodes)}
     paths = [tuple([place[node] for node in solution.paths[unit]]) for unit in units]
     labels = [solution.labels[node] for node in nodes]
-    delays = [solution.delays[unit] for unit in units]
-    orders = [solution.own_orders[unit] for unit in units]
-    return paths, labels, delays, orders, numbers_of_nodes(problem, np.array(nodes))
+    own = units_alone(solution, units)
+    queueing = (own.delays, own.own_orders, own.turns)
+    return paths, labels, queueing, numbers_of_nodes(problem, np.array(nodes))
 
 
 def _merge(solution: Solution, annealing: Annealing) -> Solution:
@@ -194,12 +250,17 @@ def _merge(solution: Solution, annealing: Annealing) -> Solution:
         delays[unit] = tuple(delay)
     for unit, order in zip(annealing.units, new_orders, strict=True):
         orders[unit] = order
+    turns = list(solution.turns)
+    if turns:
+        for unit in annealing.units:
+            turns[unit] = (NO_TURN,) * len(turns[unit])
     return replace(
         solution,
         labels=tuple(annealing.part),
         paths=tuple(paths),
         delays=tuple(delays),
         own_orders=tuple(orders),
+        turns=tuple(turns),
     )
 
 

@@ -36,6 +36,7 @@ from penstock.ir.table import Floats, Ints
 
 FAR_FUTURE_SECONDS = 1e7  # later than any event of a step
 NO_TASK = -1
+NO_TURNS = np.zeros(0, dtype=np.int64)
 MAX_UNLOCKED_TASKS = 2  # tasks that wait directly for one task, in a reduced graph
 
 
@@ -187,6 +188,7 @@ def simulate_paths(
     delay: Floats | None = None,
     careful: bool = False,
     slots: Ints | None = None,
+    turns: Ints | None = None,
 ) -> PathTimes:
     """Return the times of micro-batches that visit these `nodes` with these `parts`, one row per micro-batch.
 
@@ -198,6 +200,8 @@ def simulate_paths(
         backward of its first position, then of the next [micro-batch, task].
     careful: a node never gives its last slot to a young micro-batch while an older one will need it. This
         prevents deadlocks.
+    turns: the place of each task in the order of its node, or -1 if the node serves its queue freely
+        [micro-batch, task]. A node waits for the task whose turn it is, even if others are ready.
     """
     count, length = nodes.shape
     holding = length // 2 if _are_waves(nodes) else length - 1
@@ -237,6 +241,7 @@ def simulate_paths(
         traffic.wait,
         overdue,
         finish,
+        NO_TURNS if turns is None else turns.ravel(),
     )
     return PathTimes(start, float(makespan), last, last_up, float(overdue[0]), finish)
 
@@ -278,6 +283,7 @@ def _run(  # noqa: PLR0912, PLR0915
     wait: float,
     overdue: Floats,
     finish: Floats,
+    turns: Ints,
 ) -> float:
     """Process the events in order of time. Only positions below `holding` take a slot.
 
@@ -293,6 +299,8 @@ def _run(  # noqa: PLR0912, PLR0915
     queue = np.full(len(slow), -1, np.int64)
     used = np.zeros(len(slow), np.int64)
     busy = np.zeros(len(slow), np.bool_)
+    has_turns = len(turns) > 0
+    served = np.zeros(len(slow), np.int64)  # tasks that have begun on each node
     changed = np.zeros(len(slow), np.int64)  # nodes to look at
     marked = np.zeros(len(slow), np.bool_)
     # An event is (time, action that has one need less) or (time, ~node that becomes free).
@@ -398,13 +406,15 @@ def _run(  # noqa: PLR0912, PLR0915
                 fits = best < 0 or key[at] < key[best]
                 if not fits and key[at] == key[best]:
                     fits = at < best
+                if has_turns and turns[at] >= 0 and turns[at] != served[here]:
+                    fits = False
                 p = at % stride // (2 * slices)
                 if fits and at & 1 == 0 and p < holding and at % (2 * slices) == 0:
                     m = at // stride
                     spare = slots[here] - used[here] - 1
                     if spare < 0:
                         fits = False
-                    elif careful:
+                    elif careful and not (has_turns and turns[at] >= 0):
                         while low[here] < first[here + 1]:
                             guest = guests[low[here]]
                             if start[guest // length, guest % length, 0, 0] < 0.0:
@@ -428,6 +438,7 @@ def _run(  # noqa: PLR0912, PLR0915
                 queue[here] = behind[best]
             else:
                 behind[before_best] = behind[best]
+            served[here] += 1
             m = best // stride
             task = best % stride
             p = task // (2 * slices)

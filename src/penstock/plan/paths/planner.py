@@ -61,6 +61,7 @@ from penstock.sim.simulate import simulate
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
 MAX_CIRCUIT_NODES = 200  # more nodes get no more of these moves
 MAX_NODES_TO_DROP = 100  # largest cluster in which the search may leave out bad nodes
+SITE_SHARE = 0.8  # share of the moves that plan sites, before the whole is improved
 NO_CIRCUITS = np.zeros((0, 1), dtype=np.int64)
 # Seconds of travel that one second of work already given to a node counts for.
 BUSY_PRICES = (0.1, 0.4, 1.5)
@@ -233,7 +234,9 @@ def _start_solutions(
         if may_drop_nodes:
             solutions += _exchanged_solutions(problem, arrangement, seed)
     if has_sites(problem):
-        by_sites = site_solution(problem, even_sizes, BUSY_PRICES, budget, seed)
+        site_budget = budget.part(int(SITE_SHARE * budget.iterations))
+        by_sites = site_solution(problem, even_sizes, BUSY_PRICES, site_budget, seed)
+        budget.count(site_budget)
         if by_sites is not None:
             solutions.append(by_sites)
     return solutions

@@ -16,8 +16,11 @@ slot and w(n) >= 0 for a second of work, and add them up:
     T + sum of (p s + w)(T - o) over nodes not in D  >=  sum over d in D of (ramp / s |D| + q P(d))
 
 P(d) is the least value, over all trips from d, of trip / (s |D|) + sum of (p hold + w work) over the
-nodes of the trip. For any prices, the least T that satisfies this for the cheapest choice of D is a
-bound. Prices rise where the cheapest trips ask for more than a node has (a subgradient method), and
+nodes of the trip. D has only nodes that can be done by T as data nodes, with the shortest trip for
+every micro-batch (the module `windows`). These are few if T is small, and they lie close together,
+so that their trips compete for the same nodes. For any prices, the least T that satisfies the line
+above for the cheapest choice of D is a bound: a larger T allows more data nodes and offers more.
+Prices rise where the cheapest trips ask for more than a node has (a subgradient method), and
 the best bound found on the way counts.
 
     P(d) = least over d -> a -> b -> c -> d of the sum of (price so far) x (seconds of the next link and node)
@@ -56,6 +59,7 @@ class Market:
     gap: float
     ramp: Floats  # slot-seconds that a data node cannot use
     outside: Floats  # before the first visit and after the last
+    least_end: Floats  # the least end of each node as a data node, whatever its trips
     window: Floats  # micro-batches that a data node can have under way
     slots: Floats  # micro-batches that another node can hold
     microbatches: int
@@ -154,17 +158,20 @@ def _optimum(
     gap_value = prices.work * market.gap
 
     def demanded(end: float) -> Floats:
-        """What each node would ask for as a data node, and no longer offer as another one."""
+        """What each node would ask for as a data node, and no longer offer as another one.
+
+        It is infinite for a node that cannot be done by this end as a data node.
+        """
         room = np.maximum(end - market.outside, 0.0)
         total: Floats = base + rate * room + gap_value
-        return total
+        return np.where(market.least_end <= end, total, np.inf)
 
     def offered(end: float) -> float:
         room = np.maximum(end - market.outside, 0.0)
         return end + float((rate * room + gap_value).sum())
 
     low = 0.0
-    high = float(base.max()) * data + 1.0
+    high = float(base.max()) * data + float(market.least_end.max()) + 1.0
     for _ in range(PRICE_BISECTIONS):
         end = (low + high) / 2
         least_demand = float(np.partition(demanded(end), data - 1)[:data].sum())
@@ -172,7 +179,7 @@ def _optimum(
             high = end
         else:
             low = end
-    data_nodes = np.argpartition(demanded(low), data - 1)[:data]
+    data_nodes = np.argpartition(demanded(high), data - 1)[:data]
     return _Optimum(low, data_nodes, trips)
 
 

@@ -16,6 +16,7 @@ Sites that are alike in every number, and get the same parts to visit, get the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from penstock.plan.paths.arrangement import (
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms, improve_circuits
 from penstock.plan.paths.improve import improve_solution
+from penstock.plan.paths.lane_search import NO_TURN
 from penstock.plan.paths.part_exchange import MAX_EXCHANGE_MOVES, exchange_parts
 from penstock.plan.paths.path_simulator import QueueOrder
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
@@ -43,6 +45,7 @@ from penstock.plan.paths.solution import (
     Delays,
     NodePath,
     Solution,
+    Turns,
     choose_queueing,
     solution_value,
 )
@@ -56,6 +59,8 @@ MAX_BALANCING_MOVES = 12  # data nodes that are moved between sites
 MAX_REFINEMENTS = 40  # searches for the slowest sites
 MAX_FAILED_REFINEMENTS = 4  # of these in a row without a gain
 REFINEMENT_MOVES = 6_000  # of each
+# Sites with too few nodes for their data nodes take longer by about this power of what is missing.
+CROWDING_POWER = 1.5
 TRIED_SITES = 2  # sites that a data node is offered to
 PartDeal = tuple[tuple[int, ...], ...]  # the parts of each unit of a data node
 
@@ -169,6 +174,8 @@ def _join(
     paths: list[NodePath] = []
     delays: list[Delays] = []
     orders: list[QueueOrder] = []
+    turns: list[Turns] = []
+    free = (NO_TURN,) * 2 * positions_of(problem) * problem.slices
     no_delays = (0.0,) * 2 * positions_of(problem)
     for nodes, plan in zip(sites, plans, strict=True):
         local = plan.solution
@@ -177,6 +184,7 @@ def _join(
         paths += [tuple(nodes[list(path)].tolist()) for path in local.paths]
         delays += local.delays or (no_delays,) * count
         orders += local.own_orders or (local.queue_order,) * count
+        turns += local.turns or (free,) * count
     return Solution(
         tuple(labels.tolist()),
         tuple(paths),
@@ -185,6 +193,7 @@ def _join(
         tuple(delays),
         any(plan.solution.careful for plan in plans),
         tuple(orders),
+        tuple(turns),
     )
 
 
@@ -241,16 +250,41 @@ def _crowding(small: Ints, other: Ints) -> float:
 def _data_nodes_of(
     problem: Problem, sites: Sequence[Ints], total: int
 ) -> list[int] | None:
-    """Return how many data nodes each site has, in proportion to its nodes."""
-    nodes = sum(map(len, sites))
-    wanted = [total * len(site) / nodes for site in sites]
-    shares = [max(int(share), 1) for share in wanted]
-    while sum(shares) < total:
-        lacking = [share - given for share, given in zip(wanted, shares, strict=True)]
-        shares[int(np.argmax(lacking))] += 1
+    """Return how many data nodes each site has, or None if they do not fit.
+
+    First come those whose paths can stay in one place with nodes of their own. The others go where
+    nodes are near each other and not yet crowded.
+    """
+    length = problem.hops + 1
+    shares = [_lanes_in_places(problem, site, length) for site in sites]
+    if not sum(shares) or sum(shares) > total:
+        nodes = sum(map(len, sites))
+        shares = [max(total * len(site) // nodes, 1) for site in sites]
     most = [len(site) - (problem.body - 1) for site in sites]
-    fits = all(share <= top for share, top in zip(shares, most, strict=True))
+    ways = [_mean_trip(problem, site) for site in sites]
+    while sum(shares) < total:
+        seconds = []
+        for way, share, site, top in zip(ways, shares, sites, most, strict=True):
+            crowding = max((share + 1) * length / len(site), 1.0)
+            seconds.append(way * crowding**CROWDING_POWER if share < top else np.inf)
+        shares[int(np.argmin(seconds))] += 1
+    fits = all(1 <= share <= top for share, top in zip(shares, most, strict=True))
     return shares if sum(shares) == total and fits else None
+
+
+def _lanes_in_places(problem: Problem, site: Ints, length: int) -> int:
+    """Return how many paths of this length fit into the places of a site side by side."""
+    places = Counter(problem.cluster.nodes[node].site for node in site.tolist())
+    return sum(count // length for name, count in places.items() if name)
+
+
+def _mean_trip(problem: Problem, site: Ints) -> float:
+    """Return about how long a path over random nodes of a site takes."""
+    terms = circuit_terms(problem)
+    links = float(terms.pair[np.ix_(site, site)].mean()) * (problem.hops + 1)
+    return links + float(
+        terms.data[site].mean() + problem.hops * terms.hop[site].mean()
+    )
 
 
 class _SitePlanner:

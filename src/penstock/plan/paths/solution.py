@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
-WAIT_FINE = (
-    10.0  # seconds that a plan counts as longer for each second of forbidden waiting
-)
+# A plan counts as this many seconds longer for each second of forbidden waiting.
+WAIT_FINE = 10.0
 NodePath = tuple[int, ...]
 Delays = tuple[float, ...]
+Turns = tuple[int, ...]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Solution:
     delays: seconds by which each unit stands further back in the queues of its tasks, forward and
         backward at each position of its path; empty if no unit does.
     careful: keep slots free for older micro-batches, so that no deadlock can arise.
+    turns: the place of each task of each unit in the order of its node, or -1 if that node serves
+        its queue; empty if all nodes do.
     """
 
     labels: tuple[int, ...]
@@ -45,6 +49,7 @@ class Solution:
     delays: tuple[Delays, ...] = ()
     careful: bool = False
     own_orders: tuple[QueueOrder, ...] = ()
+    turns: tuple[Turns, ...] = ()
 
 
 def path_in_order(
@@ -73,6 +78,7 @@ def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
         delay,
         solution.careful,
         problem.traffic.slots_with(labels),
+        np.array(solution.turns, dtype=np.int64) if solution.turns else None,
     )
 
 
@@ -115,6 +121,7 @@ def choose_queueing(problem: Problem, solution: Solution) -> Solution:
                     stagger=stagger,
                     careful=careful,
                     own_orders=(),
+                    turns=(),
                 )
                 times = simulate_solution(problem, trial)
                 end = step_end(problem, times, labels)
@@ -137,3 +144,18 @@ def solution_value(problem: Problem, solution: Solution) -> tuple[float, float]:
     labels = np.array(solution.labels)
     times = simulate_solution(problem, solution)
     return step_end(problem, times, labels), float(times.finish.mean())
+
+
+def units_alone(solution: Solution, units: Sequence[int]) -> Solution:
+    """Return the solution of some units alone."""
+
+    def own(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple(values[unit] for unit in units) if values else ()
+
+    return replace(
+        solution,
+        paths=own(solution.paths),
+        delays=own(solution.delays),
+        own_orders=own(solution.own_orders),
+        turns=own(solution.turns),
+    )

@@ -24,7 +24,12 @@ from penstock.plan.paths.anneal import WARM
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.improve import improve_solution, needs_groups
 from penstock.plan.paths.problem import Problem
-from penstock.plan.paths.solution import Solution, choose_queueing, solution_value
+from penstock.plan.paths.solution import (
+    Solution,
+    better_queueing,
+    choose_queueing,
+    solution_value,
+)
 
 # Moves of a search by default: four whole stages, about two seconds for twenty nodes.
 DEFAULT_SEARCH_MOVES = 25_500
@@ -33,6 +38,7 @@ STAGE_GROWTH = 4  # each stage has this many times the moves of the one before
 MAX_STAGE_MOVES = 40_000
 FIRST_RESTART = 4  # the first stage that starts from the best solution so far
 RESTART_MOVES = 20_000
+SITE_STAGE_MOVES = 120_000  # moves of a long stage that plans site by site
 TRIED_STARTS = 3  # solutions that get a short search before the best is chosen
 TRIAL_SHARE = 0.12  # share of a stage's moves for each short search
 GROUP_TRIAL_MOVES = 1_500  # moves of a short search that works group by group
@@ -134,14 +140,15 @@ def stage_moves(stage: int) -> int:
 def site_stage_moves(stage: int) -> int:
     """Return the number of moves of a stage that plans site by site.
 
-    Every site needs its share of the moves, so the second stage has all that the default leaves.
+    Every site needs its share of the moves, so the second stage has all that the default leaves,
+    and later stages from scratch have enough for a dozen sites.
 
-    >>> [site_stage_moves(stage) for stage in range(5)]
-    [300, 25200, 20000, 40000, 20000]
+    >>> [site_stage_moves(stage) for stage in range(8)]
+    [300, 25200, 20000, 120000, 20000, 20000, 20000, 120000]
     """
     if stage < 2:
         return (FIRST_STAGE_MOVES, DEFAULT_SEARCH_MOVES - FIRST_STAGE_MOVES)[stage]
-    return RESTART_MOVES if stage % 2 == 0 else MAX_STAGE_MOVES
+    return SITE_STAGE_MOVES if stage % 4 == 3 else RESTART_MOVES
 
 
 def is_restart(stage: int) -> bool:
@@ -162,7 +169,7 @@ def _run_stage(
     def value(solution: Solution) -> tuple[float, float]:
         return solution_value(problem, solution)
 
-    queued = [choose_queueing(problem, start) for start in starts]
+    queued = [better_queueing(problem, start) for start in starts]
     ranked = sorted(queued, key=value)[:TRIED_STARTS]
     grouped = any(needs_groups(solution) for solution in ranked)
     trial_moves = GROUP_TRIAL_MOVES if grouped else int(TRIAL_SHARE * moves)

@@ -214,6 +214,8 @@ def list_events(summary: Summary) -> list[str]:
             f"after step {event.step}: {event.text}; {event.workers} workers went on "
             f"after {write_time(event.seconds)}"
         )
+        if event.speed != 1:
+            line += f", planned at {event.speed:.0%} of the full speed"
         if before and after:
             earlier = median(before[-ROWS_AROUND_EVENT:])
             later = median(after[:ROWS_AROUND_EVENT])

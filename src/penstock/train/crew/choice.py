@@ -20,10 +20,6 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
         )
     if config.mesh.size > 1:
         reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
-    if config.lora.rank:
-        reasons.append(
-            "adapters ([lora]) do not travel without the model beside them; restarts work"
-        )
     if config.run.early_stop:
         reasons.append(
             "run.early_stop needs all workers to have seen all evaluations; "

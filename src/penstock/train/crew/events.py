@@ -1,13 +1,15 @@
 """What happened to the workers of a run, one line an event: RUN/events.jsonl.
 
-{"step": 41, "event": "lost", "workers": 7, "seconds": 0.9, "text": "worker 3 was killed by SIGKILL"}
+{"step": 41, "event": "lost", "workers": 3, "seconds": 0.9, "text": "worker 3 was killed by SIGKILL",
+ "members": [0, 1, 2], "speed": 0.52}
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import FileError
 
@@ -23,6 +25,9 @@ class Event:
     workers: int  # that go on
     seconds: float  # without training
     text: str
+    members: tuple[int, ...] = ()  # the workers that go on
+    # Steps per second of their plan, compared with the plan for all workers.
+    speed: float = 1.0
 
 
 class EventLog:
@@ -43,8 +48,13 @@ def read_events(folder: Path) -> list[Event]:
     """Read the events of a run; a run without any has no file."""
     try:
         lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
-        return [Event(**json.loads(line)) for line in lines]
+        return [_event(json.loads(line)) for line in lines]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError) as error:
         raise FileError(f"{folder / EVENTS} is not a list of events: {error}") from None
+
+
+def _event(fields: dict[str, Any]) -> Event:
+    event = Event(**fields)
+    return replace(event, members=tuple(event.members))

@@ -58,10 +58,16 @@ from penstock.train.crew.succession import (
     holders_of,
     rank_work,
     shares_a_part,
+    step_length,
 )
+from penstock.train.history import last_step
 from penstock.train.worker import Verdict, read_failure, saved_step
 
-LOOK_SECONDS = 0.05  # between two looks at the workers
+# Between two looks at the workers: while workers wait for a decision or a place, and while all
+# train. A worker that ends is noticed at once, and looking often would take time from those
+# that train on this machine.
+LOOK_SECONDS = 0.05
+CALM_LOOK_SECONDS = 0.25
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
@@ -148,9 +154,8 @@ class Keeper:
         self.windows = 0  # whose times were heard in this generation
         self.changed_paces: list[str] = []  # during this generation
         self.events = EventLog(folder, resume)
-        self.pending: Event | None = (
-            None  # an event whose generation does not train yet
-        )
+        # An event whose generation does not train yet.
+        self.pending: Event | None = None
 
     # ------------------------------------------------------------ the life of a run
     def run(self) -> Verdict:
@@ -200,7 +205,7 @@ class Keeper:
     def look(self) -> Verdict | None:
         """Look once at all workers, and do what is due; return a verdict at the end of the run."""
         numbers = {worker.pipe: worker.number for worker in self.workers.values()}
-        for pipe in wait(list(numbers), timeout=LOOK_SECONDS):
+        for pipe in wait(list(numbers), timeout=self.look_seconds):
             verdict = self.hear(self.workers[numbers[pipe]])  # type: ignore[index]
             if verdict is not None:
                 return verdict
@@ -219,6 +224,14 @@ class Keeper:
             for number in waiting:
                 self.lose(self.workers[number], "did not stop after the loss")
         return None
+
+    @property
+    def look_seconds(self) -> float:
+        """How long to wait for news before the next look."""
+        changing = self.broken_at is not None or self.pending is not None
+        if changing or any(worker.newcomer for worker in self.workers.values()):
+            return LOOK_SECONDS
+        return CALM_LOOK_SECONDS
 
     @property
     def members(self) -> list[int]:
@@ -421,6 +434,7 @@ class Keeper:
             self.settings.mirror != "false",
             lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
             self.watch.paces,
+            lambda: last_step(self.folder),
         )
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
@@ -474,7 +488,7 @@ class Keeper:
             self.say(
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
-        self.pending = Event(step, kind, workers, 0.0, text)
+        self.pending = Event(step, kind, workers, 0.0, text, decision.members)
 
     def arrival_story(self, number: int) -> str:
         """Say who has joined."""
@@ -503,8 +517,15 @@ class Keeper:
         """Write down the last event, if it is not written yet."""
         if self.pending is not None:
             seconds = round(time.monotonic() - self.broken_before, 3)
-            self.events.put(replace(self.pending, seconds=seconds))
+            speed = round(self.speed_of_plan(), 3)
+            self.events.put(replace(self.pending, seconds=seconds, speed=speed))
             self.pending = None
+
+    def speed_of_plan(self) -> float:
+        """The speed of this generation by its plan, compared with the plan for all workers."""
+        assert self.decision is not None
+        paces = [self.watch.paces.get(worker, 1.0) for worker in self.decision.members]
+        return step_length(self.plan) / step_length(self.decision.plan, paces)
 
 
 def describe_takeovers(before: Decision, decision: Decision) -> str:

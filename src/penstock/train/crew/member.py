@@ -14,16 +14,24 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 
 import torch
+import torch.distributed as dist
 
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.runtime.comm.gloo import GlooComm
 from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
-from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.runtime.torch_internals import (
+    MODULE_OF_OPTIMIZERS,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from penstock.runtime.wire.exchange import Exchange
 from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import (
@@ -47,6 +55,7 @@ from penstock.train.crew.site import Site
 from penstock.train.history import WatchRow
 from penstock.train.job import Job, RunOutcome
 from penstock.train.loop import Trainer
+from penstock.train.lora import adapted_blueprint
 from penstock.train.placement import launched_placement
 from penstock.train.worker import (
     STOP_FILE,
@@ -75,10 +84,13 @@ class Member:
 
     def beat(self) -> None:
         """Show again and again that this process lives, over a connection of its own."""
-        store = self.own_connection()
-        while True:
-            store.add(alive_key(self.worker), 1)
-            time.sleep(BEAT_SECONDS)
+        with suppress(
+            dist.DistError
+        ):  # The launcher is gone, which others will notice too.
+            store = self.own_connection()
+            while True:
+                store.add(alive_key(self.worker), 1)
+                time.sleep(BEAT_SECONDS)
 
     def own_connection(self) -> Store:
         """A second connection to the store, which no wait on the first one can block."""
@@ -199,6 +211,7 @@ class Turns:
         # looks only at what the generation has left. Otherwise it takes a sixth of a second.
         gc.freeze()
         if newcomer:
+            self.load_libraries()
             decision = self.member.arrive()
         else:
             self.member.report(self.report())
@@ -219,6 +232,11 @@ class Turns:
             decision = self.member.next_decision()
         step = self.trainer.step if self.trainer is not None else 0
         return Verdict(step)
+
+    def load_libraries(self) -> None:
+        """Load what a trainer needs before this worker gets a place, while nobody waits for it."""
+        adapted_blueprint(self.job.sizes, self.job.config.lora)
+        import_module(MODULE_OF_OPTIMIZERS)
 
     def report(self, error: str = "") -> Report:
         """What this worker has now."""

@@ -27,9 +27,8 @@ from penstock.sim.simulate import simulate
 from penstock.train.crew.handover import PartTransfer
 from penstock.train.crew.notes import Decision, Report
 
-LEAST_SAVED_SHARE = (
-    0.05  # share of a step that must be saved to replan around a slow worker
-)
+# The share of a step that must be saved to replan around a slow worker.
+LEAST_SAVED_SHARE = 0.05
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 
 
@@ -99,6 +98,13 @@ def rank_work(plan: Plan) -> list[float]:
     return totals
 
 
+def step_length(plan: Plan, paces: Sequence[float] = ()) -> float:
+    """Return how long a step of a plan takes, in layers; the mean if steps take different paths."""
+    cost = PacedCost(parts=tuple(part_work(plan)), paces=tuple(paces))
+    lengths = [simulate(schedule, cost).makespan for schedule in plan.schedules]
+    return sum(lengths) / len(lengths)
+
+
 def shares_a_part(schedule: Schedule, rank: int) -> bool:
     """Whether another rank holds one of a rank's parts, and could do some of its work."""
     holders = holders_of(schedule)
@@ -115,6 +121,7 @@ def decide(
     mirror: bool = False,
     saved: Callable[[], int] = lambda: -1,
     paces: Mapping[int, float] = MappingProxyType({}),
+    written: Callable[[], int] | None = None,
 ) -> Decision:
     """Return how the workers that have reported go on; worker n has the place of rank n.
 
@@ -122,6 +129,8 @@ def decide(
     mirror: whether parts that only one rank holds have a mirror on another one.
     saved: returns the step of the newest checkpoint without damage, or -1.
     paces: workers that are slow, and how many times as long as before they take.
+    written: returns the last step that is written down. A worker that is lost right after its
+        step may have been the one to write it down.
     """
     members = tuple(sorted(reports))
     lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
@@ -157,6 +166,8 @@ def decide(
         return replace(plain, resume=True)
     save = any(report.saving for report in veterans)
     closed = len(steps) == 1 and all(report.closed for report in veterans)
+    if written is not None and written() < ahead.step:
+        closed = False
     return replace(
         plain,
         step=ahead.step,

@@ -1,0 +1,380 @@
+"""Searches for the best order of the tasks on each node.
+
+The annealing of paths lets every node serve its queue by a rule. Such a node never waits for a task
+that is not there yet, although waiting can pay: a forward that is due in a moment may be urgent,
+while the backward that is ready now has time. Here each node has a lane, an explicit order of its
+tasks, and the search changes the lanes where it matters, on the critical path:
+
+    node 0 | 0F0 0F1 ... 0B0 ──────────┐
+    node 1 |     1F0 1F1 [1B1 1B0] ────┘     1B0 ends late because 1B1 comes first: exchange the two
+
+    exchange   Two tasks that follow each other on the critical path change places in their lane.
+    shift      A task on the critical path moves some places forward or back in its lane.
+    redirect   A visit on the critical path goes to another replica of its part.
+    reorder    Two neighbors on a path change places, if the rules allow the new order.
+
+Moves that make the step longer are accepted by chance, as in the annealing of paths.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+
+from penstock.ir.table import Floats
+from penstock.plan.paths.allreduce import ends_of_sums
+from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.path_simulator import PathTimes, rule_needs, simulate_paths
+from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
+from penstock.plan.paths.rules import order_fault
+from penstock.plan.paths.solution import (
+    Solution,
+    simulate_solution,
+    step_end,
+    units_alone,
+)
+
+MEAN_WEIGHT = 0.1  # how much the mean end of the micro-batches counts besides the last
+SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
+HOT = 0.004  # first temperature, as a share of the makespan
+COLD = 0.0002  # last temperature, as a share of the makespan
+EXCHANGES = 0.5  # share of the moves that exchange two tasks
+SHIFTS = 0.7  # share of the moves that exchange or shift tasks
+REDIRECTS = 0.92  # share of the moves that exchange, shift or redirect
+MAX_SHIFT = 5  # places that a task moves in its lane
+TIME_ROUNDING = 1e-9  # seconds
+NO_TURN = -1
+
+
+def can_search_lanes(problem: Problem) -> bool:
+    """Whether nodes keep to a planned order, and every unit is one micro-batch."""
+    policy = problem.policy
+    return policy.ordered and policy.rounds == 1 and not policy.reserved
+
+
+class LaneSearch:
+    """Improves the lanes of some units, which share no node with the other units."""
+
+    def __init__(
+        self, problem: Problem, solution: Solution, units: list[int], random: Random
+    ) -> None:
+        self.problem = problem
+        self.random = random
+        self.units = units
+        self.whole = solution
+        own = units_alone(solution, units)
+        self.labels = np.array(own.labels, dtype=np.int64)
+        self.rows = np.array(own.paths, dtype=np.int64)
+        self.nodes, self.parts = expand_paths(problem, self.rows, self.labels)
+        self.length = int(self.nodes.shape[1])
+        self.slices = problem.slices
+        self.stride = 2 * self.length * self.slices
+        self.slots = problem.traffic.slots_with(self.labels)
+        _, self.release = start_conditions(problem, self.rows, solution.stagger)
+        self.needs = [
+            [self._leader(need) for need in rule_needs(task, self.length, self.slices)]
+            for task in range(self.stride)
+        ]
+        self.replicas: dict[int, list[int]] = {}
+        for node in sorted(set(self.rows[:, 1:].ravel().tolist())):
+            self.replicas.setdefault(int(self.labels[node]), []).append(node)
+        self.turns = np.full((len(self.rows), self.stride), NO_TURN, dtype=np.int64)
+        self.lanes = self._lanes_of(simulate_solution(problem, own))
+        for node in range(len(self.lanes)):
+            self._number(node)
+        self.best = solution
+        self.undo: list[Callable[[], None]] = []
+        self.critical: list[tuple[int, int]] = []
+        self.value, self.end, self.times = self._simulate()
+
+    def _leader(self, task: int) -> int:
+        """Return the task itself, or the forward of the head if its backward follows at once."""
+        if self.slices == 1 and task == self.stride - 1:
+            return task - 1
+        return task
+
+    def _lanes_of(self, times: PathTimes) -> list[list[int]]:
+        """Return the tasks of each node in the order of their starts."""
+        lanes: list[list[int]] = [[] for _ in range(self.problem.traffic.nodes)]
+        starts = times.start.ravel()
+        is_backward = np.arange(len(starts)) % 2
+        for task in np.lexsort((is_backward, starts)).tolist():
+            number, own = divmod(task, self.stride)
+            if self._leader(own) == own:
+                lanes[self._node_of(number, own)].append(task)
+        return lanes
+
+    def _node_of(self, number: int, own: int) -> int:
+        return int(self.nodes[number, own // (2 * self.slices)])
+
+    def _number(self, node: int) -> None:
+        """Write down the places of the tasks of a lane."""
+        self.turns.ravel()[self.lanes[node]] = range(len(self.lanes[node]))
+
+    def solution(self) -> Solution:
+        """Return the whole solution with the current lanes of these units."""
+        whole = self.whole
+        paths = list(whole.paths)
+        free = (NO_TURN,) * self.stride
+        turns = list(whole.turns or (free,) * len(paths))
+        rows = self.rows.tolist()
+        own_turns = self.turns.tolist()
+        for unit, path, places in zip(self.units, rows, own_turns, strict=True):
+            paths[unit] = tuple(path)
+            turns[unit] = tuple(places)
+        return replace(whole, paths=tuple(paths), turns=tuple(turns))
+
+    def _simulate(self) -> tuple[float, float, PathTimes]:
+        """Return the value to minimize, the end of the step, and all times."""
+        problem = self.problem
+        times = simulate_paths(
+            problem.traffic,
+            self.nodes,
+            self.parts,
+            release=self.release,
+            slots=self.slots,
+            turns=self.turns,
+        )
+        end = step_end(problem, times, self.labels)
+        value = end + MEAN_WEIGHT * float(times.finish.mean())
+        if problem.has_sums and end < math.inf:
+            sums = ends_of_sums(
+                problem.traffic, True, self.labels, times.last, times.last_up
+            )
+            value += SUM_WEIGHT * float(sums.mean())
+        return value, end, times
+
+    def run(self, budget: Budget, steps: int) -> bool:
+        """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
+        if not math.isfinite(self.end):
+            self.best = self.whole
+            return True
+        best = self.solution()
+        least = (self.end, self.value)
+        scale = self.end
+        done = 0
+        self._find_critical()
+        while done < steps and not budget.spent:
+            heat = scale * (COLD + (HOT - COLD) * (1.0 - done / steps) ** 2)
+            done += 1
+            budget.used += 1
+            self.undo.clear()
+            if not self._move():
+                self._undo_move()
+                continue
+            value, end, times = self._simulate()
+            if not self._accepts(value, heat):
+                self._undo_move()
+                continue
+            self.value, self.end, self.times = value, end, times
+            self._find_critical()
+            if (end, value) < least:
+                best = self.solution()
+                least = (end, value)
+        self.best = best
+        return done == steps
+
+    def _accepts(self, value: float, heat: float) -> bool:
+        if value <= self.value:
+            return True
+        if not math.isfinite(value):
+            return False
+        return self.random.random() < math.exp(-(value - self.value) / heat)
+
+    def _undo_move(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+    # ------------------------------------------------------------ the critical path
+    def _find_critical(self) -> None:
+        """List the tasks of the critical path, each with the node that it is on."""
+        traffic = self.problem.traffic
+        slow = traffic.slow[self.nodes][:, :, None]
+        seconds = np.empty(self.times.start.shape)
+        seconds[..., 0] = traffic.forward[self.parts] * slow
+        seconds[..., 1] = traffic.backward[self.parts] * slow
+        self.starts: Floats = self.times.start.ravel()
+        ends: Floats = (self.times.start + seconds).reshape(len(self.rows), -1)
+        if self.slices == 1:
+            ends[:, -2] = ends[:, -1]
+        starts = self.starts.tolist()
+        end_of = ends.ravel().tolist()
+        self.critical = []
+        task = self._last_task()
+        while True:
+            number, own = divmod(task, self.stride)
+            node = self._node_of(number, own)
+            self.critical.append((node, task))
+            place = int(self.turns[number, own])
+            start = starts[task]
+            before = self.lanes[node][place - 1] if place else None
+            needed = [number * self.stride + need for need in self.needs[own]]
+            if before is not None and end_of[before] >= start - self._pause(before):
+                waits = any(
+                    end_of[need] >= start - TIME_ROUNDING and need != before
+                    for need in needed
+                )
+                if not waits or self.random.random() < 0.5:
+                    task = before
+                    continue
+            if not needed:
+                return
+            task = max(needed, key=lambda need: self._arrival(need, own, end_of))
+
+    def _pause(self, task: int) -> float:
+        """Return the seconds after a task in which its node rests."""
+        traffic = self.problem.traffic
+        own = task % self.stride
+        pause = traffic.first_gap if own < 2 * self.slices else traffic.gap
+        return max(pause, traffic.gap) + TIME_ROUNDING
+
+    def _arrival(self, needed: int, own: int, end_of: list[float]) -> float:
+        """Return when the result of a task reaches the task that needs it."""
+        traffic = self.problem.traffic
+        number, before = divmod(needed, self.stride)
+        position = before // (2 * self.slices)
+        target = own // (2 * self.slices)
+        a = self.nodes[number, position]
+        b = self.nodes[number, target]
+        if a == b:
+            return end_of[needed]
+        size = traffic.message[self.parts[number, min(position, target)]].max()
+        return end_of[needed] + float(traffic.latency[a, b] + traffic.byte[a, b] * size)
+
+    def _last_task(self) -> int:
+        """Return the last backward of the step, or one whose sum of gradients ends last."""
+        times = self.times
+        problem = self.problem
+        if problem.has_sums and times.makespan < self.end:
+            sums = ends_of_sums(
+                problem.traffic,
+                problem.planned_sums,
+                self.labels,
+                times.last,
+                times.last_up,
+            )
+            members = np.flatnonzero(self.labels == int(sums.argmax()))
+            used: list[int] = [n for n in members.tolist() if self.lanes[n]]
+            if used:
+                node = max(used, key=lambda member: times.last[member])
+                if self.random.random() < 0.5:
+                    node = self.random.choice(used)
+                return self.lanes[node][-1]
+        return int(times.finish.argmax()) * self.stride + 1
+
+    # ------------------------------------------------------------ moves: each registers how to undo it
+    def _move(self) -> bool:
+        pick = self.random.random()
+        place = self.random.randrange(len(self.critical))
+        node, task = self.critical[place]
+        if pick < EXCHANGES:
+            return self._exchange(node, task)
+        if pick < SHIFTS:
+            return self._shift(node, task)
+        number, own = divmod(task, self.stride)
+        position = own // (2 * self.slices)
+        if self.problem.waves or not 0 < position < self.length - 1:
+            return self._exchange(node, task)
+        if pick < REDIRECTS:
+            return self._redirect(number, position)
+        return self._reorder(number, position)
+
+    def _keep(self, node: int) -> None:
+        """Remember a lane before it changes."""
+        old = list(self.lanes[node])
+
+        def undo() -> None:
+            self.lanes[node] = old
+            self._number(node)
+
+        self.undo.append(undo)
+
+    def _exchange(self, node: int, task: int) -> bool:
+        """Let a task change places with the one before it."""
+        lane = self.lanes[node]
+        place = lane.index(task)
+        if place == 0 or lane[place - 1] // self.stride == task // self.stride:
+            return False
+        self._keep(node)
+        lane[place - 1], lane[place] = lane[place], lane[place - 1]
+        self._number(node)
+        return True
+
+    def _shift(self, node: int, task: int) -> bool:
+        """Move a task some places forward or back."""
+        lane = self.lanes[node]
+        place = lane.index(task)
+        by = self.random.randint(1, MAX_SHIFT) * self.random.choice((-1, 1))
+        target = min(max(place + by, 0), len(lane) - 1)
+        if target == place:
+            return False
+        self._keep(node)
+        lane.insert(target, lane.pop(place))
+        self._number(node)
+        return True
+
+    def _tasks(self, number: int, position: int) -> list[int]:
+        first = number * self.stride + position * 2 * self.slices
+        return list(range(first, first + 2 * self.slices))
+
+    def _redirect(self, number: int, position: int) -> bool:
+        """Send a micro-batch over another replica of the same part."""
+        old = int(self.nodes[number, position])
+        new = self.random.choice(self.replicas[int(self.labels[old])])
+        if new == old:
+            return False
+        tasks = self._tasks(number, position)
+        self._keep(old)
+        self._keep(new)
+        self._set_node(number, position, new)
+        for task in tasks:
+            self.lanes[old].remove(task)
+        joined = self.lanes[new] + tasks
+        self.lanes[new] = sorted(joined, key=lambda task: (self.starts[task], task))
+        self._number(old)
+        self._number(new)
+        return True
+
+    def _set_node(self, number: int, position: int, node: int) -> None:
+        old = int(self.nodes[number, position])
+
+        def undo() -> None:
+            self.rows[number, position] = old
+            self.nodes[number, position] = old
+
+        self.undo.append(undo)
+        self.rows[number, position] = node
+        self.nodes[number, position] = node
+
+    def _reorder(self, number: int, position: int) -> bool:
+        """Let two neighbors on a path change places, and keep their places in their lanes."""
+        other = position + 1
+        if other >= self.length - 1:
+            return False
+        parts = self.parts[number, :-1].tolist()
+        parts[position], parts[other] = parts[other], parts[position]
+        if order_fault(parts, self.problem.rules):
+            return False
+        a = int(self.nodes[number, position])
+        b = int(self.nodes[number, other])
+        self._keep(a)
+        self._keep(b)
+        self._set_node(number, position, b)
+        self._set_node(number, other, a)
+        self._exchange_parts(number, position)
+        self.undo.append(lambda: self._exchange_parts(number, position))
+        here = self._tasks(number, position)
+        there = self._tasks(number, other)
+        renamed = dict(zip(here + there, there + here, strict=True))
+        for node in (a, b):
+            self.lanes[node] = [renamed.get(task, task) for task in self.lanes[node]]
+            self._number(node)
+        return True
+
+    def _exchange_parts(self, number: int, position: int) -> None:
+        row = self.parts[number]
+        row[position], row[position + 1] = row[position + 1], row[position]
