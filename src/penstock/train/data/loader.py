@@ -50,9 +50,8 @@ class Deal:
     rows: int
     microbatches: int  # of the schedule, over all copies
     passes: int = 1
-    wanted: frozenset[int] | None = (
-        None  # micro-batches whose tokens this rank reads; None: all
-    )
+    # The micro-batches whose tokens this rank reads; None means all.
+    wanted: frozenset[int] | None = None
     shards: int = 1  # pipelines that run at the same time, each with its own sequences
     shard: int = 0  # the number of this pipeline among the shards
 
