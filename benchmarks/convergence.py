@@ -3,6 +3,7 @@
     python benchmarks/convergence.py                one core, about ten minutes: writes docs/results/convergence.md
     python benchmarks/convergence.py --quick        runs everything once, in seconds; writes nothing
     python benchmarks/convergence.py --gpu --out F  100 M parameters on one GPU; one JSON file per run in folder F
+    python benchmarks/convergence.py --seeds-gpu --out F    22 M parameters, small enough for three seeds of each run
     python benchmarks/convergence.py --merge F      writes tables and pictures from such a folder
 
 The name of a run is the percentage of parts left out, followed by its special features: 50-fixed, 33-swaps-full10.
@@ -11,6 +12,7 @@ The name of a run is the percentage of parts left out, followed by its special f
     swaps      up to two pairs of neighbors change places on a path; otherwise parts run in order
     visitors   the gradient of a part is the mean over the micro-batches that visited it; otherwise over all of them
     full10     every tenth step runs all parts
+    recipe     visitors and full10, as in SkipPipe's later scripts, and all parts while the learning rate rises
     sgd        SGD with momentum; otherwise AdamW
 
 One process holds one model, and the micro-batches go through its parts along their paths. The gradients are those of
@@ -37,6 +39,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +72,26 @@ class Variant:
     mean: Mean
     full: int  # every so many steps all parts; 0: never
     sgd: bool
+    recipe: bool = False
 
     @property
     def on(self) -> bool:
         """Whether it goes on to equal time. The others take as long a step as the one they are compared with."""
-        return not (self.fixed or self.swaps or self.sgd or self.mean is Mean.VISITS)
+        special = self.fixed or self.swaps or self.sgd or self.mean is Mean.VISITS
+        return self.recipe or not special
 
 
 def variant(name: str) -> Variant:
-    found = re.fullmatch(r"(\d+)((?:-(?:fixed|swaps|visitors|full\d+|sgd))*)", name)
+    found = re.fullmatch(
+        r"(\d+)((?:-(?:fixed|swaps|visitors|full\d+|sgd|recipe))*)", name
+    )
     if found is None:
         raise SystemExit(
-            f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -sgd"
+            f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -recipe -sgd"
         )
     words = set(found[2].split("-"))
+    if "recipe" in words:
+        words |= {"visitors", "full10"}
     full = next((int(word[4:]) for word in words if word.startswith("full")), 0)
     mean = Mean.VISITS if "visitors" in words else Mean.ALL
     return Variant(
@@ -93,6 +102,7 @@ def variant(name: str) -> Variant:
         mean,
         full,
         "sgd" in words,
+        "recipe" in words,
     )
 
 
@@ -118,6 +128,7 @@ class Scale:
     device: str = "cpu"
     folder: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["stdlib"]))
     most: int = 300_000_000  # bytes of text
+    omitted: tuple[float, ...] = OMITTED  # shares without which perplexity is measured
 
     @property
     def parts(self) -> int:
@@ -126,6 +137,10 @@ class Scale:
     @property
     def microbatches(self) -> int:
         return self.parts - 1  # so that every step covers the parts equally
+
+    @property
+    def warmup(self) -> int:
+        return max(self.steps // 20, 1)  # steps in which the learning rate rises
 
 
 def llama(width: int, layers: int, heads: int, inner: int) -> LlamaConfig:
@@ -180,6 +195,18 @@ GPU = Scale(
     Path(sysconfig.get_paths()["purelib"]),
     150_000_000,
 )
+SEEDS_GPU = replace(
+    GPU,
+    name="gpu-seeds",
+    config=llama(384, 12, 6, 1056),
+    runs=("0", "25", "33", "25-recipe", "33-recipe"),
+    seeds=3,
+    points=8,
+    draws=4,
+    omitted=(0.25,),
+    rate=1e-3,
+    most=60_000_000,
+)
 
 
 # ---------------------------------------------------------------- text
@@ -189,7 +216,9 @@ def texts(scale: Scale) -> tuple[Tensor, Tensor]:
     size = 0
     for file in sorted(scale.folder.rglob("*.py")):
         name = file.relative_to(scale.folder)
-        if scale.name != "gpu" and {"site-packages", "test", "tests"} & set(name.parts):
+        if scale.device == "cpu" and {"site-packages", "test", "tests"} & set(
+            name.parts
+        ):
             continue  # of the standard library itself, and not the odd bytes of its tests
         if size < scale.most and file.is_file():
             text = file.read_bytes()
@@ -254,7 +283,12 @@ def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
     steps = choose(
         scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed
     )
-    return with_full(steps, scale.parts, v.full) if v.full else steps
+    if v.full:
+        steps = with_full(steps, scale.parts, v.full)
+    if not v.recipe:
+        return steps
+    whole: Paths = (tuple(range(scale.parts)),) * scale.microbatches
+    return chain(repeat(whole, scale.warmup), steps)
 
 
 def optimizer_of(v: Variant, scale: Scale, model: Llama) -> torch.optim.Optimizer:
@@ -316,7 +350,7 @@ class Run:
     def learn(self) -> float:
         """A step; the share of a full step's work."""
         batch, paths = next(self.feed), next(self.paths)
-        warm = min(1.0, (self.step + 1) / max(self.scale.steps // 20, 1))
+        warm = min(1.0, (self.step + 1) / self.scale.warmup)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * warm
         with numbers(self.scale):
@@ -361,7 +395,7 @@ class Run:
                     rows = evaluate_ablation(
                         self.parts,
                         self.held[0],
-                        OMITTED,
+                        self.scale.omitted,
                         self.scale.draws,
                         0,
                         self.held[1],
@@ -431,6 +465,7 @@ def say(line: str) -> None:
 
 def scale_of(given: argparse.Namespace) -> Scale:
     scale = QUICK if given.quick else GPU if given.gpu else CPU
+    scale = SEEDS_GPU if given.seeds_gpu else scale
     runs = scale.runs
     if given.shares:
         percents = {round(100 * float(share)) for share in given.shares.split(",")}
@@ -463,6 +498,11 @@ def main() -> None:
         "--gpu",
         action="store_true",
         help="about 100 M parameters on one NVIDIA GPU, in bf16",
+    )
+    parser.add_argument(
+        "--seeds-gpu",
+        action="store_true",
+        help="about 22 M parameters on one NVIDIA GPU, in bf16, three seeds",
     )
     parser.add_argument(
         "--data",
@@ -524,7 +564,7 @@ def main() -> None:
     done = [record for record in found if record["finished"]]
     if not done:
         raise SystemExit("no run was finished; give more --minutes, or fewer --steps")
-    if given.gpu:
+    if given.gpu or given.seeds_gpu:
         return  # a machine with a GPU may lack what draws: it leaves its folder, which is merged elsewhere
     import convergence_page as page  # noqa: PLC0415
 

@@ -13,10 +13,16 @@ from penstock.view.chart import COLOURS, Series, chart
 
 ROOT = Path(__file__).parent.parent / "docs"
 RESULT = ROOT / "results" / "convergence.md"
-HEADS = {"cpu": "One CPU core", "gpu": "One GPU", "quick": "A few steps"}
+HEADS = {
+    "cpu": "One CPU core",
+    "gpu": "One GPU",
+    "gpu-seeds": "One GPU, three seeds and the paper's recipe",
+    "quick": "A few steps",
+}
 COMMANDS = {
     "cpu": "python benchmarks/convergence.py",
     "gpu": "python benchmarks/convergence.py --gpu --out FOLDER`, and `--merge FOLDER",
+    "gpu-seeds": "python benchmarks/convergence.py --seeds-gpu --out FOLDER`, and `--merge FOLDER",
     "quick": "python benchmarks/convergence.py --quick",
 }
 PLAIN = ("0", "25", "33", "50")
@@ -46,6 +52,7 @@ all micro-batches, unless the name says otherwise:
 | `swaps` | Up to two pairs of neighbors change places on a path. |
 | `visitors` | The gradient of a part is the mean over the micro-batches that visited it. |
 | `full10` | Every tenth step runs all parts, so at equal tokens it computes more than its share of parts says. |
+| `recipe` | `visitors` and `full10`, as in SkipPipe's later scripts, and all parts run while the learning rate rises. |
 | `sgd` | SGD with momentum replaces AdamW. |
 
 """
@@ -125,7 +132,8 @@ def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
             for word in words
             if word != "sgd"
         ]
-        others = others or (["0"] if name != "0" and not words else [])
+        if name != "0" and (not words or "recipe" in words):
+            others.append("0")
         made += [
             found for other in others if (found := difference(records, name, other))
         ]
@@ -406,7 +414,7 @@ def write(records: Sequence[Record], made: str) -> None:
     """Puts a scale's section into the page, beside the other's, and its pictures beside the page."""
     scale = records[0]["scale"]
     text = RESULT.read_text(encoding="utf-8") if RESULT.exists() else ""
-    sections = dict(re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", text, re.S)) | {
+    sections = dict(re.findall(r"<!-- ([\w-]+) -->\n(.*?)<!-- /\1 -->", text, re.S)) | {
         scale: made
     }
     ordered = [

@@ -94,9 +94,9 @@ def explain_tight(best: Row, usual: Row) -> str:
     return (
         "When activations do not fit, the usual answer is to compute them again: the usual plan "
         f"does so for {_recomputed(usual)}. The plan that was found does so for "
-        f"{_recomputed(best)}: with {best.candidate.slices} slices of a sequence a rank "
-        "holds parts of sequences instead of whole ones, and the slices are ordered for exactly "
-        "this memory."
+        f"{_recomputed(best)}. With {best.candidate.slices} slices of a sequence, ranks begin "
+        "sooner and hold parts of sequences instead of whole ones: it idles "
+        f"{best.candidate.bubble:.0%} of the time instead of {usual.candidate.bubble:.0%}."
     )
 
 

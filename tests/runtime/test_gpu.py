@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+import os
+import subprocess
+import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import penstock
 from gpu_workers import kind_of, memory_of_steps, trains_like_one_piece
 from penstock import lower, make
 from penstock.carry import Carry
@@ -36,6 +43,7 @@ from penstock.runtime import (
     spawn,
 )
 from penstock.runtime.backward import accumulate_product
+from penstock.runtime.process.gpu_share import products_are_complete
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
 
@@ -178,6 +186,42 @@ def test_products_in_half_precision_add_up_in_float32():
         accumulate_product(weight, grad, x)
     expected = 3 * (grad.double().t() @ x.double())
     assert float((weight.grad - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_products_on_this_share_of_the_gpu_are_complete():
+    """Without the check of `penstock testbed` they would not be for 3, 5, 6 or 7 workers."""
+    assert products_are_complete("cuda")
+
+
+def test_training_has_a_finite_held_out_loss(tmp_path):
+    """Compiled and recorded in bfloat16, as `penstock train` does it: evaluations run uncaptured between the steps."""
+    line = [sys.executable, "-m", "penstock", "train", "--sample", "0"]
+    for option in (
+        "model.layers=2",
+        "run.device=cuda",
+        "run.precision=bfloat16",
+        "run.steps=6",
+        "run.evaluate=2",
+        "run.log=1",
+        "run.forecast=false",
+        "schedule.name=1f1b",
+        "schedule.ranks=1",
+        "schedule.microbatches=4",
+        f"run.folder={tmp_path / 'run'}",
+    ):
+        line += ["--set", option]
+    source = str(Path(penstock.__file__).parents[1])
+    variables = os.environ | {"PYTHONPATH": source}
+    done = subprocess.run(
+        line, env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in metrics]
+    found = [row["evaluation"] for row in rows if row.get("evaluation") is not None]
+    assert len(found) == 3
+    assert all(map(math.isfinite, found))
+    assert found[2] < found[0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from commands import called
+from penstock.runtime.process.gpu_share import products_are_complete
 from penstock.runtime.process.mps import be_own_host
 
 DAEMON = """#!/bin/sh
@@ -56,6 +58,36 @@ def test_it_exits_with_the_code_of_the_command_and_stops_the_daemon(
 ):
     assert called(monkeypatch, capsys, "testbed --workers 2 -- false")[0] == 1
     assert lines(told) == ["start", "quit"]
+
+
+def test_a_share_with_incomplete_products_is_lowered(
+    told, tmp_path, monkeypatch, capsys
+):
+    """A fake Python stands in for the check, which needs a GPU."""
+    script = tmp_path / "show.sh"
+    script.write_text(f"echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE > {tmp_path}/seen")
+    for name, body in (("nvidia-smi", ""), ("checker", 'test "$3" = 16 && echo 13')):
+        program = told.parent / "bin" / name
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(told.parent / "bin" / "checker"))
+    line = f"testbed --workers {{}} -- sh {script}"
+    assert called(monkeypatch, capsys, line.format(6))[0] == 0
+    assert (tmp_path / "seen").read_text().split() == ["13"]
+    assert called(monkeypatch, capsys, line.format(8))[0] == 0  # its check fails
+    assert (tmp_path / "seen").read_text().split() == ["12"]
+
+
+def test_the_check_of_a_share_finds_a_block_that_is_not_written(monkeypatch):
+    sizes = {"rows": (8,), "columns": ((16, 24),)}
+    assert products_are_complete("cpu", **sizes)
+    multiply = torch.mm
+
+    def leave_a_block(a, b, out):
+        multiply(a[:-4], b, out=out[:-4])
+
+    monkeypatch.setattr(torch, "mm", leave_a_block)
+    assert not products_are_complete("cpu", **sizes)
 
 
 @pytest.mark.parametrize(

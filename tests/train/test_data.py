@@ -18,16 +18,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import penstock.train.data.corpus as corpus_module
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError
-from penstock.train.data import conversations
-from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, source_files
+from penstock.train.data import conversations, encoded_texts, text_files
+from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, wanted_by
 from penstock.train.data.order import shuffled
 from penstock.train.data.stream import TextStream
+from penstock.train.data.text_files import source_files
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
+
+
+def cut_into_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Let files be read and encoded in pieces of this many bytes."""
+    for module in (text_files, encoded_texts):
+        monkeypatch.setattr(module, "PIECE_BYTES", size)
 
 
 def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Corpus:
@@ -353,7 +359,7 @@ def test_text_that_was_copied_elsewhere_is_the_same_text(tmp_path):
 
 
 def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
+    cut_into_pieces(monkeypatch, 64)
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
     (tmp_path / "b.jsonl").write_text('{"text": "xyz"}\n' * 20)
     seen: list[tuple[int, int]] = []
@@ -378,7 +384,7 @@ def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeyp
 def test_compressed_text_and_lines_of_json_are_unpacked(
     ending, pack, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
+    cut_into_pieces(monkeypatch, 64)
     plain, lines = b"a few words " * 30, b'{"text": "xyz"}\n' * 3
     for name, content in (("a.txt", plain), ("b.jsonl", lines)):
         (tmp_path / f"{name}{ending}").write_bytes(pack(content))
@@ -549,7 +555,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     theirs.no_truncation()
     (tmp_path / "a.txt").write_text(ODD_TEXT, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": ODD_TEXT[::-1]}) + "\n")
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 1024)
+    cut_into_pieces(monkeypatch, 1024)
     seen: list[int] = []
     encode_all = FileTokenizer.encode_all
     monkeypatch.setattr(
@@ -576,7 +582,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
 def test_what_is_no_text_in_a_later_piece_is_said_by_its_place(tmp_path, monkeypatch):
     trained_tokenizer("byte level").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_bytes(b"some words " * 200 + b"\xff\xff")
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 1024)
+    cut_into_pieces(monkeypatch, 1024)
     data = DataConfig(
         sources=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "tokenizer.json")
     )
@@ -619,7 +625,7 @@ def test_a_cache_is_for_all_who_may_read_files(tmp_path):
 @pytest.mark.parametrize("kind", ["text", "conversations"])
 def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
     """Pieces are made small here, so that a few megabytes are many of them."""
-    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 1 << 15)
+    cut_into_pieces(monkeypatch, 1 << 15)
     monkeypatch.setattr(conversations, "BYTES_AT_ONCE", 1 << 15)
     monkeypatch.setattr(conversations, "POOL", 16)
     line = json.dumps({"prompt": "why? " * 40, "completion": "because " * 60}) + "\n"

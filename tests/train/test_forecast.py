@@ -15,7 +15,9 @@ from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cli.forecast import describe_placement, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
+from penstock.cost.gpus import analytic_profile
 from penstock.cost.network import Network
+from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Point, block, enlarge, send_as
 from penstock.errors import ShapeError
 from penstock.formats import write_profile
@@ -25,6 +27,7 @@ from penstock.ir.schedule import schedule_of
 from penstock.measure.overhead import empty_schedule, overhead_per_action
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
+from penstock.plan.candidates import Judge
 from penstock.runtime import spawn
 from penstock.sim import simulate_shared
 from penstock.train.after.report import StepKind, Summary, render_report
@@ -102,6 +105,28 @@ def test_who_waits_for_a_processor_is_idle_and_a_turn_says_for_how_long():
         "1F1": (1.5, 2.5),
         "1B1": (2.5, 6),
     }
+
+
+def test_a_processor_loses_time_when_it_goes_to_another_rank():
+    schedule = make("gpipe", ranks=2, microbatches=2)
+    spans = simulate_shared(schedule, UnitCost(), 1, 9, handover=0.5).spans()
+    found = {str(action): (start, end) for _, action, start, end in spans}
+    assert found["0F1"] == (1, 2)  # the same rank goes on
+    assert found["1F0"] == (2.5, 3.5)
+    assert found["1B1"] == (6.5, 8.5)
+    assert found["0B0"] == (9, 11)
+
+
+def test_ranks_that_take_turns_on_a_gpu_are_slower_than_one_rank():
+    sizes = ModelConfig(
+        layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=256
+    )
+    profile = analytic_profile(sizes, 1024, rows=16, gpu="h200", ranks=2)
+    judge = Judge(PlacedCost(profile, 1024), processors=1, handover=profile.handover)
+    one, two = (make("1f1b", ranks=ranks, microbatches=4) for ranks in (1, 2))
+    alone = judge.step(one, judge.timeline(one).makespan)
+    assert judge.step(two, judge.timeline(two).makespan) > 1.03 * alone
+    assert replace(profile, device=(("device", "cpu"),)).handover == 0
 
 
 @pytest.mark.parametrize("turn", [0.1, 9.0])

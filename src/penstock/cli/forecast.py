@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from penstock.train.forecast import Forecast
     from penstock.train.placement import Placement
 
-MIN_LAUNCH_OVERHEAD = (
-    1.1  # time with launches / time of the kernels; less is not worth a hint
-)
+# The time with launches over the time of the kernels; less than this is not worth a hint.
+MIN_LAUNCH_OVERHEAD = 1.1
 
 
 def count_of(number: int, one: str, several: str) -> str:

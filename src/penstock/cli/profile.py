@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Optional
 
 import typer
 
-from penstock.cli.options import ConfigChanges, JsonFlag
+from penstock.cli.options import PRESET_NAMES, ConfigChanges, JsonFlag
 from penstock.cli.tables import print_json, print_table, progress, tell, write
 from penstock.errors import ShapeError
 
@@ -42,7 +42,7 @@ def profile_command(
     preset: Annotated[
         Optional[str],
         typer.Option(
-            help="tiny (the default), llama-150m, llama-1b, gpt2 or bert-base; the sizes below change it.",
+            help=f"{PRESET_NAMES}; the sizes below change it. [dim]\\[default: tiny][/]",
             rich_help_panel="Model",
         ),
     ] = None,

@@ -21,7 +21,7 @@ from penstock.cli.forecast import (
     tell_if_too_large,
 )
 from penstock.cli.landscape import show_progress
-from penstock.cli.options import ConfigChanges
+from penstock.cli.options import PRESET_NAMES, ConfigChanges
 from penstock.cli.tables import (
     counting,
     print_plain,
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 Preset = Annotated[
     str,
     typer.Option(
-        help="tiny, llama-150m, llama-1b, gpt2 or bert-base.",
+        help=f"{PRESET_NAMES}.",
         autocompletion=complete_preset,
     ),
 ]
 OptionalPreset = Annotated[
     Optional[str],
     typer.Option(
-        help="Without a config: tiny, llama-150m, llama-1b, gpt2 or bert-base. [dim]\\[default: tiny][/]",
+        help=f"Without a config: {PRESET_NAMES}. [dim]\\[default: tiny][/]",
         autocompletion=complete_preset,
     ),
 ]

@@ -54,22 +54,6 @@ PRESETS: dict[str, Config] = {
         OptimizerConfig(rate=3e-4, warmup=1000),
         _long_run(100_000, every=1000),
     ),
-    "bert-base": Config(
-        ModelConfig(
-            family="bert",
-            layers=12,
-            width=768,
-            heads=12,
-            kv_heads=12,
-            inner=3072,
-            positions=512,
-            tied=True,
-        ),
-        DataConfig(tokens=512, batch=256),
-        _on_devices(4),
-        OptimizerConfig(rate=1e-4, warmup=1000),
-        _long_run(100_000, every=1000),
-    ),
     "gpt2": Config(
         ModelConfig(
             family="gpt",
@@ -85,5 +69,21 @@ PRESETS: dict[str, Config] = {
         _on_devices(4),
         OptimizerConfig(rate=6e-4, warmup=200),
         _long_run(10_000, every=500),
+    ),
+    "bert-base": Config(
+        ModelConfig(
+            family="bert",
+            layers=12,
+            width=768,
+            heads=12,
+            kv_heads=12,
+            inner=3072,
+            positions=512,
+            tied=True,
+        ),
+        DataConfig(tokens=512, batch=256),
+        _on_devices(4),
+        OptimizerConfig(rate=1e-4, warmup=1000),
+        _long_run(100_000, every=1000),
     ),
 }

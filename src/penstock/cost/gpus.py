@@ -59,9 +59,8 @@ LOSS_BYTES = (29.0, 29.0)  # for each logit
 EMBED_BYTES = (8.0, 118.0)  # for each feature
 # Bytes that are moved for each parameter.
 CAST_BYTES = 6.8  # F and I read float32 and write the smaller type
-WEIGHT_GRADIENT_BYTES = (
-    26.0  # W: the gradient, its cast to float32, its sum with the gradient so far
-)
+# W: the gradient, its cast to float32, and its sum with the gradient so far.
+WEIGHT_GRADIENT_BYTES = 26.0
 WHOLE_WEIGHT_GRADIENT_BYTES = 20.0  # the same within B
 EMBED_GRADIENT_BYTES = 15.8
 FLOAT32_GRADIENT_BYTES = 16.0
@@ -83,9 +82,8 @@ class Gpu:
     between: Link  # to a device of another machine
     per_machine: int = 8
     kernel_seconds: float = 1.7e-6  # of a recorded kernel, at least
-    launch_seconds: float = (
-        8e-6  # that a host takes to launch a kernel without recording
-    )
+    # The time that a host takes to launch a kernel without recording.
+    launch_seconds: float = 8e-6
 
 
 def _peaks(float32: float, half: float, bfloat16: bool = True) -> Mapping[str, float]:

@@ -9,11 +9,11 @@ An unknown key or section is an error that names the nearest known one.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from penstock.config import (
     PRESETS,
@@ -287,30 +287,38 @@ def _convert_groups(
 ) -> tuple[ParameterGroup, ...]:
     """A list of tables, each a group of parameters."""
     name = ".".join(steps)
+    known = [item.name for item in fields(ParameterGroup)]
+    tables = _tables(steps, value, known, '{match = "*.bias", frozen = true}', refuse)
+    return tuple(_convert_group(name, place, table, refuse) for place, table in tables)
+
+
+def _tables(
+    steps: tuple[str, str],
+    value: object,
+    known: list[str],
+    example: str,
+    refuse: Refuse,
+) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
+    """Yield the tables of a list, each with its place; a single table is a list of one. They have only known keys."""
+    name = ".".join(steps)
     if value == "":  # --set optimizer.groups= means an empty list
         value = []
-    if isinstance(value, Mapping):
-        value = [value]
-    tables = value if isinstance(value, list) else [value]
-    return tuple(
-        _convert_group(name, (*steps, number), table, refuse)
-        for number, table in enumerate(tables)
-    )
+    for number, table in enumerate(value if isinstance(value, list) else [value]):
+        place = (*steps, number)
+        if not isinstance(table, Mapping):
+            refuse(place, f"{name} must be a list of tables, such as [{example}]", "")
+        for key in table:
+            if key not in known:
+                what = f"{name} has no key {key!r}"
+                refuse((*place, key), what, suggest_name(key, known))
+        yield place, table
 
 
 def _convert_group(
-    name: str, steps: Steps, table: object, refuse: Refuse
+    name: str, steps: Steps, table: Mapping[str, Any], refuse: Refuse
 ) -> ParameterGroup:
-    if not isinstance(table, Mapping):
-        what = f'{name} must be a list of tables, such as [{{match = "*.bias", frozen = true}}]'
-        refuse(steps, what, "")
-    known = [item.name for item in fields(ParameterGroup)]
     values: dict[str, str | float | bool] = {}
     for key, item in table.items():
-        if key not in known:
-            refuse(
-                (*steps, key), f"{name} has no key {key!r}", suggest_name(key, known)
-            )
         is_text = key == "match" and isinstance(item, str)
         is_switch = key == "frozen" and isinstance(item, bool)
         if is_text or is_switch:
@@ -330,20 +338,10 @@ def _convert_mixture(
 ) -> tuple[MixtureSource, ...]:
     """A list of tables, each with sources and their weight."""
     name = ".".join(steps)
-    if value == "":  # --set data.mixture= means an empty list
-        value = []
-    tables = value if isinstance(value, list) else [value]
     known = [item.name for item in fields(MixtureSource)]
+    example = '{sources = ["web"], weight = 3}'
     found = []
-    for number, table in enumerate(tables):
-        place = (*steps, number)
-        if not isinstance(table, Mapping):
-            what = f'{name} must be a list of tables, such as [{{sources = ["web"], weight = 3}}]'
-            refuse(place, what, "")
-        for key in table:
-            if key not in known:
-                what = f"{name} has no key {key!r}"
-                refuse((*place, key), what, suggest_name(key, known))
+    for place, table in _tables(steps, value, known, example, refuse):
         sources = table.get("sources", [])
         sources = [sources] if isinstance(sources, str) else sources
         if not isinstance(sources, list) or not all(

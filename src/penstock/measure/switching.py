@@ -1,7 +1,9 @@
 """Measures how much longer a forward takes right after a backward than after another forward.
 
-    in a row    F0 F1 F2 F3 F4 B0 B1 B2 B3 B4     the code and the weights that the next action needs are in the caches
-    by turns    F0 F1 B0 F2 B1 F3 B2 F4 B3 B4     each action finds what the other kind has left there
+    in a row    F0 F1 F2 F3 F4 B0 B1 B2 B3 B4     each action follows one of its own kind
+    by turns    F0 F1 B0 F2 B1 F3 B2 F4 B3 B4     most actions follow one of the other kind
+
+The likely reason is that an action finds in the caches what the one before it has left there.
 
 Other measurements run actions of one kind in a row. So the difference is what a schedule pays besides if its ranks
 often change between forwards and backwards, as in 1F1B. With small actions it decides between 1F1B and GPipe.

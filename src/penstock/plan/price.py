@@ -29,9 +29,8 @@ class Price:
     cost: Cost
     profile: Profile | None = None
     tokens: int = 0  # tokens of a sequence; only with a profile
-    profiles: RowProfiles | None = (
-        None  # for other numbers of rows; only with a profile
-    )
+    # For other numbers of rows; only with a profile.
+    profiles: RowProfiles | None = None
     gather: float = 0.0  # seconds in which a step gathers sharded weights
     shard: int = 1  # processes of a rank that train on different sequences
 

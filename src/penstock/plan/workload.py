@@ -57,9 +57,8 @@ class Workload:
     granularity: int = MIN_GRANULARITY  # tokens that cuts are multiples of
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     exact: bool = False  # all devices must be used, because they already run
-    uneven: bool = (
-        False  # some links are faster than others, so it matters who is near whom
-    )
+    # Some links are faster than others, so it matters who is near whom.
+    uneven: bool = False
     fixed: Fixed = field(default_factory=Fixed)
     config: Config | None = None  # of the run; None if it was made from options
 
@@ -79,9 +78,8 @@ class Cell:
     microbatches: int
     rows: int  # sequences of a micro-batch
     recomputed: float  # share of the parts that keep only their input
-    side_by_side: bool = (
-        False  # copies of a rank are neighbours, instead of ranks of a copy
-    )
+    # Copies of a rank are neighbours, instead of ranks of a copy.
+    side_by_side: bool = False
 
     @property
     def processes(self) -> int:

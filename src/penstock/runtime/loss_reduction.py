@@ -131,7 +131,7 @@ def _refuse(
         raise ShapeError(
             f"the loss is a mean over labels, not their sum: {both:.4g} of some labels, {first:.4g} and {second:.4g} "
             "of their halves\n  it would be divided by the labels of the step once more; take reduction='sum' in the "
-            "loss itself (as penstock.models.token_loss does), or say Executor(reduction='mean')"
+            "loss itself (as penstock.models.token_loss does), or say reduction='mean' to the Pipeline or Executor"
         )
     if said is Reduction.MEAN and not is_mean:
         raise ShapeError(

@@ -6,7 +6,8 @@ A rank that is ready waits for a processor, and then keeps it for at least one t
                  rank 1 |    F0----  F1--     another one waits for a message, or its turn is over
                  rank 2 |        ··F0--
 
-Waiting for a processor counts as idle time, as in a measured step. A pause after an action is
+A processor that goes from one rank to another may lose a moment (`handover`). Waiting for a
+processor counts as idle time, as in a measured step. A pause after an action is
 idle time, too, but it occupies the processor: it stands for the work of a process between two
 actions. Messages need no processor.
 """
@@ -29,11 +30,16 @@ MIN_TURN_SECONDS = 4e-3  # seconds that a process keeps a core while others wait
 
 
 def simulate_shared(
-    schedule: Schedule, cost: Cost, processors: int, turn: float = MIN_TURN_SECONDS
+    schedule: Schedule,
+    cost: Cost,
+    processors: int,
+    turn: float = MIN_TURN_SECONDS,
+    handover: float = 0.0,
 ) -> Timeline:
     """The timeline of a schedule whose ranks share processors.
 
-    With a processor for each rank, this is `simulate`.
+    A processor needs `handover` seconds to go from one rank to another. With a processor for
+    each rank, this is `simulate`.
 
     >>> from penstock import UnitCost, make
     >>> [simulate_shared(make("gpipe", ranks=2, microbatches=2), UnitCost(), n, turn=1).makespan for n in (2, 1)]
@@ -41,7 +47,7 @@ def simulate_shared(
     """
     if processors >= schedule.ranks:
         return simulate(schedule, cost)
-    machine = _Machine(schedule, cost, processors, turn)
+    machine = _Machine(schedule, cost, processors, turn, handover)
     while machine.waiting or machine.queue or machine.running:
         machine.admit()
         machine.advance()
@@ -64,13 +70,19 @@ class _Machine:
     """
 
     def __init__(
-        self, schedule: Schedule, cost: Cost, processors: int, turn: float
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        processors: int,
+        turn: float,
+        handover: float,
     ) -> None:
         table = schedule.table
         self.costs = costs = columns(schedule, cost)
         self.serial = cost.serial
         self.processors = processors
         self.turn = turn
+        self.handover = handover
         self.now = 0.0
         count = len(table)
         self.rank: list[int] = table.rank.tolist()
@@ -96,6 +108,7 @@ class _Machine:
         self.queue: deque[int] = deque()  # ranks that wait for a processor
         self.running: dict[int, float] = {}  # rank: the end of its turn
         self.resting: dict[int, float] = {}  # running rank: seconds left of its pause
+        self.seats = [-1] * processors  # the rank that ran last on each processor
 
     def ready(self, rank: int) -> float:
         """When the next action of a rank has all that it needs; infinite if unknown yet."""
@@ -136,9 +149,25 @@ class _Machine:
                 running[rank] = now + self.turn
         while queue and len(running) < self.processors:
             rank = queue.popleft()
-            running[rank] = now + self.turn
-            if rank not in self.resting and math.isnan(self.start[self.due[rank]]):
-                self.start[self.due[rank]] = now
+            lost = self.seat(rank)
+            running[rank] = now + lost + self.turn
+            if rank in self.resting:
+                self.resting[rank] += lost
+                continue
+            number = self.due[rank]
+            self.left[number] += lost
+            if math.isnan(self.start[number]):
+                self.start[number] = now + lost
+
+    def seat(self, rank: int) -> float:
+        """Put a rank on a free processor, its last one if it can; return the seconds of the handover."""
+        if rank in self.seats:
+            return 0.0
+        free = [n for n, last in enumerate(self.seats) if last not in self.running]
+        seat = min(free, key=self.seats.__getitem__)  # one that nobody has used, if any
+        unused = self.seats[seat] < 0
+        self.seats[seat] = rank
+        return 0.0 if unused else self.handover
 
     def advance(self) -> None:
         """Advance to the next moment at which anything changes."""

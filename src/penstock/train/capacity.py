@@ -85,9 +85,8 @@ class Need:
     rank: int
     weights: float  # with gradients and optimizer state
     activations: float
-    moments: float = (
-        0.0  # messages, recordings, and what exists only while an action runs
-    )
+    # Messages, recordings, and what exists only while an action runs.
+    moments: float = 0.0
 
     @property
     def total(self) -> float:

@@ -182,48 +182,43 @@ def config_json(sizes: OwnSizes) -> dict[str, object]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    keys, own = _their_words(sizes)
+    named = {theirs: getattr(sizes, ours) for ours, theirs in keys.items()}
+    return plain | named | own
+
+
+def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
+    """Transformers' names of our sizes, and what else its config.json says of such a model."""
     if isinstance(sizes, BertConfig):
-        return (
-            plain
-            | {theirs: getattr(sizes, ours) for ours, theirs in BERT_KEYS.items()}
-            | {
-                "architectures": ["BertForMaskedLM"],
-                "model_type": "bert",
-                "hidden_act": "gelu",
-                "pad_token_id": sizes.padding,
-                "attention_probs_dropout_prob": 0.0,
-                "hidden_dropout_prob": 0.0,
-            }
-        )
-    if isinstance(sizes, GPTConfig):
-        return (
-            plain
-            | {theirs: getattr(sizes, ours) for ours, theirs in GPT2_KEYS.items()}
-            | {
-                "architectures": ["GPT2LMHeadModel"],
-                "model_type": "gpt2",
-                "n_inner": sizes.inner,
-                "n_ctx": sizes.positions,
-                "activation_function": "gelu_new",
-                "attn_pdrop": 0.0,
-                "embd_pdrop": 0.0,
-                "resid_pdrop": 0.0,
-            }
-        )
-    return (
-        plain
-        | {theirs: getattr(sizes, ours) for ours, theirs in LLAMA_KEYS.items()}
-        | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "num_key_value_heads": sizes.kv_heads,
-            "rope_theta": sizes.theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": sizes.theta},
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "mlp_bias": False,
+        return BERT_KEYS, {
+            "architectures": ["BertForMaskedLM"],
+            "model_type": "bert",
+            "hidden_act": "gelu",
+            "pad_token_id": sizes.padding,
+            "attention_probs_dropout_prob": 0.0,
+            "hidden_dropout_prob": 0.0,
         }
-    )
+    if isinstance(sizes, GPTConfig):
+        return GPT2_KEYS, {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_inner": sizes.inner,
+            "n_ctx": sizes.positions,
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+    return LLAMA_KEYS, {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": sizes.kv_heads,
+        "rope_theta": sizes.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": sizes.theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
 
 
 # ---------------------------------------------------------------- tokenizer

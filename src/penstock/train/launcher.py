@@ -74,9 +74,8 @@ __all__ = [
 
 SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
 CHECK_SECONDS = 0.1  # Time between two looks at the workers.
-SIGNAL_REPEAT_SECONDS = (
-    10.0  # Time that clean-up gets before an ending signal comes again.
-)
+# The time that clean-up gets before an ending signal comes again.
+SIGNAL_REPEAT_SECONDS = 10.0
 ERROR_TYPES: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (ConfigError, FileError, ProofError, ShapeError)
 }

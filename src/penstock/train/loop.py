@@ -51,6 +51,7 @@ from penstock.train.step_executors import StepExecutors
 from penstock.train.step_figures import (
     CHANGE_COUNT,
     COUNTS,
+    OWN_NUMBERS,
     SAVED_COUNT,
     WORK_NUMBER,
     StepFigures,
@@ -66,6 +67,8 @@ _log = logging.getLogger(__name__)
 
 class Trainer:
     """One process of a run: a rank of the schedule, or a share of one."""
+
+    peak_bytes = 0  # memory of this process at its fullest moment, after a step
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class Trainer:
         self.weights: RankWeights = RankWeights(
             job, comm, self.device, self.setup.holding, self.before
         )
-        self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
+        self.gradients = Gradients(self.holding, comm, self.device, COUNTS, OWN_NUMBERS)
         self.early_stop = EarlyStop(job, comm, self.weights)
         self.work_seconds = 0.0  # that this rank computed in the last step
         # Called with the seconds that each rank has worked, after every step.
@@ -247,8 +250,7 @@ class Trainer:
             loss_share, bubble = self.forward_and_back(
                 is_timed(self.step + 1, settings, self.paths)
             )
-            memory_peak = peak_memory(self.device, self.executor)
-            own = (float(memory_peak), self.work_seconds)
+            own = (float(self.peak_bytes), self.work_seconds)
             loss, norm, numbers, counts = self.gradients.measure(
                 loss_share, own, self.counts(stop)
             )
@@ -279,6 +281,9 @@ class Trainer:
                 results.append(executor.step(batch, timed))
             self.work_seconds += executor.work_seconds
         drop_unvisited_gradients(self.holding, executor.program.schedule)
+        # Reading the loss makes the host wait for the GPU, so what can be done before comes first.
+        self.gradients.begin()
+        self.peak_bytes = peak_memory(self.device, executor)
         self.mirrors.start()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         self.mirrors.collect()

@@ -414,21 +414,38 @@ class Gradients:
     """The gradients of a process, measured together with those of all others.
 
     One sum per step carries everything that the processes tell each other: the squares,
-    some numbers of each (its memory, the seconds that it has worked), `counts` small numbers
+    `own_numbers` of each (its memory, the seconds that it has worked), `counts` small numbers
     that everybody adds to (how many were asked to stop, how many have saved), and the loss.
     """
 
     def __init__(
-        self, holding: Holding, comm: Comm, device: torch.device, counts: int
+        self,
+        holding: Holding,
+        comm: Comm,
+        device: torch.device,
+        counts: int,
+        own_numbers: int = 0,
     ) -> None:
         self.holding = holding
         self.comm = comm
         self.device = device
         self.counts = counts
+        self.own_numbers = own_numbers
         self.owned = [name for name in holding.parameters if name in holding.owned]
         numbers = {name: number for number, name in enumerate(holding.names)}
         places = [numbers[name] for name in self.owned]
         self.places = torch.tensor(places, dtype=torch.long, device=device)
+        # The square of each gradient, then places for all the rest; None before `begin`.
+        self.column: Tensor | None = None
+
+    def begin(self) -> None:
+        """Start to square the gradients. On a GPU the host goes on meanwhile, and can wait for the loss."""
+        names = len(self.holding.names)
+        rest = self.comm.ranks * self.own_numbers + self.counts + 1
+        self.column = torch.zeros(names + rest, dtype=torch.float64, device=self.device)
+        squares = self._squares()
+        if squares is not None:
+            self.column[self.places] = squares
 
     def measure(
         self, loss: float, own: Sequence[float], counts: list[int]
@@ -439,19 +456,20 @@ class Gradients:
         whole loss, the norm of all gradients, the numbers of every process, and the sums of
         the counts.
         """
+        if self.column is None:
+            self.begin()
+        column = self.column
+        assert column is not None
+        self.column = None
         names = len(self.holding.names)
         ranks = self.comm.ranks
-        width = len(own)
-        length = names + ranks * width + self.counts + 1
-        column = torch.zeros(length, dtype=torch.float64, device=self.device)
-        squares = self._squares()
-        if squares is not None:
-            column[self.places] = squares
-        place = names + self.comm.rank * width
-        column[place : place + width] = torch.tensor(own, dtype=torch.float64)
-        rest = torch.tensor([*counts, loss], dtype=torch.float64)
-        column[names + ranks * width :] = rest
-        self.comm.add(column, tuple(range(ranks))).wait()
+        width = self.own_numbers
+        others = [0.0] * (ranks * width)
+        others[self.comm.rank * width : (self.comm.rank + 1) * width] = own
+        rest = torch.tensor([*others, *counts, loss], dtype=torch.float64)
+        column[names:] = rest
+        if ranks > 1:
+            self.comm.add(column, tuple(range(ranks))).wait()
         sums = column.cpu()
         norm = math.sqrt(float(sums[:names].sum()))
         owns = sums[names : names + ranks * width].view(ranks, width).tolist()

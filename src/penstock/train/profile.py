@@ -100,9 +100,8 @@ class ProfileRequest:
     depth: int = DEPTH  # layers measured in a row
     graphs: bool = False  # record actions, as run.graphs does
     compiled: bool = False  # compile layers, head and loss, as run.compile does
-    loss_chunk: int = (
-        0  # tokens whose logits are in memory at a time; 0 for all of them
-    )
+    # Tokens whose logits are in memory at a time; 0 for all of them.
+    loss_chunk: int = 0
     # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
     where: tuple[SlicePoint, ...] = ()
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds

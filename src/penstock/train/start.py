@@ -31,8 +31,9 @@ from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.conversations import keep_template
-from penstock.train.data.corpus import Corpus, source_files
+from penstock.train.data.corpus import Corpus
 from penstock.train.data.prompt import PROMPT, find_prompt
+from penstock.train.data.text_files import source_files
 from penstock.train.data.tokenizer import (
     keep_end_word,
     keep_tokenizer,

@@ -24,6 +24,7 @@ COUNTS = 5
 # seconds that it has worked.
 MEMORY_NUMBER = 0
 WORK_NUMBER = 1
+OWN_NUMBERS = 2
 
 
 @dataclass(frozen=True, slots=True)

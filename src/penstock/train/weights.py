@@ -71,16 +71,13 @@ class Holding:
     stages: Mapping[int, Part]
     parameters: Mapping[str, nn.Parameter]
     tied: Mapping[str, Tied]
-    owned: frozenset[
-        str
-    ]  # parameters that this process, and no replica, counts and saves
-    names: tuple[
-        str, ...
-    ]  # all parameters of the model, in the same order on all ranks
+    # Parameters that this process, and no replica, counts and saves.
+    owned: frozenset[str]
+    # All parameters of the model, in the same order on all ranks.
+    names: tuple[str, ...]
     sizes: Sizes
-    trained: Mapping[
-        str, nn.Parameter
-    ]  # parameters of parts that some path visits, without frozen ones
+    # Parameters of parts that some path visits, without frozen ones.
+    trained: Mapping[str, nn.Parameter]
 
     @property
     def width(self) -> int:
@@ -131,36 +128,14 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
             f"model.vocab = {words} is less than the tokenizer's {vocab} words; "
             "0 takes as many"
         )
+    shape = (words, model.width, model.layers, model.heads)
+    positions = model.positions or tokens
     if model.family == "gpt":
-        return GPTConfig(
-            words,
-            model.width,
-            model.layers,
-            model.heads,
-            model.inner,
-            model.positions or tokens,
-            tied=model.tied,
-        )
+        return GPTConfig(*shape, model.inner, positions, tied=model.tied)
     if model.family == "bert":
-        return BertConfig(
-            words,
-            model.width,
-            model.layers,
-            model.heads,
-            model.inner,
-            model.positions or tokens,
-            tied=model.tied,
-            padding=None,
-        )
+        return BertConfig(*shape, model.inner, positions, tied=model.tied, padding=None)
     return LlamaConfig(
-        words,
-        model.width,
-        model.layers,
-        model.heads,
-        model.kv_heads,
-        model.inner,
-        theta=model.theta,
-        tied=model.tied,
+        *shape, model.kv_heads, model.inner, theta=model.theta, tied=model.tied
     )
 
 

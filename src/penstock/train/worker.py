@@ -43,9 +43,10 @@ from penstock.runtime.torch_internals import (
 )
 from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import Corpus, ProgressBytes, open_validation
+from penstock.train.data.corpus import Corpus, open_validation
 from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.mixture import open_text
+from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import PLAN_FILE, ROOM, WatchRow
 from penstock.train.hub import read_sizes, settle_model

@@ -179,9 +179,8 @@ def _anneal(  # noqa: PLR0915
             size = sizes[part]
             if gradients[part] <= 0.0 or size < 2:
                 continue
-            slowest = (
-                0.0  # nearly the slowest link between replicas, but all links count
-            )
+            # Nearly the slowest link between replicas, but all links count.
+            slowest = 0.0
             for i in range(size):
                 for j in range(size):
                     if i != j:

@@ -44,9 +44,8 @@ class Rules:
     distance: int = 2  # parts that all steps back may go together
     swaps: int = 2  # number of steps back
     ahead: int = 4  # parts that a step may go beyond the frontier
-    uneven: int = (
-        1  # by how many visits parts may differ if the visits do not divide evenly
-    )
+    # By how many visits parts may differ if the visits do not divide evenly.
+    uneven: int = 1
     full: int = 10  # every how many steps the whole model runs; 0: never
     wait: float = (
         math.inf

@@ -18,9 +18,8 @@ from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
-WAIT_FINE = (
-    10.0  # seconds that a plan counts as longer for each second of forbidden waiting
-)
+# A plan counts as this many seconds longer for each second of forbidden waiting.
+WAIT_FINE = 10.0
 NodePath = tuple[int, ...]
 Delays = tuple[float, ...]
 Turns = tuple[int, ...]

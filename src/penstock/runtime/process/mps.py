@@ -10,14 +10,19 @@ alone.
 The workers talk through the memory of the GPU (`penstock_ipc`) or, if the testbed says so, over
 NCCL. NCCL refuses two ranks of one host on one GPU, so each worker pretends to be a host of its
 own (`NCCL_HOSTID`). Their messages then take sockets, as between machines.
+
+On some shares of a GPU, matrix products are silently incomplete. A share is therefore checked
+first, and lowered until they are complete (`penstock.runtime.process.gpu_share`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +32,7 @@ from types import FrameType
 from penstock.errors import RunError, ShapeError, UnknownNameError
 from penstock.runtime.backends import IPC, NCCL
 
+_log = logging.getLogger(__name__)
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MAX_MPS_WORKERS = 48
 # Hardware queues per process; eight processes with 16 each fail with "device busy".
@@ -35,6 +41,8 @@ SECONDS_TO_END = 10.0  # how long the command may take to end once it is asked t
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 BACKEND_VARIABLE = "PENSTOCK_TESTBED_BACKEND"
 BACKENDS = (IPC, NCCL)
+GPU_LISTER = "nvidia-smi"  # comes with the driver; without it there is no GPU to check
+SHARE_CHECK = "penstock.runtime.process.gpu_share"
 NCCL_VARIABLES = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -55,7 +63,10 @@ def run_in_testbed(workers: int, command: Sequence[str], backend: str = IPC) -> 
     if shutil.which(command[0]) is None:
         raise RunError(f"the command {command[0]} does not exist")
     with mps_daemon() as folder:
-        return _run(command, {**os.environ, **environment(workers, folder, backend)})
+        variables = {**os.environ, **environment(workers, folder, backend)}
+        if workers > 1 and shutil.which(GPU_LISTER) is not None:
+            variables[SHARE_VARIABLE] = _good_share(variables)
+        return _run(command, variables)
 
 
 def environment(workers: int, folder: Path, backend: str = IPC) -> dict[str, str]:
@@ -97,6 +108,29 @@ def workers_of_a_gpu() -> int:
     if not share.isdigit() or not 0 < int(share) <= 100:
         return 1
     return 100 // int(share)
+
+
+def _good_share(variables: dict[str, str]) -> str:
+    """The share of each worker, lowered to one on which matrix products are complete."""
+    highest = variables[SHARE_VARIABLE]
+    line = [sys.executable, "-m", SHARE_CHECK, highest]
+    check = subprocess.run(
+        line, env=variables, capture_output=True, text=True, check=False
+    )
+    share = check.stdout.strip()
+    if check.returncode or not share.isdigit():
+        last_line = (check.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        _log.warning(
+            "the products on %s%% of the GPU were not checked: %s", highest, last_line
+        )
+        return highest
+    if share != highest:
+        _log.warning(
+            "each worker gets %s%% of the GPU, because cuBLAS leaves some products incomplete on %s%%",
+            share,
+            highest,
+        )
+    return share
 
 
 @contextmanager

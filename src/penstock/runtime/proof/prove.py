@@ -45,9 +45,8 @@ from penstock.runtime.proof.traceless import (
 from penstock.runtime.proof.ways import Bench, Sample
 
 _log = logging.getLogger(__name__)
-MAX_PROOF_ROWS = (
-    2  # of a micro-batch: two are enough to show that rows leak into each other
-)
+# Two rows of a micro-batch are enough to show that rows leak into each other.
+MAX_PROOF_ROWS = 2
 
 WAYS_OUT = {
     Option.SLICES: "do not cut this model into token slices: use `--set schedule.slices=0` and a schedule other than "

@@ -23,12 +23,9 @@ from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
 from penstock.runtime.wire.store import Dial
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
-from penstock.train.data.corpus import (
-    cached_tokens,
-    file_of_marks,
-    validation_data,
-)
+from penstock.train.data.corpus import validation_data
 from penstock.train.data.document_end import side_files
+from penstock.train.data.token_cache import cached_tokens, file_of_marks
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
 from penstock.train.worker import CONFIG_FILE, cache_of

@@ -154,9 +154,8 @@ class Keeper:
         self.windows = 0  # whose times were heard in this generation
         self.changed_paces: list[str] = []  # during this generation
         self.events = EventLog(folder, resume)
-        self.pending: Event | None = (
-            None  # an event whose generation does not train yet
-        )
+        # An event whose generation does not train yet.
+        self.pending: Event | None = None
 
     # ------------------------------------------------------------ the life of a run
     def run(self) -> Verdict:

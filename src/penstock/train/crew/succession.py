@@ -27,9 +27,8 @@ from penstock.sim.simulate import simulate
 from penstock.train.crew.handover import PartTransfer
 from penstock.train.crew.notes import Decision, Report
 
-LEAST_SAVED_SHARE = (
-    0.05  # share of a step that must be saved to replan around a slow worker
-)
+# The share of a step that must be saved to replan around a slow worker.
+LEAST_SAVED_SHARE = 0.05
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 
 

@@ -27,14 +27,9 @@ import numpy as np
 from penstock.config import DataConfig
 from penstock.errors import FileError
 from penstock.train.data.conversations import Record
-from penstock.train.data.corpus import (
-    ENCODED,
-    Piece,
-    cut_up,
-    encode_pieces,
-    file_of_marks,
-    fill_cache,
-)
+from penstock.train.data.encoded_texts import encode_pieces
+from penstock.train.data.text_files import ENCODED, Piece, cut_up
+from penstock.train.data.token_cache import file_of_marks, fill_cache
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, tokenizer_of
 
 DATASET = "the dataset"  # its name in errors

@@ -50,9 +50,8 @@ class Deal:
     rows: int
     microbatches: int  # of the schedule, over all copies
     passes: int = 1
-    wanted: frozenset[int] | None = (
-        None  # micro-batches whose tokens this rank reads; None: all
-    )
+    # The micro-batches whose tokens this rank reads; None means all.
+    wanted: frozenset[int] | None = None
     shards: int = 1  # pipelines that run at the same time, each with its own sequences
     shard: int = 0  # the number of this pipeline among the shards
 
@@ -181,15 +180,17 @@ class Loader:
     def _batch(self, numbers: list[Ticket], valid: int) -> Batch:
         """One pass. Micro-batches that this rank does not read have only a shape."""
         rows = self.deal.rows
-        wanted = self.deal.wanted
+        microbatches = range(self.deal.microbatches)
+        wanted = microbatches if self.deal.wanted is None else self.deal.wanted
         zero = torch.zeros((), dtype=torch.long, device=self.device)
-        blank = zero.expand(rows, self.corpus.length)
-        dealt = []
-        for number in range(self.deal.microbatches):
-            if wanted is None or number in wanted:
-                dealt.append(self._rows(numbers[number * rows : (number + 1) * rows]))
-            else:
-                dealt.append((blank, blank, blank))
+        blank = (zero.expand(rows, self.corpus.length),) * 3
+        read: list[Ticket] = []
+        for number in sorted(wanted):
+            read += numbers[number * rows : (number + 1) * rows]
+        columns = self._rows(read) if read else ()
+        split = (torch.split(column, rows) for column in columns)
+        found = iter(zip(*split, strict=True))
+        dealt = [next(found) if number in wanted else blank for number in microbatches]
         inputs, labels, starts = zip(*dealt, strict=True)
         if not self.corpus.apart:
             even = self.corpus.marks is None and self.corpus.masking is None
@@ -305,9 +306,9 @@ class Loader:
             learned = (self._marks(numbers)[:, 1:] & int(LEARNED)) > 0
             labels[:, :-1].masked_fill_(~learned, IGNORED_LABEL)
         labels[[number == FILLER for number in numbers]] = IGNORED_LABEL
-        if starts is None:
-            starts = tokens
-        return self._used(tokens), self._used(labels), self._used(starts)
+        columns = [tokens, labels] if starts is None else [tokens, labels, starts]
+        used = self._used(torch.stack(columns))
+        return used[0], used[1], used[0] if starts is None else used[2]
 
     def _chosen(self, ticket: Ticket) -> NDArray[np.bool_]:
         """Which words of a sequence a model has to guess."""
@@ -350,8 +351,14 @@ class Loader:
         ]
 
     def _used(self, rows: Tensor) -> Tensor:
-        """Rows without their last column, on the loader's device."""
-        return rows[:, :-1].contiguous().to(self.device)
+        """Rows without their last column, on the loader's device.
+
+        The host does not wait for a GPU, which may still update the weights.
+        """
+        used = rows[..., :-1].contiguous()
+        if self.device.type == "cuda":
+            used = used.pin_memory()
+        return used.to(self.device, non_blocking=True)
 
     # ------------------------------------------------------------ stopping and going on
     def state(self) -> LoaderState:

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from penstock.config import DataConfig, MixtureSource
 from penstock.errors import FileError
 from penstock.train.data.conversations import Marks
-from penstock.train.data.corpus import Corpus, ProgressBytes, Ticket, open_corpus
+from penstock.train.data.corpus import Corpus, Ticket, open_corpus
+from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import TokenArray
 
 BLOCK = 4096  # sequences

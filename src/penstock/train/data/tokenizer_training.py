@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.train.data.corpus import source_files, text_pieces
 from penstock.train.data.document_end import TOKENIZER_CONFIG
+from penstock.train.data.text_files import source_files, text_pieces
 
 END_WORD = "<|endoftext|>"
 MIN_VOCAB = 257  # every byte, and the end of a document
