@@ -8,7 +8,7 @@ SEED ?= 0
 STEPS ?= 300
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
 
 setup: $(VENV)/.ready ## make .venv and install everything into it
 $(VENV)/.ready: pyproject.toml
@@ -43,8 +43,25 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: setup $(VENV)/.compiled ## run all tests
 	$(BIN)/pytest --workers 4
 
-fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
+# torchtitan, Ray, peft and datasets are extras of ours. The other frameworks are only read, so they come without what
+# they need to train.
+INTEGRATIONS := build/integrations
+FRAMEWORKS := megatron-core==0.16.1 deepspeed==0.19.8 nemo-automodel==0.7.0 \
+	hjson py-cpuinfo ninja msgpack einops pydantic pydantic-core annotated-types typing-inspection
+INTEGRATION_TESTS := tests/titan tests/advice tests/peers tests/train/test_ray.py tests/train/test_lora.py \
+	tests/train/test_datasets.py tests/train/test_history.py
+
+test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and others, in an environment of their own
+	$(INTEGRATIONS)/bin/pytest --no-skips $(INTEGRATION_TESTS)
+$(INTEGRATIONS)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --editable ".[dev,datasets,lora,ray,titan]" wandb
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps $(FRAMEWORKS)
+	touch $@
+
+fuzz: setup ## compare CASES random pipelines with unsplit models: of Hugging Face, and of modules that pass several tensors
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
+	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED) --modules
 
 chaos: setup ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
 	$(BIN)/python tests/chaos.py --steps $(STEPS) --seed $(SEED)
@@ -74,4 +91,4 @@ $(VENV)/.docs: $(VENV)/.ready
 clean: ## remove everything that the other targets made
 	rm -rf $(VENV) $(OUT) build runs
 
-.PHONY: help setup demo figures test fuzz chaos check bench docs clean
+.PHONY: help setup demo figures test test-integrations fuzz chaos check bench docs clean

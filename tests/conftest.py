@@ -1,4 +1,4 @@
-"""Adds `pytest --workers N`, and makes Ctrl-C and SIGHUP work in all tests.
+"""Adds `pytest --workers N` and `pytest --no-skips`, and makes Ctrl-C and SIGHUP work in all tests.
 
 A shell or `nohup` may have started pytest with these signals turned off. Commands and workers
 that tests start are forks of one process that has torch loaded.
@@ -10,16 +10,51 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import TypeVar
 
 import pytest
 
-from side_by_side import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks
+import side_by_side
+from side_by_side import pytest_runtestloop  # noqa: F401  # a hook
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    side_by_side.add_option(parser)
+    parser.addoption(
+        "--no-skips", action="store_true", help="count tests that are skipped as failed"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return refuse_skip(item.config, report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return refuse_skip(collector.config, report)
+
+
+def refuse_skip(config: pytest.Config, report: Report) -> Report:
+    """With --no-skips, turn a skip into a failure that tells its reason."""
+    if report.skipped and config.getoption("--no-skips"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but --no-skips was given: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(autouse=True)

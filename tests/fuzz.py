@@ -14,6 +14,7 @@ sequences), with Hugging Face's model (one micro-batch), and with itself without
 
     python tests/fuzz.py --cases 1000 --seed 0        cases with the seeds 0 to 999
     python tests/fuzz.py --cases 1 --seed 123         the one case that was printed as seed=123
+    python tests/fuzz.py --modules                    modules that pass several tensors (tests/fuzz_modules.py)
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -639,7 +641,11 @@ def difference(
 
 
 # ---------------------------------------------------------------- many
-def run_many(seeds: Sequence[int]) -> Counter[str]:
+def run_many(
+    seeds: Sequence[int],
+    draw: Callable[[int], Any] = draw_case,
+    run: Callable[[Any], Verdict] = run_case,
+) -> Counter[str]:
     """Run the cases of these seeds, print failures as they happen, and a summary.
 
     With a single seed, a failure prints its whole traceback.
@@ -648,8 +654,8 @@ def run_many(seeds: Sequence[int]) -> Counter[str]:
     reasons: Counter[str] = Counter()
     began = time.monotonic()
     for seed in seeds:
-        case = draw_case(seed)
-        verdict = run_case(case)
+        case = draw(seed)
+        verdict = run(case)
         words[verdict.word] += 1
         if verdict.word == "refused":
             reasons[
@@ -689,11 +695,21 @@ def main() -> int:
         default=0,
         help="the seed of the first case; the next ones count up",
     )
+    parser.add_argument(
+        "--modules",
+        action="store_true",
+        help="draw modules that pass several tensors instead (tests/fuzz_modules.py)",
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
-    return 1 if run_many(range(asked.seed, asked.seed + asked.cases))["failed"] else 0
+    seeds = range(asked.seed, asked.seed + asked.cases)
+    if asked.modules:
+        from fuzz_modules import draw_module_case, run_module_case  # noqa: PLC0415
+
+        return 1 if run_many(seeds, draw_module_case, run_module_case)["failed"] else 0
+    return 1 if run_many(seeds)["failed"] else 0
 
 
 if __name__ == "__main__":

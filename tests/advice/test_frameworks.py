@@ -1,10 +1,6 @@
 """The frameworks themselves read our advice: their own parsers, placements and orders, on a CPU.
 
-The packages are large and pull in many others, so they are not among our own. To run these tests:
-
-    pip install --no-deps --target peers torchtitan==0.3.0 megatron-core deepspeed nemo-automodel tyro \\
-        typeguard docstring-parser hjson py-cpuinfo psutil tqdm einops pydantic ...
-    PYTHONPATH=peers pytest tests/advice
+The packages are large and pull in many others, so they are not among our own. `make test-integrations` installs them.
 """
 
 from __future__ import annotations

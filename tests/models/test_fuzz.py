@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import fuzz
+import fuzz_modules
 from fuzz import FAMILIES, FROZEN, ROPES, Verdict, draw_case, run_case, run_many
+from fuzz_modules import draw_module_case, run_module_case
 from penstock import REGISTRY
 from penstock.models import hf_part
 
@@ -14,6 +16,7 @@ SEEDS = (
     *(99, 151, 161, 203, 216, 270, 435, 483, 588, 758, 930, 1460),
     *(1547, 1669, 2413, 2428, 2744, 2820, 3001, 3235, 3565, 4488, 4609),
 )
+MODULE_SEEDS = (8, 11, 26, 29, 41, 49, 62, 79, 87, 98, 101, 106, 110, 128)
 SLICED_DYNAMIC, SLICED_CHECKPOINTING, PLAIN = 222, 123, 0
 LONGROPE_BY_KIND = (
     2428  # slices of a Gemma 3, whose kinds of layers have their own angles
@@ -117,3 +120,39 @@ def test_any_other_exception_is_a_failure(monkeypatch):
     verdict = run_case(draw_case(PLAIN))
     assert verdict.word == "failed"
     assert "RuntimeError: out of order" in verdict.why
+
+
+# ---------------------------------------------------------------- modules that pass several tensors
+def test_modules_that_pass_several_tensors_compute_what_plain_calls_compute():
+    """And all kinds of modules, schedules and options occur among the cases that are exact."""
+    kinds = {"tuple", "dict", "ended", "named", "skip", "added loss", "frozen"}
+    kinds |= {"slices", "split", "replicas", "recompute", "recorded"}
+    exact, refused = set(), set()
+    for seed in MODULE_SEEDS:
+        case = draw_module_case(seed)
+        verdict = run_module_case(case)
+        assert verdict.word != "failed", f"{case}\n{verdict.why}"
+        if verdict.word == "exact":
+            exact |= kinds & set(case.marks)
+        else:
+            refused.add(verdict.why.partition(",")[0])
+    assert exact == kinds
+    for why in (
+        "recorded actions know only one tensor between stages",
+        "a layer adds a loss of its own (add_loss)",
+    ):
+        assert why in refused
+
+
+def test_a_wrong_gradient_of_a_module_is_a_failure(monkeypatch):
+    case = draw_module_case(MODULE_SEEDS[0])
+    assert run_module_case(case) == Verdict("exact")
+    right = fuzz_modules.call_plainly
+
+    def wrong(case, batches):
+        losses, gradients = right(case, batches)
+        name = min(gradients)
+        return losses, gradients | {name: gradients[name] + 1e-6}
+
+    monkeypatch.setattr(fuzz_modules, "call_plainly", wrong)
+    assert run_module_case(case).why.startswith("the gradient of 0.")

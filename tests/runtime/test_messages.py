@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from test_replay import Again
 
+from again_tape import Again
 from penstock import lower, make
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, run_threads

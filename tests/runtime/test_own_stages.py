@@ -10,11 +10,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from test_replay import Again, played
+from test_replay import played
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import tied_workers
+from again_tape import Again
 from penstock import lower, make
 from penstock.errors import PenstockError, RunError, ShapeError
 from penstock.models import split, token_loss

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
-from test_replay import Again
 from torch import Tensor, nn
 
 import branching_workers as workers
+from again_tape import Again
 from penstock import Pipeline, lower, make
 from penstock.errors import ShapeError
 from penstock.models import token_loss
@@ -20,7 +22,7 @@ from penstock.runtime import (
     run_threads,
     spawn,
 )
-from penstock.runtime.passed_values import passed_by
+from penstock.runtime.passed_values import LayerChain, passed_by
 from penstock.schedules.transforms import slice_tokens
 
 pytestmark = pytest.mark.numerics
@@ -274,6 +276,11 @@ class Uses(nn.Module):
         return x + kinds
 
 
+class Doubles(nn.Module):
+    def forward(self, x: Tensor, kinds: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + kinds
+
+
 class Pools(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -283,14 +290,15 @@ class Pools(nn.Module):
         return self.embed(x).mean(1)
 
 
-def ask(comm, middle: nn.Module, schedule=None, **options):
+def ask(comm, middle: nn.Module, schedule=None, last=None, **options):
     tokens = workers.batch()["x"]
     first = nn.Embedding(workers.WORDS, 3)
     if isinstance(middle, Pools):
         first, middle = middle, Pools()
+    last = last or nn.Linear(3, workers.WORDS)
     executor = Executor(
         lower(schedule or make("1f1b", ranks=3, microbatches=2)),
-        {comm.rank: [first, middle, nn.Linear(3, workers.WORDS)][comm.rank]},
+        {comm.rank: [first, middle, last][comm.rank]},
         comm,
         workers.summed,
         **options,
@@ -309,6 +317,21 @@ def ask(comm, middle: nn.Module, schedule=None, **options):
             "returns a value named kinds, but the batch has a tensor of that",
         ),
         (nn.Linear(3, 3), {}, "has a tensor named kinds, but no stage asks for it"),
+        (
+            Uses(),
+            {"last": Asks()},
+            r"stage 2 \(Asks\) does not fit: its forward asks for memory",
+        ),
+        (
+            Uses(),
+            {"last": LayerChain(OrderedDict(a=nn.Linear(3, 3), b=Asks()))},
+            r"stage 2 \(LayerChain\) does not fit: its forward asks for memory",
+        ),
+        (
+            Doubles(),
+            {"last": nn.Linear(3, 3)},
+            r"stage 2 \(Linear\) does not fit: .* too many positional arguments",
+        ),
         (Uses(), {"tape": Again()}, "recorded actions know only one tensor"),
     ],
 )
@@ -391,10 +414,12 @@ class Balanced(nn.Linear):
 
 def test_an_added_loss_cannot_be_recorded():
     x = torch.ones(2, 3)
+    stage = Balanced(3, 2)
+    stage.weight.grad = earlier = torch.ones(2, 3)
 
     def work(comm):
         program = lower(make("1f1b", ranks=1, microbatches=2))
-        stages = {0: Balanced(3, 2)}
+        stages = {0: stage}
         executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=Again())
         executor.step(cut_batch(x, torch.ones(2), 2))
 
@@ -402,6 +427,8 @@ def test_an_added_loss_cannot_be_recorded():
         ShapeError, match=r"(?s)adds a loss of its own .*without a tape"
     ):
         run_threads(1, work)
+    assert stage.weight.grad is earlier  # nothing is left of the attempt
+    assert stage.bias.grad is None
 
 
 # ---------------------------------------------------------------- slices

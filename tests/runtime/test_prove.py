@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from test_replay import Again
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import leaking_workers
+from again_tape import Again
 from commands import called
 from penstock import REGISTRY, Schedule, lower, make
 from penstock.carry import Slice

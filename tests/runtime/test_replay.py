@@ -9,6 +9,7 @@ import torch
 from test_executor import shape_for
 from torch import Tensor
 
+from again_tape import Again
 from penstock import REGISTRY, lower, make
 from penstock.errors import RunError
 from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
@@ -21,40 +22,6 @@ from penstock.schedules.transforms import slice_tokens
 from pipelines import Outcome, data, gpt, layers_of, llama, piped, unsplit, worst
 
 pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
-
-
-class Again:
-    """A tape that does the work again. Takes must be played in their order, and from the start again."""
-
-    replays_memory = False
-
-    def __init__(self) -> None:
-        self.takes = self.plays = self.recorded = self.rehearsed = 0
-
-    def begin(self) -> None:
-        self.takes += 1
-        self.order: list[int] = []
-        self.next = [0]
-
-    def rehearse(self, work) -> None:
-        self.rehearsed += 1
-        work()
-
-    def record(self, work, prepare=None):
-        first = work()
-        number, order, at = len(self.order), self.order, self.next
-        order.append(number)
-        self.recorded += 1
-
-        def play() -> None:
-            assert at[0] == number, f"action {at[0]} of this take is due, not {number}"
-            at[0] = (number + 1) % len(order)
-            self.plays += 1
-            made = work()
-            if first is not None:
-                first.copy_(made)
-
-        return first, play
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import Plan, make
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError, PenstockError, RunError
 from penstock.formats import write_plan
 from penstock.runtime import spawn
 
@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     )
 
     import titan_workers as workers
+    from penstock.titan import refuse_other_version
     from penstock.titan.options import PenstockOptions
     from penstock.titan.planning import (
         forecast_of,
@@ -36,6 +37,13 @@ with warnings.catch_warnings():
     from titan_workers import TOKENS, Case
 
 ROUNDING = 1e-5  # of float32, after slices have added in another order
+
+
+# ---------------------------------------------------------------- the version
+def test_a_torchtitan_with_another_contract_is_refused():
+    for other in ("0.2.2", "0.4.0.dev20261101", "1.0"):
+        with pytest.raises(RunError, match=f"but {re.escape(other)} is installed"):
+            refuse_other_version(other)
 
 
 # ---------------------------------------------------------------- the config

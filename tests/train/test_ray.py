@@ -21,6 +21,7 @@ from penstock.train.history import read_rows
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray, while it is imported
     ray = pytest.importorskip("ray", exc_type=ImportError)
+    from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -46,21 +47,22 @@ def test_other_settings_are_refused(settings):
 
 
 @pytest.fixture
-def cluster(monkeypatch):
-    """Ray on this machine, with two workers at most."""
+def cluster(monkeypatch, tmp_path):
+    """Two nodes of Ray on this machine, with a processor each. The second one has the resource `spot`."""
     warnings.simplefilter("ignore")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     # Workers cannot import this file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
+    nodes = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False},
     )
+    nodes.add_node(num_cpus=1, resources={"spot": 1})
+    ray.init(nodes.address, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
+    nodes.shutdown()
 
 
 @pytest.fixture
@@ -74,19 +76,35 @@ def config(tmp_path) -> Path:
     return file
 
 
-def losing_loop(settings: dict[str, Any]) -> None:
-    """Train, but the second worker kills itself once, after the checkpoint of step 6."""
-    lost = Path(settings["set"][0].partition("=")[2]).with_suffix(".lost")
+def die_after(settings: dict[str, Any], step: int, *processes: int) -> None:
+    """Kill processes once, in a thread, when the checkpoint of a step is there."""
+    folder = Path(settings["set"][0].partition("=")[2])
+    lost = folder.with_name(f"lost-{step}")
 
     def die() -> None:
-        saved = lost.with_suffix("") / "checkpoints" / "step-00000006"
-        while not saved.exists():
+        while not (folder / "checkpoints" / f"step-{step:08}").exists():
             time.sleep(0.01)
         lost.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
 
-    if os.environ["RANK"] == "1" and not lost.exists():
+    if not lost.exists():
         threading.Thread(target=die, daemon=True).start()
+
+
+def lose_worker(settings: dict[str, Any]) -> None:
+    """Train, but the second worker is killed once, after the checkpoint of step 6."""
+    if os.environ["RANK"] == "1":
+        die_after(settings, 6, os.getpid())
+    train_loop(settings)
+
+
+def lose_node(settings: dict[str, Any]) -> None:
+    """Train, but the spot node is lost with its worker, after the checkpoint of step 15."""
+    here = ray.get_runtime_context().get_node_id()
+    node = next(one for one in ray.nodes() if one["NodeID"] == here)
+    if "spot" in node["Resources"]:
+        die_after(settings, 15, os.getppid(), os.getpid())  # the node's own process
     train_loop(settings)
 
 
@@ -102,29 +120,31 @@ def fit(tmp_path: Path, loop: Any, config: Path, workers: Any, *changes: str) ->
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             storage_path=str(tmp_path / "storage"),
-            failure_config=FailureConfig(max_failures=1),
+            failure_config=FailureConfig(max_failures=3),
         ),
     ).fit()
 
 
 @pytest.mark.numerics
-def test_ray_goes_on_after_a_loss_and_with_another_number_of_workers(
+def test_ray_goes_on_after_a_loss_and_with_the_workers_that_are_left(
     tmp_path, config, cluster, monkeypatch, capsys
 ):
-    first = fit(tmp_path, losing_loop, config, 2)
-    assert (tmp_path / "run.lost").exists()
-    assert first.metrics["step"] == STEPS
-    assert first.metrics["workers"] == 2
+    first = fit(tmp_path, lose_worker, config, 2)
+    assert (tmp_path / "lost-6").exists()
+    assert (first.metrics["step"], first.metrics["workers"]) == (STEPS, 2)
     assert (Path(first.checkpoint.path) / "checkpoint.json").is_file()
-    second = fit(tmp_path, train_loop, config, (1, 1), f"run.steps={STEPS + 3}")
-    assert (second.metrics["step"], second.metrics["workers"]) == (STEPS + 3, 1)
+    second = fit(tmp_path, lose_node, config, (1, 2), f"run.steps={STEPS + 6}")
+    assert (tmp_path / "lost-15").exists()
+    assert (second.metrics["step"], second.metrics["workers"]) == (STEPS + 6, 1)
     rows = read_rows(tmp_path / "run")
-    assert [row.step for row in rows] == list(range(1, STEPS + 4))
+    assert [row.step for row in rows] == list(range(1, STEPS + 7))
     # The same steps without Ray and without a loss.
     plain = tmp_path / "plain"
-    code, _, err = called(
-        monkeypatch, capsys, f"train {config} --set run.folder={plain} --sample 0"
-    )
-    assert code == 0, err
+    for line in (
+        f"train {config} --set run.folder={plain} --sample 0",
+        f"train {plain} --resume --sample 0 --set run.steps={STEPS + 6}",
+    ):
+        code, _, err = called(monkeypatch, capsys, line)
+        assert code == 0, err
     expected = [row.loss for row in read_rows(plain)]
-    assert [row.loss for row in rows[:STEPS]] == pytest.approx(expected, rel=1e-5)
+    assert [row.loss for row in rows] == pytest.approx(expected, rel=1e-5)

@@ -15,6 +15,7 @@ so, nobody has to run them, and nothing has to be told.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,10 +33,12 @@ from penstock.runtime.facts import share_facts
 from penstock.runtime.lane import Do, Turn
 from penstock.runtime.loss_reduction import described
 from penstock.runtime.passed_values import (
-    ForwardParameters,
+    PIECE,
+    LayerChain,
     forward_parameters,
     named_arguments,
     passed_by,
+    refuse_missing,
 )
 from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
 from penstock.runtime.quantized import quantized_shape
@@ -230,15 +233,18 @@ class EdgeFinder:
         """Run all stages once, in the order of the paths. Each kind comes with a micro-batch of it."""
         edges: dict[EdgeKind, list[Edge]] = {kind: [] for kind in kinds}
         copies: dict[int, nn.Module | None] = {}  # on the meta device
-        for position in range(max(len(kind.path) for kind in kinds) - 1):
+        for position in range(max(len(kind.path) for kind in kinds)):
             found: dict[str, Any] = {str(self.comm.rank) + BATCH: _shapes_of(kinds)}
             failure: Exception | None = None
             for place, (kind, number) in enumerate(kinds.items()):
-                stage = kind.path[position] if position + 1 < len(kind.path) else -1
+                stage = kind.path[position] if position < len(kind.path) else -1
                 if stage not in self.modules:
                     continue
                 try:
                     trial = StageTrial(self, kind, position, edges[kind], copies)
+                    if position + 1 == len(kind.path):
+                        trial.check_last(batch, number)
+                        continue
                     edge = trial.edge(batch, number)
                 except Exception as error:  # a module may raise anything
                     failure = error
@@ -303,18 +309,8 @@ class StageTrial:
 
     def edge(self, batch: Batch, number: int) -> Edge:
         """What the stage passes to the next one, given real micro-batches for their types and device."""
-        x = batch.inputs[number]
-        values, travelling = self.inputs(x)
-        given = batch.named[number] if batch.named else {}
-        clash = sorted(set(travelling) & set(given))
-        if clash:
-            raise ShapeError(
-                f"the batch has a tensor named {clash[0]}, and so does what an earlier stage passes on: rename one"
-            )
-        parameters = self.finder.parameters[self.stage]
-        named = named_arguments(parameters, len(values), travelling, given)
-        self.refuse_missing(parameters, len(values), named)
-        returned = self.run(values, named)
+        values, travelling, given = self.inputs(batch, number)
+        returned = self.run(values, self.arguments(values, travelling, given))
         passed = passed_by(returned)
         if passed is None:
             raise ShapeError(
@@ -334,40 +330,65 @@ class StageTrial:
         plain = isinstance(returned, Tensor) and returned.is_floating_point()
         return Edge(len(passed.values), tuple(names), tuple(specs), plain and not names)
 
-    def inputs(self, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Empty tensors like those that the stage gets: its first arguments, and those that travel with names."""
+    def check_last(self, batch: Batch, number: int) -> None:
+        """Raise an error if the last stage of a path does not get what its forward asks for.
+
+        What it returns is the business of the loss. Layers in a chain say only when they run what they ask for.
+        """
+        values, travelling, given = self.inputs(batch, number)
+        named = self.arguments(values, travelling, given)
+        original = original_module(self.module)
+        if isinstance(original, LayerChain):
+            self.run_on_meta(values, named)
+            return
+        signature = inspect.signature(original.forward)
+        pieces = {PIECE: None} if PIECE in signature.parameters else {}
+        try:
+            signature.bind(*values, **named, **pieces)
+        except TypeError as error:
+            raise ShapeError(
+                f"its forward cannot be called with what it gets: {error}"
+            ) from None
+
+    def inputs(
+        self, batch: Batch, number: int
+    ) -> tuple[list[Tensor], dict[str, Tensor], Mapping[str, Tensor]]:
+        """Empty tensors like those that the stage gets: its first arguments, and those that travel with names.
+
+        The third value has the named tensors of the batch.
+        """
+        x = batch.inputs[number]
+        given = batch.named[number] if batch.named else {}
         if self.before is None:
-            return [_empty(tuple(x.shape), x.dtype, x.device)], {}
+            return [_empty(tuple(x.shape), x.dtype, x.device)], {}, given
         empty = [_empty(s.shape, s.dtype, x.device) for s in self.before.tensors]
         count = self.before.values
         named = dict(zip(self.before.names, empty[count:], strict=True))
-        return empty[:count], named
+        return empty[:count], named, given
 
-    def refuse_missing(
-        self, parameters: ForwardParameters, count: int, named: Mapping[str, Tensor]
-    ) -> None:
-        """Raise an error if the stage asks for a value that nobody has."""
-        for name in parameters.after(count):
-            if name in parameters.required and name not in named:
-                raise ShapeError(
-                    f"its forward asks for {name}, which neither the batch nor an earlier stage on its path has"
-                )
+    def arguments(
+        self,
+        values: Sequence[Tensor],
+        travelling: Mapping[str, Tensor],
+        given: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """The named arguments of the stage."""
+        clash = sorted(set(travelling) & set(given))
+        if clash:
+            raise ShapeError(
+                f"the batch has a tensor named {clash[0]}, and so does what an earlier stage passes on: rename one"
+            )
+        parameters = self.finder.parameters[self.stage]
+        named = named_arguments(parameters, len(values), travelling, given)
+        refuse_missing(parameters, len(values), named)
+        return named
 
     def run(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> object:
         """Run the stage on meta tensors or, if it cannot, on zeros; and leave no trace."""
-        device = values[0].device
-        if self.stage not in self.copies:
-            self.copies[self.stage] = meta_copy(self.module)
-        meta = self.copies[self.stage]
-        with torch.no_grad(), undrawn(device):
-            if meta is not None:
-                try:
-                    return meta(
-                        *(x.to("meta") for x in values),
-                        **{name: x.to("meta") for name, x in named.items()},
-                    )
-                except Exception:  # a module may raise anything on meta tensors
-                    self.copies[self.stage] = None
+        returned = self.run_on_meta(values, named)
+        if returned is not None:
+            return returned
+        with torch.no_grad(), undrawn(values[0].device):
             memory = ModuleMemory(self.module)
             try:
                 with uncompiled(self.module) as plain:
@@ -377,6 +398,27 @@ class StageTrial:
                     )
             finally:
                 memory.restore()
+
+    def run_on_meta(
+        self, values: Sequence[Tensor], named: Mapping[str, Tensor]
+    ) -> object:
+        """Run the stage on meta tensors; None if it cannot."""
+        if self.stage not in self.copies:
+            self.copies[self.stage] = meta_copy(self.module)
+        meta = self.copies[self.stage]
+        if meta is None:
+            return None
+        with torch.no_grad(), undrawn(values[0].device):
+            try:
+                return meta(
+                    *(x.to("meta") for x in values),
+                    **{name: x.to("meta") for name, x in named.items()},
+                )
+            except ShapeError:
+                raise
+            except Exception:  # a module may raise anything on meta tensors
+                self.copies[self.stage] = None
+                return None
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

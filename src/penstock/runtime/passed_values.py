@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.errors import ShapeError
 from penstock.runtime.torch_internals import original_module
 
 PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.carry)
@@ -110,6 +111,17 @@ def named_arguments(
     return arguments
 
 
+def refuse_missing(
+    parameters: ForwardParameters, count: int, named: Mapping[str, Tensor]
+) -> None:
+    """Raise an error if a forward asks for a value that nobody has."""
+    for name in parameters.after(count):
+        if name in parameters.required and name not in named:
+            raise ShapeError(
+                f"its forward asks for {name}, which neither the batch nor an earlier stage on its path has"
+            )
+
+
 # Layers of torch that compute every token by itself, so that slices need nothing from each other.
 TOKENWISE = (
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity),
@@ -177,6 +189,7 @@ class LayerChain(nn.Sequential):
         for layer, parameters, sliced in layers:
             given: dict[str, Any] = {}
             given |= named_arguments(parameters, len(values), known)
+            refuse_missing(parameters, len(values), given)
             if sliced and piece is not None:
                 given[PIECE] = piece
             returned = layer(*values, **given)

@@ -208,24 +208,26 @@ class Recordings:
         earlier.lay_aside(self.gradients.parameters)
         self.gradients.install()
         session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
-        with collected_losses() as added:
-            if by_lane:
-                self.in_place = frozenset(
-                    s.value for steps in visits.values() for s in steps
+        try:
+            with collected_losses() as added:
+                if by_lane:
+                    self.in_place = frozenset(
+                        s.value for steps in visits.values() for s in steps
+                    )
+                    self.copied = frozenset(sent_values(turns))
+                    session.rehearse_visits(visits)
+                    self.gradients.install()
+                    session.record_lane(turns, visits, self.in_place)
+                else:
+                    session.record_visits(visits)
+            if added:
+                raise ShapeError(
+                    "a layer adds a loss of its own (add_loss), which recorded actions do not know\n"
+                    "  make the Executor without a tape"
                 )
-                self.copied = frozenset(sent_values(turns))
-                session.rehearse_visits(visits)
-                self.gradients.install()
-                session.record_lane(turns, visits, self.in_place)
-            else:
-                session.record_visits(visits)
-        if added:
-            raise ShapeError(
-                "a layer adds a loss of its own (add_loss), which recorded actions do not know\n"
-                "  make the Executor without a tape"
-            )
-        self.gradients.adopt()
-        earlier.restore()
+            self.gradients.adopt()
+        finally:
+            earlier.restore()
         self.takes = session.takes
         self.drawing = session.drawing
 

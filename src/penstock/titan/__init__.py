@@ -6,3 +6,29 @@
 torchtitan loads this package through its option `--module` and is not changed. Its data, FSDP, checkpoints, metrics and
 config stay. A model of your own gets the same with `penstock.titan.trainer.with_penstock(config)`.
 """
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+from penstock.errors import RunError
+
+TESTED_VERSION = "0.3"  # of torchtitan
+
+
+def refuse_other_version(found: str) -> None:
+    """Raise an error if this torchtitan is not one whose trainer asks a `ModelSpec` for its pipelining.
+
+    >>> refuse_other_version("0.3.1")
+    """
+    if found.split(".")[:2] != TESTED_VERSION.split("."):
+        raise RunError(
+            f"penstock.titan works with torchtitan {TESTED_VERSION}, but {found} is installed: "
+            "pip install 'torchtitan==0.3.0'\n"
+            "  earlier ones have another config; later ones call model.pipeline(), which Penstock does not offer yet"
+        )
+
+
+with suppress(PackageNotFoundError):  # Importing torchtitan will say so.
+    refuse_other_version(version("torchtitan"))
