@@ -17,7 +17,7 @@ from commands import SMALL_CONFIG, called
 from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
-from penstock.models import DecoderConfig, LlamaConfig, token_loss
+from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
 from penstock.models.decoder import build_decoder, check_positions, decoder_of
 from penstock.plan.recipes import Limits
@@ -205,6 +205,8 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
         ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
     ):
         check_positions(decoder_of(CONFIGS["gemma3"]), 65)
+    with pytest.raises(ShapeError, match=r"(?s)17 tokens, but a GPT .*tokens=16"):
+        check_positions(GPTConfig(61, 16, 2, 4, 24, 16), 17)
 
 
 # ---------------------------------------------------------------- what an export keeps

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.models.bert import BertConfig
+from penstock.models.gpt import GPTConfig
 from penstock.models.hf_trial import small_config
 from penstock.models.split import find_anatomy
 
@@ -272,13 +273,15 @@ def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
     return sum(one.numel() for module in modules for one in module.parameters())
 
 
-def check_positions(sizes: DecoderConfig | BertConfig, tokens: int) -> None:
+def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) -> None:
     """Refuse sequences that are longer than the model knows positions."""
     if sizes.positions and tokens > sizes.positions:
-        name = "Bert" if isinstance(sizes, BertConfig) else sizes.architecture
+        name = type(sizes).__name__.removesuffix("Config")
+        if isinstance(sizes, DecoderConfig):
+            name = sizes.architecture
         raise ShapeError(
             f"{tokens} tokens, but a {name} of this config is for "
-            f"{sizes.positions} at most (max_position_embeddings)"
+            f"{sizes.positions} at most (max_position_embeddings)\n  set data.tokens={sizes.positions} or less"
         )
 
 

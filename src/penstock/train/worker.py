@@ -31,7 +31,7 @@ from penstock.config import Config, is_recording
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
-from penstock.models import BertConfig, DecoderConfig
+from penstock.models import BertConfig, DecoderConfig, GPTConfig
 from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
@@ -317,7 +317,7 @@ def model_sizes(config: Config) -> Sizes:
     folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder), config.model.folder_key)
-        if isinstance(sizes, DecoderConfig | BertConfig):
+        if isinstance(sizes, DecoderConfig | BertConfig | GPTConfig):
             check_positions(sizes, config.data.tokens)
         if isinstance(sizes, BertConfig) and sizes.types < config.data.segments:
             raise RunError(
