@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    side_by_side.add_option(parser)
+    side_by_side.pytest_addoption(parser)
     parser.addoption(
         "--no-skips", action="store_true", help="count tests that are skipped as failed"
     )

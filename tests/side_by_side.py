@@ -44,7 +44,7 @@ TESTS_PER_BATCH = 40
 Batch = list[int]  # places in the session's list of tests
 
 
-def add_option(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--workers", type=int, default=0, help="run the tests in so many forks"
     )

@@ -8,13 +8,13 @@ from pathlib import Path
 from runpy import run_module
 
 from penstock.runtime.stage_actions import ComputedActions
-from penstock.train import entry
+from penstock.train import session
 from penstock.train.worker import Verdict
 
 SLOW_FILE = "slow"
 SLEEP_SECONDS = 0.15
 SLOW_WORKER = 1
-run_member = entry.run_member
+run_member = session.run_member
 
 
 def run_slow_member(*arguments: object) -> Verdict:
@@ -36,5 +36,5 @@ def run_slow_member(*arguments: object) -> Verdict:
 if __name__ == "__main__":
     import slow_worker
 
-    entry.run_member = slow_worker.run_slow_member
+    session.run_member = slow_worker.run_slow_member
     run_module("penstock", run_name="__main__", alter_sys=True)
