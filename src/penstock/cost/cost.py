@@ -124,6 +124,11 @@ class Cost(ABC):
         """Whether a link carries one message at a time, or any number at full speed."""
         return False
 
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return 0.0
+
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""
         return 0.0

@@ -422,6 +422,11 @@ class LayeredCost(Cost):
         """Whether a link carries one message at a time."""
         return self.profile.network.serial
 
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return self.profile.handover
+
     def tied(self, schedule: Schedule) -> float:
         """Bytes of weights that the first and the last part share."""
         return self.model_cost(schedule).tied(schedule)

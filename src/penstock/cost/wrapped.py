@@ -100,6 +100,11 @@ class WrappedCost(Cost):
         """Whether a link carries one message at a time."""
         return self.cost.serial
 
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return self.cost.handover
+
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""
         return self.cost.latency(source, target)
