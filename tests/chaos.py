@@ -41,11 +41,13 @@ from statistics import median
 from penstock.train.crew.events import Event, read_events
 from penstock.train.history import StepRow, read_rows
 
-WORKERS = 12
+RANKS = 3  # of one copy of the pipeline
+COPIES = 4
+WORKERS = RANKS * COPIES
 SETTINGS = (
     *("model.layers=3", "model.width=32", "model.heads=4", "model.inner=64"),
     *("data.tokens=32", "data.batch=24", "optimizer.rate=3e-4"),
-    *("schedule.name=skip", "schedule.ranks=3", "schedule.copies=4"),
+    *("schedule.name=skip", f"schedule.ranks={RANKS}", f"schedule.copies={COPIES}"),
     *("schedule.microbatches=3", "paths.share=0.33", "paths.rotate=4", "paths.full=10"),
     *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
     *("run.elastic=true", "run.restarts=1000000", "run.silence=60", "run.slow=3"),
@@ -54,8 +56,6 @@ SETTINGS = (
 # Losses differ because sums over replicas are added in another order, and a little more
 # with every step.
 TOLERANCE = 1e-4
-RANKS = 3  # of one copy of the pipeline
-COPIES = WORKERS // RANKS
 # The smallest speed of a plan, compared with what the part with the fewest workers allows.
 LEAST_SPEED = 0.6
 PIDFD_OPEN, PIDFD_GETFD = 434, 438  # system calls of Linux

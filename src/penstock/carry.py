@@ -9,8 +9,8 @@
     extend     [d d d d d]  [+ + + + .]        [+ + . . .]     each adds to the rows it saw; then its own are complete
     take, leave   d ─────────► d ───────────────► d
 
-A module that can be sliced takes a second argument, `piece`. Attention uses it to extend its keys and values; a
-recurrent layer takes a state from it and leaves one. It all needs the memory of one sequence, for any number of slices.
+A module that can be sliced has a parameter `piece`. Attention uses it to extend its keys and values; a recurrent
+layer takes a state from it and leaves one. It all needs the memory of one sequence, for any number of slices.
 """
 
 from __future__ import annotations

@@ -243,6 +243,8 @@ MISTAKES = {
     "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png": "its name must end in .html",
     "simulate 1f1b --ranks four --microbatches 4": "Invalid value for '--ranks'",
     "nonsense": "No such command",
+    "help train": "'help' is an option here: penstock --help, penstock COMMAND --help",
+    "completion": "'completion' is an option here: penstock --install-completion",
 }
 
 

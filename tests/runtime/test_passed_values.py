@@ -431,6 +431,20 @@ def test_an_added_loss_cannot_be_recorded():
     assert stage.bias.grad is None
 
 
+def test_a_recording_that_one_rank_refuses_is_refused_on_all():
+    program = lower(make("1f1b", ranks=2, microbatches=2))
+    layers = [nn.Linear(3, 3), Balanced(3, 2)]
+
+    def work(comm):
+        stages = {comm.rank: layers[comm.rank]}
+        executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=Again())
+        with pytest.raises(ShapeError, match=r"adds a loss of its own"):
+            executor.step(cut_batch(torch.ones(2, 3), torch.ones(2), 2))
+        return [parameter.grad for parameter in layers[comm.rank].parameters()]
+
+    assert run_threads(2, work, patience=20) == [[None, None], [None, None]]
+
+
 # ---------------------------------------------------------------- slices
 class FirstSlice(nn.Module):
     """Takes its own tokens of a named tensor, which is that of the whole sequence."""

@@ -605,7 +605,7 @@ def test_gradient_checkpointing_of_hugging_face_is_refused_with_slices_only():
 def test_a_module_that_knows_nothing_of_slices_is_refused_with_what_is_missing():
     schedule = make("terapipe", ranks=1, microbatches=1, slices=2)
     with pytest.raises(
-        ShapeError, match="forward of Linear takes no second argument `piece`"
+        ShapeError, match="the forward of Linear has no parameter `piece`"
     ):
         run_threads(
             1,

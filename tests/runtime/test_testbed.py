@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from commands import called
-from penstock.runtime.process.gpu_share import products_are_complete
-from penstock.runtime.process.mps import be_own_host
+from penstock.runtime.process.gpu_share import (
+    highest_good_share,
+    products_are_complete,
+)
+from penstock.runtime.process.mps import be_own_host, environment, workers_of_a_gpu
 
 DAEMON = """#!/bin/sh
 if [ "$1" = "-d" ]; then
@@ -65,7 +68,10 @@ def test_a_share_with_incomplete_products_is_lowered(
 ):
     """A fake Python stands in for the check, which needs a GPU."""
     script = tmp_path / "show.sh"
-    script.write_text(f"echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE > {tmp_path}/seen")
+    script.write_text(
+        "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $PENSTOCK_TESTBED_WORKERS "
+        f"> {tmp_path}/seen"
+    )
     for name, body in (("nvidia-smi", ""), ("checker", 'test "$3" = 16 && echo 13')):
         program = told.parent / "bin" / name
         program.write_text(f"#!/bin/sh\n{body}\n")
@@ -73,9 +79,21 @@ def test_a_share_with_incomplete_products_is_lowered(
     monkeypatch.setattr(sys, "executable", str(told.parent / "bin" / "checker"))
     line = f"testbed --workers {{}} -- sh {script}"
     assert called(monkeypatch, capsys, line.format(6))[0] == 0
-    assert (tmp_path / "seen").read_text().split() == ["13"]
+    assert (tmp_path / "seen").read_text().split() == ["13", "6"]
     assert called(monkeypatch, capsys, line.format(8))[0] == 0  # its check fails
-    assert (tmp_path / "seen").read_text().split() == ["12"]
+    assert (tmp_path / "seen").read_text().split() == ["12", "8"]
+
+
+def test_a_lowered_share_leaves_the_number_of_workers(monkeypatch):
+    for name, value in environment(6, Path("mps")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "13")
+    assert workers_of_a_gpu() == 6
+
+
+def test_it_is_an_error_that_no_share_is_good():
+    with pytest.raises(SystemExit, match="incomplete on every share up to 12%"):
+        highest_good_share(12, lambda share: False)
 
 
 def test_the_check_of_a_share_finds_a_block_that_is_not_written(monkeypatch):

@@ -107,9 +107,17 @@ def test_who_waits_for_a_processor_is_idle_and_a_turn_says_for_how_long():
     }
 
 
+class SlowHandoverCost(UnitCost):
+    """A processor loses half a unit when it goes to another rank."""
+
+    @property
+    def handover(self) -> float:
+        return 0.5
+
+
 def test_a_processor_loses_time_when_it_goes_to_another_rank():
     schedule = make("gpipe", ranks=2, microbatches=2)
-    spans = simulate_shared(schedule, UnitCost(), 1, 9, handover=0.5).spans()
+    spans = simulate_shared(schedule, SlowHandoverCost(), 1, 9).spans()
     found = {str(action): (start, end) for _, action, start, end in spans}
     assert found["0F1"] == (1, 2)  # the same rank goes on
     assert found["1F0"] == (2.5, 3.5)
@@ -122,7 +130,7 @@ def test_ranks_that_take_turns_on_a_gpu_are_slower_than_one_rank():
         layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=256
     )
     profile = analytic_profile(sizes, 1024, rows=16, gpu="h200", ranks=2)
-    judge = Judge(PlacedCost(profile, 1024), processors=1, handover=profile.handover)
+    judge = Judge(PlacedCost(profile, 1024), processors=1)
     one, two = (make("1f1b", ranks=ranks, microbatches=4) for ranks in (1, 2))
     alone = judge.step(one, judge.timeline(one).makespan)
     assert judge.step(two, judge.timeline(two).makespan) > 1.03 * alone

@@ -5,9 +5,10 @@ Each command imports the rooms that it needs when it runs, so `penstock --help` 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from penstock.cli.doctor import doctor_command, print_first_steps
 from penstock.cli.join import join_command
@@ -34,8 +35,26 @@ from penstock.cli.trained_model import (
 from penstock.errors import PenstockError
 
 USER_ERROR = 2  # exit code
+# Commands of other programs that are options here.
+OPTIONS_INSTEAD = {
+    "help": "penstock --help, penstock COMMAND --help",
+    "completion": "penstock --install-completion",
+}
+
+
+class Commands(TyperGroup):
+    """The commands. Says what to write instead of those that are options here."""
+
+    def resolve_command(self, context: Any, words: list[str]) -> Any:
+        """Find the command that the first word names."""
+        name = words[0]
+        if name in OPTIONS_INSTEAD and not context.resilient_parsing:
+            context.fail(f"{name!r} is an option here: {OPTIONS_INSTEAD[name]}")
+        return super().resolve_command(context, words)
+
 
 app = typer.Typer(
+    cls=Commands,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Penstock: train language models through a pipeline of workers, with the schedule as data.",

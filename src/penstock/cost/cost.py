@@ -42,8 +42,9 @@ class Cost(ABC):
         """How long the rank rests after an action. The action's message leaves before."""
         return 0.0
 
-    def switch(self, schedule: Schedule, action: Action) -> float:
-        """How much longer a forward takes if the action before it on its rank is a backward."""
+    @property
+    def switch(self) -> float:
+        """The share of its time that a forward takes longer if the action before it on its rank is a backward."""
         return 0.0
 
     def held(self, schedule: Schedule, action: Action) -> float:
@@ -123,6 +124,11 @@ class Cost(ABC):
     def serial(self) -> bool:
         """Whether a link carries one message at a time, or any number at full speed."""
         return False
+
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return 0.0
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""

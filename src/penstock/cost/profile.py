@@ -393,9 +393,10 @@ class LayeredCost(Cost):
         """How long an action computes."""
         return self.model_cost(schedule).seconds(schedule, action)
 
-    def switch(self, schedule: Schedule, action: Action) -> float:
-        """How much longer a forward takes right after a backward."""
-        return self.profile.switch * self.seconds(schedule, action)
+    @property
+    def switch(self) -> float:
+        """The share of its time that a forward takes longer right after a backward."""
+        return self.profile.switch
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank."""
@@ -421,6 +422,11 @@ class LayeredCost(Cost):
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
         return self.profile.network.serial
+
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return self.profile.handover
 
     def tied(self, schedule: Schedule) -> float:
         """Bytes of weights that the first and the last part share."""

@@ -34,9 +34,10 @@ class WrappedCost(Cost):
         """How long the rank rests after an action."""
         return self.cost.pause(schedule, action)
 
-    def switch(self, schedule: Schedule, action: Action) -> float:
-        """How much longer a forward takes right after a backward."""
-        return self.cost.switch(schedule, action)
+    @property
+    def switch(self) -> float:
+        """The share of its time that a forward takes longer right after a backward."""
+        return self.cost.switch
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank."""
@@ -99,6 +100,11 @@ class WrappedCost(Cost):
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
         return self.cost.serial
+
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return self.cost.handover
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""

@@ -50,7 +50,6 @@ class Judge:
     uneven: bool = False  # whether copies differ, because devices or links do
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     gather: float = 0.0  # seconds in which a step gathers sharded weights
-    handover: float = 0.0  # seconds in which a shared processor goes to another rank
 
     def timeline(self, schedule: Schedule, pair: Schedule | None = None) -> Timeline:
         """Return the predicted timeline of one pass, with all copies or with two of them.
@@ -59,9 +58,7 @@ class Judge:
         """
         if self.processors is not None:
             whole = replicate(schedule, self.copies)
-            return simulate_shared(
-                whole, self.cost, self.processors, handover=self.handover
-            )
+            return simulate_shared(whole, self.cost, self.processors)
         if self.uneven:
             return simulate(replicate(schedule, self.copies), self.cost)
         if self.copies == 1:

@@ -259,7 +259,6 @@ class ProfilePricing:
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
             gather=self.gather(cell),
-            handover=self.profile_at(cell.rows).handover,
         )
 
     def setting(self, cell: Cell) -> Setting:

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PeerLostError, ShapeError
+from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.facts import share_facts
+from penstock.runtime.facts import FAILURE, MISFIT, raise_failure, share_facts
 from penstock.runtime.lane import Do, Turn
 from penstock.runtime.loss_reduction import described
 from penstock.runtime.passed_values import (
@@ -45,8 +45,6 @@ from penstock.runtime.quantized import quantized_shape
 from penstock.runtime.randomness import undrawn
 from penstock.runtime.torch_internals import original_module
 
-# Facts of a rank on which a trial has failed: the error in words, and whether the stage is to blame or its place.
-FAILURE, MISFIT = "failure", "misfit"
 BATCH = " has"  # the shapes of a rank's micro-batches
 
 
@@ -257,7 +255,7 @@ class EdgeFinder:
                 everything |= facts
             self.refuse_other_batches(everything)
             if FAILURE in everything:
-                _raise_failure(everything[FAILURE], everything[MISFIT], failure)
+                raise_failure(everything[FAILURE], everything[MISFIT], failure)
             for place, kind in enumerate(kinds):
                 if position + 1 < len(kind.path):
                     edges[kind].append(self.from_json(everything[str(place)]))
@@ -474,13 +472,6 @@ def _as_json(edge: Edge) -> list[Any]:
 
 def _shapes_of(kinds: Iterable[EdgeKind]) -> list[list[int]]:
     return [list(kind.shape) for kind in kinds]
-
-
-def _raise_failure(text: str, misfit: bool, own: Exception | None) -> None:
-    """Raise the error of a stage that could not be tried: as it is on its own rank, in words on the others."""
-    if misfit:
-        raise ShapeError(text)
-    raise own or PeerLostError(text)
 
 
 def _failure_text(stage: int, module: nn.Module, error: Exception) -> str:

@@ -20,13 +20,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from penstock.errors import ShapeError
+from penstock.errors import PenstockError, ShapeError
 from penstock.ir.program import Program
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch
 from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
+from penstock.runtime.facts import fail_together
 from penstock.runtime.frozen_stages import rest_frozen_stages
 from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
 from penstock.runtime.lane import Lane, Turn, lane_turns
@@ -315,16 +316,30 @@ class Executor:
                 "batch has named tensors\n  make the Executor without a tape"
             )
         if self.recordings is None:
-            self.recordings = Recordings(
+            self.recordings = self.record(units, self.tape, checks)
+        return self.recordings if self.recordings.fits(units.batch) else None
+
+    def record(
+        self, units: BatchUnits, tape: Tape, checks: FirstStepChecks | None
+    ) -> Recordings:
+        """Record the actions of this rank. If one rank cannot record its own, no rank begins the step."""
+        recordings: Recordings | None = None
+        failure: PenstockError | None = None
+        try:
+            recordings = Recordings(
                 self.stages,
                 self.program.schedule,
                 self.turns,
                 units,
-                self.tape,
+                tape,
                 checks,
                 self.accumulates,
             )
-        return self.recordings if self.recordings.fits(units.batch) else None
+        except PenstockError as error:
+            failure = error
+        fail_together(self.comm, failure)
+        assert recordings is not None
+        return recordings
 
     # ------------------------------------------------------------ checks
     def check_lengths(self, batch: Batch) -> None:

@@ -144,7 +144,7 @@ def _why_unsliceable(module: nn.Module) -> str:
     if reason or takes_slices(module):
         return reason
     name = type(module).__name__
-    return f"forward of {name} takes no second argument `piece` (penstock.carry)"
+    return f"the forward of {name} has no parameter `piece` (penstock.carry)"
 
 
 class Carries:

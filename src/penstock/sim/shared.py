@@ -6,7 +6,7 @@ A rank that is ready waits for a processor, and then keeps it for at least one t
                  rank 1 |    F0----  F1--     another one waits for a message, or its turn is over
                  rank 2 |        ··F0--
 
-A processor that goes from one rank to another may lose a moment (`handover`). Waiting for a
+A processor that goes from one rank to another may lose a moment (`Cost.handover`). Waiting for a
 processor counts as idle time, as in a measured step. A pause after an action is
 idle time, too, but it occupies the processor: it stands for the work of a process between two
 actions. Messages need no processor.
@@ -30,16 +30,11 @@ MIN_TURN_SECONDS = 4e-3  # seconds that a process keeps a core while others wait
 
 
 def simulate_shared(
-    schedule: Schedule,
-    cost: Cost,
-    processors: int,
-    turn: float = MIN_TURN_SECONDS,
-    handover: float = 0.0,
+    schedule: Schedule, cost: Cost, processors: int, turn: float = MIN_TURN_SECONDS
 ) -> Timeline:
     """The timeline of a schedule whose ranks share processors.
 
-    A processor needs `handover` seconds to go from one rank to another. With a processor for
-    each rank, this is `simulate`.
+    With a processor for each rank, this is `simulate`.
 
     >>> from penstock import UnitCost, make
     >>> [simulate_shared(make("gpipe", ranks=2, microbatches=2), UnitCost(), n, turn=1).makespan for n in (2, 1)]
@@ -47,7 +42,7 @@ def simulate_shared(
     """
     if processors >= schedule.ranks:
         return simulate(schedule, cost)
-    machine = _Machine(schedule, cost, processors, turn, handover)
+    machine = _Machine(schedule, cost, processors, turn)
     while machine.waiting or machine.queue or machine.running:
         machine.admit()
         machine.advance()
@@ -70,19 +65,14 @@ class _Machine:
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        processors: int,
-        turn: float,
-        handover: float,
+        self, schedule: Schedule, cost: Cost, processors: int, turn: float
     ) -> None:
         table = schedule.table
         self.costs = costs = columns(schedule, cost)
         self.serial = cost.serial
         self.processors = processors
         self.turn = turn
-        self.handover = handover
+        self.handover = cost.handover
         self.now = 0.0
         count = len(table)
         self.rank: list[int] = table.rank.tolist()

@@ -102,7 +102,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         recompute=tuple(sorted(recompute)),
     )
     ranks_at_once, _ = split_processors(processors, mesh.size)
-    judge = Judge(cost, processors=ranks_at_once, handover=profile.handover)
+    judge = Judge(cost, processors=ranks_at_once)
     timeline = judge.timeline(schedule)
     return Forecast(
         timeline,

@@ -33,9 +33,8 @@ class Job:
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
     validation: Corpus | None = None  # text for evaluations, if it is not held out
-    mirrors: tuple[
-        PartTransfer, ...
-    ] = ()  # parts with their rank and that of their mirror
+    # Parts with their rank and that of their mirror.
+    mirrors: tuple[PartTransfer, ...] = ()
     leader: int = 0  # the rank that writes the files of the run
     depot: Depot | None = None  # for a rank that does not see the folder of the run
 

@@ -50,7 +50,7 @@ class Paint(NamedTuple):
 
 
 def mix_colors(light: str, dark: str, share: float) -> str:
-    """A colour between two: mix("#000000", "#ffffff", 0.5) is "#808080"."""
+    """A colour between two: mix_colors("#000000", "#ffffff", 0.5) is "#808080"."""
     pairs = zip(bytes.fromhex(light[1:]), bytes.fromhex(dark[1:]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
@@ -78,11 +78,8 @@ def contrast(one: str, other: str) -> float:
 def _paint(op: Op, tone: int) -> Paint:
     light, middle, dark = SHADES[op]
     level = (tone + 0.5) / TONES * 2
-    fill = (
-        mix_colors(light, middle, level)
-        if level < 1
-        else mix_colors(middle, dark, level - 1)
-    )
+    begin, end = (light, middle) if level < 1 else (middle, dark)
+    fill = mix_colors(begin, end, level % 1)
     ink = max(INK, PALE_INK, key=lambda candidate: contrast(fill, candidate))
     return Paint(fill, ink)
 

@@ -27,9 +27,8 @@ from penstock.view.html import page
 from penstock.view.numbers import write_time
 
 TableRows = Sequence[Sequence[str]]
-Why = tuple[
-    Sequence[str], Sequence[str], TableRows
-]  # sentences; heads and rows of a table
+# Sentences, and the heads and rows of a table.
+Why = tuple[Sequence[str], Sequence[str], TableRows]
 Figure = tuple[str, Sequence[Series]]  # a title, and curves over the steps
 MarkedMoments = Sequence[tuple[float, str]]
 TIME_HEADS = (

@@ -25,11 +25,10 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms
-from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
+from penstock.plan.paths.path_simulator import QueueOrder, simulate_paths
 from penstock.plan.paths.problem import (
     Problem,
     expand_paths,
@@ -37,7 +36,13 @@ from penstock.plan.paths.problem import (
     start_conditions,
 )
 from penstock.plan.paths.rules import order_fault, part_orders
-from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step_end
+from penstock.plan.paths.solution import (
+    NodePath,
+    Solution,
+    mean_end_of_sums,
+    path_in_order,
+    step_end,
+)
 
 # How much the mean end of the micro-batches counts besides the last end. It guides the search where
 # the last end does not change.
@@ -55,6 +60,11 @@ WARM = 0.002  # first temperature of a search that starts from a good solution
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
+
+
+def temperature(hot: float, cold: float, done: float) -> float:
+    """Return the temperature when this share of the moves is done: it falls from `hot` to `cold`."""
+    return cold + (hot - cold) * (1.0 - done) ** 2
 
 
 class Annealing:
@@ -167,18 +177,8 @@ class Annealing:
         ends = times.finish.tolist()
         value = end + MEAN_WEIGHT * sum(ends) / len(ends)
         if problem.has_sums and end < math.inf:
-            value += SUM_WEIGHT * self._mean_end_of_sums(times)
+            value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
         return value, end, ends[-len(self.paths) :]
-
-    def _mean_end_of_sums(self, times: PathTimes) -> float:
-        """Return the mean end of the parts' sums, planned ones even if rings are used.
-
-        A ring is as slow as its slowest link, so most moves would change nothing.
-        """
-        sums = ends_of_sums(
-            self.problem.traffic, True, self.labels, times.last, times.last_up
-        )
-        return float(sums.mean())
 
     def run(self, budget: Budget, steps: int, hot: float = HOT) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before.
@@ -191,7 +191,7 @@ class Annealing:
         scale = self.value if self.value < math.inf else 1.0
         done = 0
         while done < steps and not budget.spent:
-            heat = scale * (COLD + (hot - COLD) * (1.0 - done / steps) ** 2)
+            heat = scale * temperature(hot, COLD, done / steps)
             done += 1
             budget.used += 1
             self.undo.clear()

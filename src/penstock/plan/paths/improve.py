@@ -19,7 +19,8 @@ import numpy as np
 
 from penstock.plan.paths.anneal import HOT, MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.lane_search import NO_TURN, LaneSearch, can_search_lanes
+from penstock.plan.paths.lane_search import LaneSearch, can_search_lanes
+from penstock.plan.paths.path_simulator import NO_TURN
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.solution import (
     Solution,

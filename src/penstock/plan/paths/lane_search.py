@@ -27,27 +27,32 @@ import numpy as np
 
 from penstock.ir.table import Floats
 from penstock.plan.paths.allreduce import ends_of_sums
+from penstock.plan.paths.anneal import HOT, SUM_WEIGHT, temperature
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.path_simulator import PathTimes, rule_needs, simulate_paths
+from penstock.plan.paths.path_simulator import (
+    NO_TURN,
+    PathTimes,
+    rule_needs,
+    simulate_paths,
+)
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault
 from penstock.plan.paths.solution import (
+    TIME_ROUNDING,
     Solution,
+    mean_end_of_sums,
     simulate_solution,
     step_end,
     units_alone,
 )
 
-MEAN_WEIGHT = 0.1  # how much the mean end of the micro-batches counts besides the last
-SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
-HOT = 0.004  # first temperature, as a share of the makespan
-COLD = 0.0002  # last temperature, as a share of the makespan
+# These two differ from those of the annealing of paths.
+LANE_MEAN_WEIGHT = 0.1  # how much the mean end of the micro-batches counts besides
+LANE_COLD = 0.0002  # last temperature, as a share of the makespan
 EXCHANGES = 0.5  # share of the moves that exchange two tasks
 SHIFTS = 0.7  # share of the moves that exchange or shift tasks
 REDIRECTS = 0.92  # share of the moves that exchange, shift or redirect
 MAX_SHIFT = 5  # places that a task moves in its lane
-TIME_ROUNDING = 1e-9  # seconds
-NO_TURN = -1
 
 
 def can_search_lanes(problem: Problem) -> bool:
@@ -140,18 +145,14 @@ class LaneSearch:
             turns=self.turns,
         )
         end = step_end(problem, times, self.labels)
-        value = end + MEAN_WEIGHT * float(times.finish.mean())
+        value = end + LANE_MEAN_WEIGHT * float(times.finish.mean())
         if problem.has_sums and end < math.inf:
-            sums = ends_of_sums(
-                problem.traffic, True, self.labels, times.last, times.last_up
-            )
-            value += SUM_WEIGHT * float(sums.mean())
+            value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
         return value, end, times
 
     def run(self, budget: Budget, steps: int) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         if not math.isfinite(self.end):
-            self.best = self.whole
             return True
         best = self.solution()
         least = (self.end, self.value)
@@ -159,7 +160,7 @@ class LaneSearch:
         done = 0
         self._find_critical()
         while done < steps and not budget.spent:
-            heat = scale * (COLD + (HOT - COLD) * (1.0 - done / steps) ** 2)
+            heat = scale * temperature(HOT, LANE_COLD, done / steps)
             done += 1
             budget.used += 1
             self.undo.clear()

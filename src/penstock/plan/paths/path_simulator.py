@@ -36,6 +36,7 @@ from penstock.ir.table import Floats, Ints
 
 FAR_FUTURE_SECONDS = 1e7  # later than any event of a step
 NO_TASK = -1
+NO_TURN = -1  # of a task whose node serves its queue freely
 NO_TURNS = np.zeros(0, dtype=np.int64)
 MAX_UNLOCKED_TASKS = 2  # tasks that wait directly for one task, in a reduced graph
 
@@ -200,7 +201,7 @@ def simulate_paths(
         backward of its first position, then of the next [micro-batch, task].
     careful: a node never gives its last slot to a young micro-batch while an older one will need it. This
         prevents deadlocks.
-    turns: the place of each task in the order of its node, or -1 if the node serves its queue freely
+    turns: the place of each task in the order of its node, or NO_TURN if the node serves its queue freely
         [micro-batch, task]. A node waits for the task whose turn it is, even if others are ready.
     """
     count, length = nodes.shape

@@ -65,7 +65,7 @@ def replan(
     )
     bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
 
-    def starts(stage_seed: int, stage_budget: Budget) -> list[Solution]:
+    def starts(stage_seed: int, _budget: Budget) -> list[Solution]:
         circuits = find_circuits(problem, labels, RECOVERY_CIRCUIT_MOVES, stage_seed)
         return first_solutions(problem, labels, circuits, stage_seed)
 

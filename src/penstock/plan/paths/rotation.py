@@ -27,6 +27,7 @@ from penstock.plan.paths.planner import PathPlan, finish_plan
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, part_subsets
 from penstock.plan.paths.solution import (
+    TIME_ROUNDING,
     NodePath,
     Solution,
     path_in_order,
@@ -39,7 +40,6 @@ PartSet = frozenset[int]
 MAX_FORCED_UNITS = 60  # units that are tried for one set of parts
 FORCED_SET_MOVES = 6_000  # moves of the search for a plan that meets one set of parts
 DEFAULT_ROTATION_MOVES = 120_000  # moves and simulations of all these searches
-TIME_ROUNDING = 1e-9  # seconds
 
 
 @dataclass(frozen=True, slots=True)

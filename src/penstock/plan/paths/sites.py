@@ -36,9 +36,8 @@ from penstock.plan.paths.arrangement import (
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms, improve_circuits
 from penstock.plan.paths.improve import improve_solution
-from penstock.plan.paths.lane_search import NO_TURN
 from penstock.plan.paths.part_exchange import MAX_EXCHANGE_MOVES, exchange_parts
-from penstock.plan.paths.path_simulator import QueueOrder
+from penstock.plan.paths.path_simulator import NO_TURN, QueueOrder
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.routes import cheapest_route, deal_parts, route_units
 from penstock.plan.paths.solution import (

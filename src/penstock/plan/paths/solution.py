@@ -20,6 +20,7 @@ from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
 # A plan counts as this many seconds longer for each second of forbidden waiting.
 WAIT_FINE = 10.0
+TIME_ROUNDING = 1e-9  # seconds by which equal times may differ
 NodePath = tuple[int, ...]
 Delays = tuple[float, ...]
 Turns = tuple[int, ...]
@@ -104,6 +105,15 @@ def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
         problem.traffic, problem.planned_sums, labels, times.last, times.last_up
     )
     return max(times.makespan, float(sums.max())) + fine
+
+
+def mean_end_of_sums(problem: Problem, times: PathTimes, labels: Ints) -> float:
+    """Return the mean end of the parts' sums, planned ones even if rings are used.
+
+    A ring is as slow as its slowest link, so most moves of a search would change nothing.
+    """
+    sums = ends_of_sums(problem.traffic, True, labels, times.last, times.last_up)
+    return float(sums.mean())
 
 
 def choose_queueing(problem: Problem, solution: Solution) -> Solution:

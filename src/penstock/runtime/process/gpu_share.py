@@ -38,7 +38,7 @@ CHECKED_COLUMNS = (
 
 
 def highest_good_share(highest: int, is_good: Callable[[int], bool]) -> int:
-    """The highest good share up to `highest`, in percent; `highest` itself if no share is good.
+    """The highest good share up to `highest`, in percent.
 
     >>> highest_good_share(16, lambda share: share in (10, 13))
     13
@@ -46,7 +46,7 @@ def highest_good_share(highest: int, is_good: Callable[[int], bool]) -> int:
     for share in range(highest, 0, -1):
         if is_good(share):
             return share
-    return highest
+    raise SystemExit(f"the check found them incomplete on every share up to {highest}%")
 
 
 def products_are_complete(

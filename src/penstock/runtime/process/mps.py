@@ -39,6 +39,7 @@ MAX_MPS_WORKERS = 48
 GPU_QUEUES = 8
 SECONDS_TO_END = 10.0  # how long the command may take to end once it is asked to
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+WORKERS_VARIABLE = "PENSTOCK_TESTBED_WORKERS"
 BACKEND_VARIABLE = "PENSTOCK_TESTBED_BACKEND"
 BACKENDS = (IPC, NCCL)
 GPU_LISTER = "nvidia-smi"  # comes with the driver; without it there is no GPU to check
@@ -79,6 +80,7 @@ def environment(workers: int, folder: Path, backend: str = IPC) -> dict[str, str
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         SHARE_VARIABLE: str(100 // workers),
+        WORKERS_VARIABLE: str(workers),
         "CUDA_DEVICE_MAX_CONNECTIONS": str(GPU_QUEUES),
         BACKEND_VARIABLE: backend,
     }
@@ -102,8 +104,12 @@ def be_own_host(rank: int) -> None:
 def workers_of_a_gpu() -> int:
     """The number of processes that a GPU serves at the same time.
 
-    That is the number of workers in a testbed, and one elsewhere.
+    That is the number of workers in a testbed. Elsewhere it is as many as their share of a GPU under MPS allows, or
+    one without MPS.
     """
+    workers = os.environ.get(WORKERS_VARIABLE, "")
+    if workers.isdigit():
+        return max(1, int(workers))
     share = os.environ.get(SHARE_VARIABLE, "")
     if not share.isdigit() or not 0 < int(share) <= 100:
         return 1
@@ -121,7 +127,9 @@ def _good_share(variables: dict[str, str]) -> str:
     if check.returncode or not share.isdigit():
         last_line = (check.stderr.strip().splitlines() or ["it said nothing"])[-1]
         _log.warning(
-            "the products on %s%% of the GPU were not checked: %s", highest, last_line
+            "each worker gets %s%% of the GPU, where matrix products may be incomplete: %s",
+            highest,
+            last_line,
         )
         return highest
     if share != highest:

@@ -116,8 +116,6 @@ class OutputSink(End):
         self, *values: Any, piece: Slice | None = None, **named: Tensor
     ) -> Tensor:
         """Return the output as it is, or a number whose gradient is the given one."""
-        if isinstance(values[-1], Slice):
-            *values, piece = values  # type: ignore[assignment]
         tensors: list[Tensor] = [*values, *(named[name] for name in self.asked_names)]
         for number, x in enumerate(tensors):
             self.catch(piece, number, x)

@@ -22,7 +22,6 @@ SEED_BYTES = 32
 HALF_DIGEST_BYTES = 32
 KEY_BITS = 255  # of a coordinate; the bit above them holds the sign
 
-
 # Tags of DER, the encoding of certificates.
 INTEGER = 0x02
 BITS = 0x03

@@ -40,9 +40,8 @@ SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
 UNFINISHED_FILE = re.compile(
     rf"{CHECKPOINTS_FOLDER}/step-\d+{re.escape(SAVING)}/{FILE_NAME}"
 )
-Watch = Callable[
-    [str, int], None
-]  # sees the name and the size of a file before it comes
+# Sees the name and the size of a file before it comes.
+Watch = Callable[[str, int], None]
 
 
 def texts_of(data: DataConfig) -> dict[str, DataConfig]:

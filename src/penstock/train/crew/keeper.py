@@ -76,9 +76,7 @@ MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
-WorkerArguments = tuple[
-    int, int, str, int, str, bool, bool
-]  # the arguments of a worker
+WorkerArguments = tuple[int, int, str, int, str, bool, bool]
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
 OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
 

@@ -84,9 +84,8 @@ class Member:
 
     def beat(self) -> None:
         """Show again and again that this process lives, over a connection of its own."""
-        with suppress(
-            dist.DistError
-        ):  # The launcher is gone, which others will notice too.
+        # If the launcher is gone, others will notice that too.
+        with suppress(dist.DistError):
             store = self.own_connection()
             while True:
                 store.add(alive_key(self.worker), 1)

@@ -127,9 +127,8 @@ class Decision:
     seen: int = 0  # sequences of the steps that are done, and of earlier runs
     close: bool = False  # whether the last step must still be evaluated or written down
     transfers: tuple[PartTransfer, ...] = ()  # parts that ranks get from others
-    mirrors: tuple[
-        PartTransfer, ...
-    ] = ()  # parts with their rank and that of their mirror
+    # Parts with their rank and that of their mirror.
+    mirrors: tuple[PartTransfer, ...] = ()
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
     leader: int = 0  # the rank that writes the files of the run
