@@ -18,6 +18,7 @@ from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.dataset import encode_dataset
+from penstock.train.data.tokenizer_training import train_tokenizer
 from penstock.train.worker import job_of
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
@@ -64,6 +65,23 @@ def test_nobody_knows_how_many_bytes_tokens_without_text_have(tmp_path):
     file = encode_dataset(map(as_tokens, TEXTS), PLAIN, tmp_path)
     corpus = open_corpus(replace(PLAIN, sources=(str(file),)), tmp_path)
     assert corpus.bytes_per_token is None
+
+
+def test_a_dataset_that_another_tokenizer_has_encoded_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS))
+    text = replace(PLAIN, sources=(str(tmp_path / "text.txt"),))
+    words = tmp_path / "words.json"
+    train_tokenizer(text, 300, words)
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(words.read_bytes())
+    file = encode_dataset(TEXTS, replace(PLAIN, tokenizer=str(words)), tmp_path)
+    named = replace(PLAIN, sources=(str(file),))
+    assert open_corpus(replace(named, tokenizer=str(copy)), tmp_path).trained > 0
+    with pytest.raises(
+        FileError, match=r"data\.tokenizer = a file .* here it is bytes"
+    ):
+        open_corpus(named, tmp_path)
 
 
 def test_memory_does_not_grow_with_a_dataset(tmp_path):

@@ -63,6 +63,7 @@ def cache_files(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path,
 def encoding_of(data: DataConfig) -> dict[str, object]:
     """What encoded tokens depend on besides the text; a run with other values cannot use them."""
     wanted: dict[str, object] = {
+        "tokenizer": _describe_tokenizer(data),
         "instructions": data.instructions,
         "segments": data.segments,
     }
@@ -90,6 +91,18 @@ def _check_encoding(note: Path, data: DataConfig) -> None:
 def tokenizer_name(data: DataConfig) -> str:
     """Return the file of the tokenizer, or the name of the tokenizer of bytes."""
     return data.tokenizer if names_a_file(data.tokenizer) else BYTE_TOKENIZER
+
+
+def _describe_tokenizer(data: DataConfig) -> str:
+    """The tokenizer by its content, since every run has a copy of its file."""
+    name = tokenizer_name(data)
+    if not names_a_file(name):
+        return name
+    try:
+        content = Path(name).read_bytes()
+    except OSError as error:
+        raise FileError(f"cannot read {name}: {error.strerror}") from None
+    return f"a file with the digest {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def _cache_name(data: DataConfig, files: list[Path]) -> str:
