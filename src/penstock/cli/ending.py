@@ -62,6 +62,7 @@ def _print_no_checkpoint(folder: Path) -> None:
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
     from penstock.train.after.report import list_events
+    from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name
     from penstock.train.data.mixture import describe_use
 
     first = summary.rows[0]
@@ -92,7 +93,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
         )
     lines += list_events(summary)
     lines += [f"read from   {line}" for line in describe_use(summary.sources)]
-    checkpoint = folder / "checkpoints" / f"step-{verdict.step:08d}"
+    checkpoint = folder / CHECKPOINTS_FOLDER / step_name(verdict.step)
     lines.append(f"report      {folder / REPORT}")
     lines.append(f"checkpoint  {checkpoint}")
     if verdict.stopped:

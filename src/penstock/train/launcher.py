@@ -47,7 +47,7 @@ from penstock.runtime.process.launch import (
 )
 from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
-from penstock.train.checkpoint import newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.crew.depot import RunFiles
 from penstock.train.crew.gate import Gate, Say
 from penstock.train.crew.keeper import Keeper, MemberEntry
@@ -336,7 +336,7 @@ def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
 
 def way_on(folder: Path) -> str:
     """Say how to continue a run that ended too early."""
-    checkpoints = newest(folder / "checkpoints")
+    checkpoints = newest(folder / CHECKPOINTS_FOLDER)
     if not checkpoints:
         return "there is no checkpoint yet; start again with the same command"
     return (

@@ -68,8 +68,6 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """One process of a run: a rank of the schedule, or a share of one."""
 
-    peak_bytes = 0  # memory of this process at its fullest moment, after a step
-
     def __init__(
         self,
         job: Job,
@@ -102,6 +100,7 @@ class Trainer:
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS, OWN_NUMBERS)
         self.early_stop = EarlyStop(job, comm, self.weights)
         self.work_seconds = 0.0  # that this rank computed in the last step
+        self.peak_bytes = 0  # memory of this process at its fullest moment so far
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = Saver(

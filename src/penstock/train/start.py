@@ -8,7 +8,7 @@ prepare_run    reads the text, and writes the files that every rank will read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
@@ -33,7 +33,7 @@ from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.conversations import keep_template
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.prompt import PROMPT, find_prompt
-from penstock.train.data.text_files import source_files
+from penstock.train.data.text_files import ProgressBytes, source_files
 from penstock.train.data.tokenizer import (
     keep_end_word,
     keep_tokenizer,
@@ -154,7 +154,7 @@ def prepare_run(
     folder: Path,
     resume: bool,
     lock: Lock,
-    watch: Callable[[int, int], None],
+    watch: ProgressBytes,
 ) -> tuple[Config, Corpus]:
     """Read the text, lock the folder, and write the files that every rank will read.
 

@@ -32,6 +32,7 @@ from penstock.models import (
 )
 from penstock.models.count import count_parameters
 from penstock.train.checkpoint import (
+    CHECKPOINTS_FOLDER,
     CheckpointFacts,
     checkpoint_faults,
     load,
@@ -91,7 +92,7 @@ def open_trained(path: Path) -> Trained:
     found = (
         path
         if (path / "checkpoint.json").is_file()
-        else newest_good(path / "checkpoints")
+        else newest_good(path / CHECKPOINTS_FOLDER)
     )
     if found is None:
         raise FileError(

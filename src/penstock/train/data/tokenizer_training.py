@@ -6,25 +6,24 @@ Every byte is a word, so no text is unknown to it. The last word ends a document
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.train.data.document_end import TOKENIZER_CONFIG
-from penstock.train.data.text_files import source_files, text_pieces
+from penstock.train.data.text_files import ProgressBytes, source_files, text_pieces
 
 END_WORD = "<|endoftext|>"
 MIN_VOCAB = 257  # every byte, and the end of a document
-WatchReading = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
 def train_tokenizer(
     data: DataConfig,
     vocab: int,
     file: Path,
-    watch: WatchReading = lambda done, total: None,
+    watch: ProgressBytes = lambda done, total: None,
 ) -> int:
     """Train a tokenizer and write it, with its end word beside it; return the number of its words."""
     if vocab < MIN_VOCAB:
@@ -60,7 +59,7 @@ def train_tokenizer(
     return int(tokenizer.get_vocab_size())
 
 
-def _texts(data: DataConfig, watch: WatchReading) -> Iterator[str]:
+def _texts(data: DataConfig, watch: ProgressBytes) -> Iterator[str]:
     """Yield all text, in pieces that fit into memory."""
     files = [file for part in data.parts for file in source_files(part)]
     total = sum(file.stat().st_size for file in files)
