@@ -91,7 +91,9 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         here = slice(first, first + count)
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
-    total, norm, _, _ = Gradients(holding, comm, device, counts=0).measure(loss, [], [])
+    gradients = Gradients(holding, comm, device, counts=0, own_numbers=0)
+    gradients.begin()
+    total, norm, _, _ = gradients.measure(loss, [], [])
     everything = hold_whole(sizes)
     draw_parameters(everything, 5)
     expected = 0.0

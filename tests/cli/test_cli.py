@@ -19,7 +19,8 @@ import typer
 from commands import called
 from penstock import REGISTRY, make
 from penstock.cli.app import app
-from penstock.config import Config
+from penstock.cli.options import PRESET_NAMES
+from penstock.config import PRESETS, Config
 from penstock.formats import load_torch_csv, read_plan
 
 
@@ -199,6 +200,10 @@ def test_every_command_has_help_with_an_example(run):
         code, out, _ = run(f"{name} --help")
         assert code == 0
         assert f"Example: penstock {name}" in out
+
+
+def test_help_names_all_presets():
+    assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
 
 
 def test_help_names_no_section_in_brackets():

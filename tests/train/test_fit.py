@@ -60,6 +60,12 @@ def test_a_dataset_becomes_the_tokens_that_a_file_of_it_becomes(
     assert not list(tmp_path.glob("*.part"))
 
 
+def test_nobody_knows_how_many_bytes_tokens_without_text_have(tmp_path):
+    file = encode_dataset(map(as_tokens, TEXTS), PLAIN, tmp_path)
+    corpus = open_corpus(replace(PLAIN, sources=(str(file),)), tmp_path)
+    assert corpus.bytes_per_token is None
+
+
 def test_memory_does_not_grow_with_a_dataset(tmp_path):
     def peak_bytes(texts: int) -> int:
         tracemalloc.start()

@@ -33,7 +33,6 @@ from penstock.cli.trained_model import (
     report_command,
 )
 from penstock.errors import PenstockError
-from penstock.extras import missing_package
 
 USER_ERROR = 2  # exit code
 # Commands of other programs that are options here.
@@ -116,6 +115,8 @@ def main() -> None:
         _print_error(error)
         raise SystemExit(USER_ERROR) from None
     except ModuleNotFoundError as error:
+        from penstock.extras import missing_package
+
         missing = missing_package(error)
         if missing is None:
             raise

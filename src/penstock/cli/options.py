@@ -8,10 +8,9 @@ from typing import Annotated, Optional
 import typer
 
 from penstock.cli.completion import complete_change
-from penstock.config import PRESETS
 
-*_FIRST_PRESETS, _LAST_PRESET = PRESETS
-PRESET_NAMES = f"{', '.join(_FIRST_PRESETS)} or {_LAST_PRESET}"  # in help texts
+# In help texts. Importing the presets themselves would delay every command.
+PRESET_NAMES = "tiny, llama-150m, llama-1b, gpt2 or bert-base"
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout.")

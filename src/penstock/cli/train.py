@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -33,12 +33,11 @@ from penstock.errors import ConfigError, FileError, PenstockError, RunError
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.cost import RowProfiles
     from penstock.ir import Plan
-    from penstock.train.auto import AutoPlan
+    from penstock.plan.search import SearchProgress
     from penstock.train.data.corpus import Corpus
-    from penstock.train.lock import Lock
     from penstock.train.placement import Placement
+    from penstock.train.session import Display, PreparedRun
 
 Preset = Annotated[
     str,
@@ -97,7 +96,7 @@ def train_command(
     )
     from penstock.train.lock import locking
     from penstock.train.placement import check_gpus_suffice, uses_gpus
-    from penstock.train.session import kept_plan, start_workers
+    from penstock.train.session import kept_plan, plan_and_prepare, start_workers
     from penstock.train.start import check_sources, check_start, find_run
 
     exists = resume or dry_run
@@ -113,8 +112,9 @@ def train_command(
         check_start(config, folder, resume)
     kept = kept_plan(config, folder, changes or []) if resume else None
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
-        prepared = _prepare(
-            config, folder, resume, None if dry_run else lock, given, kept
+        claimed = None if dry_run else lock
+        prepared = plan_and_prepare(
+            config, folder, resume, claimed, given, kept, _display()
         )
         config, plan, placement = prepared.config, prepared.plan, prepared.placement
         check_gpus_suffice(config, placement)
@@ -164,60 +164,19 @@ def init_command(
 
 
 # ---------------------------------------------------------------- before the workers start
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """Everything that is known before the workers start."""
-
-    config: Config
-    plan: Plan
-    placement: Placement
-    corpus: Corpus | None  # None in a dry run
-    profiles: RowProfiles | None  # that auto planned with; None if the plan was given
-
-
-def _prepare(
-    config: Config,
-    folder: Path,
-    resume: bool,
-    lock: Lock | None,
-    given: Collection[str],
-    kept: Plan | None = None,
-) -> _Prepared:
-    """Plan, read the text and write the files of the run; without a lock, only check.
-
-    A plan that was `kept` from before is used instead of a new one.
-    """
-    from penstock.train.forecast import keep_profiles
-    from penstock.train.placement import decide_placement
-    from penstock.train.session import plan_config
-    from penstock.train.start import check_dry_run, prepare_run
-
-    config, plan, profiles = plan_config(config, given, kept, _measured_plan)
-    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
-    if lock is None:
-        check_dry_run(config, placement)
-        return _Prepared(config, plan, placement, None, profiles)
-    with counting("reading text") as watch:
-        config, corpus = prepare_run(
-            config, plan, placement, folder, resume, lock, watch
-        )
-    if profiles is not None:
-        keep_profiles(profiles, folder, config, plan)
-    return _Prepared(config, plan, placement, corpus, profiles)
-
-
-def _measured_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan:
-    """Search for the fastest plan as `search_plan` does, and show what it is doing."""
-    from penstock.train.auto import machine_workload, measure_workload, plan_workload
-    from penstock.train.capacity import check_timing
-    from penstock.train.worker import model_sizes
-
-    workload, placement = machine_workload(config, layers, given)
-    check_timing(config, model_sizes(config), placement)
-    with progress("timing a layer"):
-        profiles = measure_workload(workload, placement)
+@contextmanager
+def _show_planning() -> Iterator[Callable[[SearchProgress], None]]:
+    """Show the progress of a search for a plan."""
     with progress("planning") as status:
-        return plan_workload(workload, profiles, watch=show_progress(status))
+        yield show_progress(status)
+
+
+def _display() -> Display:
+    """Return what shows the preparation of a run in the terminal."""
+    from penstock.train.session import Display
+
+    timing = partial(progress, "timing a layer")
+    return Display(timing, _show_planning, partial(counting, "reading text"))
 
 
 def _announce(
@@ -281,7 +240,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
     )
 
 
-def _print_dry_run(prepared: _Prepared) -> None:
+def _print_dry_run(prepared: PreparedRun) -> None:
     """Print the memory and the speed that a run would have."""
     config, plan, placement = prepared.config, prepared.plan, prepared.placement
     forecast = measured_forecast(config, plan, placement, profiles=prepared.profiles)
@@ -301,7 +260,7 @@ def _as_a_rank(
     from penstock.train.launcher import after_first, forget_previous_end, restarted
     from penstock.train.lock import Lock
     from penstock.train.placement import launched_placement
-    from penstock.train.session import kept_plan
+    from penstock.train.session import kept_plan, plan_and_prepare
     from penstock.train.worker import join
 
     comm = join(config, launched_placement(config))
@@ -310,7 +269,9 @@ def _as_a_rank(
     def prepare() -> None:
         first_resume = resume and not restarted()
         kept = kept_plan(config, folder, ()) if resume or restarted() else None
-        prepared = _prepare(config, folder, first_resume, lock, given, kept)
+        prepared = plan_and_prepare(
+            config, folder, first_resume, lock, given, kept, _display()
+        )
         if not restarted():
             forget_previous_end(folder)
         plan = prepared.plan

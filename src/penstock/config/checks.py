@@ -339,9 +339,8 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.family == "bert":
         faults += _bert_faults(config)
-    elif (
-        data.segments and not model.folder
-    ):  # A folder may still turn out to be a bert.
+    elif data.segments and not model.folder:
+        # The model of a folder may still turn out to be a bert.
         faults.append(segments_fault(data))
     faults += _mixture_faults(data)
     if model.weights and model.config:

@@ -35,7 +35,7 @@ class Columns:
     latency: Floats
     wire: Floats  # seconds that its message occupies the link
     pause: Floats  # seconds that its rank rests afterwards
-    switch: Floats  # more seconds if it is a forward that follows a backward
+    switch: float  # share of its time that a forward takes longer after a backward
 
 
 _recent: ContextVar[tuple[tuple[Schedule, Cost, Columns], ...]] = ContextVar(
@@ -85,23 +85,21 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         latency=latency,
         wire=wire,
         pause=_column(schedule, questions, cost.pause),
-        switch=np.where(
-            table.kind == FORWARD, _column(schedule, questions, cost.switch), 0.0
-        ),
+        switch=cost.switch,
     )
 
 
 def seconds_in_lanes(schedule: Schedule, costs: Columns) -> Floats:
     """Seconds of every action in its lane: forwards take longer right after a backward."""
-    if not costs.switch.any():
+    if not costs.switch:
         return costs.seconds
     table = schedule.table
-    is_backward = table.kind != FORWARD
-    follows_backward = np.zeros(len(table), dtype=np.bool_)
-    follows_backward[1:] = is_backward[:-1]
+    is_forward = table.kind == FORWARD
+    is_switch = np.zeros(len(table), dtype=np.bool_)
+    is_switch[1:] = is_forward[1:] & ~is_forward[:-1]
     lane_starts = table.first[:-1]
-    follows_backward[lane_starts[lane_starts < len(table)]] = False
-    return costs.seconds + np.where(follows_backward, costs.switch, 0.0)
+    is_switch[lane_starts[lane_starts < len(table)]] = False
+    return costs.seconds + np.where(is_switch, costs.switch * costs.seconds, 0.0)
 
 
 def levels(schedule: Schedule, costs: Columns) -> Floats:

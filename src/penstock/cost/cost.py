@@ -42,8 +42,9 @@ class Cost(ABC):
         """How long the rank rests after an action. The action's message leaves before."""
         return 0.0
 
-    def switch(self, schedule: Schedule, action: Action) -> float:
-        """How much longer a forward takes if the action before it on its rank is a backward."""
+    @property
+    def switch(self) -> float:
+        """The share of its time that a forward takes longer if the action before it on its rank is a backward."""
         return 0.0
 
     def held(self, schedule: Schedule, action: Action) -> float:

@@ -393,9 +393,10 @@ class LayeredCost(Cost):
         """How long an action computes."""
         return self.model_cost(schedule).seconds(schedule, action)
 
-    def switch(self, schedule: Schedule, action: Action) -> float:
-        """How much longer a forward takes right after a backward."""
-        return self.profile.switch * self.seconds(schedule, action)
+    @property
+    def switch(self) -> float:
+        """The share of its time that a forward takes longer right after a backward."""
+        return self.profile.switch
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank."""

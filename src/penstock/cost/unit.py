@@ -39,6 +39,23 @@ class UnitCost(Cost):
         """Forwards of a micro-batch, and micro-batches."""
         return PAPER_UNITS
 
+    @property
+    def input_seconds(self) -> float:
+        """The time of an I."""
+        return self.B / 2 if self.I is None else self.I
+
+    @property
+    def weight_seconds(self) -> float:
+        """The time of a W."""
+        return self.B / 2 if self.W is None else self.W
+
+    def least_backward(self, split: bool) -> tuple[float, float]:
+        """The least time until the gradient of a backward leaves, and of all its work, if it may be split or not."""
+        if not split:
+            return self.B, self.B
+        both = self.input_seconds + self.weight_seconds
+        return min(self.B, self.input_seconds), min(self.B, both)
+
     def share(self, schedule: Schedule, action: Action) -> float:
         """The fraction of a rank's work for a micro-batch that one action does."""
         stages_on_rank = int(schedule.table.crowd[action.stage])
@@ -46,12 +63,11 @@ class UnitCost(Cost):
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""
-        half = self.B / 2
         whole = {
             Op.F: self.F,
             Op.B: self.B,
-            Op.I: half if self.I is None else self.I,
-            Op.W: half if self.W is None else self.W,
+            Op.I: self.input_seconds,
+            Op.W: self.weight_seconds,
         }
         return whole[action.op] * self.share(schedule, action)
 

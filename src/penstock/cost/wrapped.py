@@ -34,9 +34,10 @@ class WrappedCost(Cost):
         """How long the rank rests after an action."""
         return self.cost.pause(schedule, action)
 
-    def switch(self, schedule: Schedule, action: Action) -> float:
-        """How much longer a forward takes right after a backward."""
-        return self.cost.switch(schedule, action)
+    @property
+    def switch(self) -> float:
+        """The share of its time that a forward takes longer right after a backward."""
+        return self.cost.switch
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes that a forward leaves on its rank."""

@@ -25,9 +25,7 @@ class ParameterCounts:
     total: int
 
 
-def count_parameters(
-    sizes: AnyModelConfig,
-) -> ParameterCounts:
+def count_parameters(sizes: AnyModelConfig) -> ParameterCounts:
     """Count the parameters of the embedding, one layer, the head and the whole model."""
     if isinstance(sizes, DecoderConfig):
         counts = count_decoder(sizes)

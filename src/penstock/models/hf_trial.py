@@ -35,7 +35,7 @@ from penstock.models.hf_part import (
 )
 
 TRIAL_TOKENS = 9  # of the sequences in a trial
-WINDOW = 4  # of attention with a window, less than TOKENS so that it matters
+WINDOW = 4  # of attention with a window, less than TRIAL_TOKENS so that it matters
 TRIAL_SEED = 1
 SLACK = 2e-4  # relative difference that rounding in float32 explains, with wide margins
 LIMITS = {

@@ -105,11 +105,7 @@ def partial_unit_bound(
     weights: int = 1,
 ) -> float:
     """Return a time below that of every plan whose micro-batches leave out at most `share` of the work."""
-    half = cost.B / 2
-    inputs = half if cost.I is None else cost.I
-    weight_gradient = half if cost.W is None else cost.W
-    back = min(cost.B, inputs) if split else cost.B
-    backward = min(cost.B, inputs + weight_gradient) if split else cost.B
+    back, backward = cost.least_backward(split)
     visited = ranks * (1.0 - share)
     waits = max(ranks - weights, 0) * cost.comm
 

@@ -114,18 +114,12 @@ class _UnitSpace:
     @property
     def back(self) -> float:
         """The least time of a rank until a gradient leaves it, for a whole micro-batch."""
-        return min(self.cost.B, self._input) if self.split else self.cost.B
-
-    @property
-    def _input(self) -> float:
-        return self.cost.B / 2 if self.cost.I is None else self.cost.I
+        return self.cost.least_backward(self.split)[0]
 
     @property
     def backward_work(self) -> float:
         """The least backward work of a rank for one micro-batch."""
-        weights = self.cost.B / 2 if self.cost.W is None else self.cost.W
-        both = self._input + weights
-        return min(self.cost.B, both) if self.split else self.cost.B
+        return self.cost.least_backward(self.split)[1]
 
     def one_way(self, seconds: float) -> float:
         """Return the least time of one micro-batch through all stages, without hops."""

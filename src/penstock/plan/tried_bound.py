@@ -88,12 +88,8 @@ def tried_bound(
 
 def with_free_choice(cost: UnitCost) -> UnitCost:
     """Return a cost, no higher in anything, in which splitting a backward takes no time."""
-    half = cost.B / 2
-    inputs = half if cost.I is None else cost.I
-    weights = half if cost.W is None else cost.W
-    least_inputs = min(cost.B, inputs)
-    least_both = min(cost.B, inputs + weights)
-    return replace(cost, I=least_inputs, W=least_both - least_inputs)
+    back, backward = cost.least_backward(split=True)
+    return replace(cost, I=back, W=backward - back)
 
 
 def _size(

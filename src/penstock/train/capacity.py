@@ -325,8 +325,9 @@ def _bytes_held_by_layer(load: MemoryLoad) -> float:
 def _bytes_inside(load: MemoryLoad, block: str) -> float:
     """Bytes that the MLP or the attention of a layer keeps for each token position of a micro-batch."""
     sizes = config_of(load.sizes)
-    numbers = inner_numbers(sizes.family, load.sizes.inner)
-    if block == "attention":
+    if block == "mlp":
+        numbers = inner_numbers(sizes.family, load.sizes.inner)
+    else:
         # Slices carry keys and values on, so these stay.
         keys = 0 if load.schedule.slices > 1 else 2 * key_width(sizes)
         numbers = 2 * sizes.width + keys

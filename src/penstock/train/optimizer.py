@@ -424,7 +424,7 @@ class Gradients:
         comm: Comm,
         device: torch.device,
         counts: int,
-        own_numbers: int = 0,
+        own_numbers: int,
     ) -> None:
         self.holding = holding
         self.comm = comm
@@ -456,10 +456,8 @@ class Gradients:
         whole loss, the norm of all gradients, the numbers of every process, and the sums of
         the counts.
         """
-        if self.column is None:
-            self.begin()
         column = self.column
-        assert column is not None
+        assert column is not None, "`begin` has squared the gradients"
         self.column = None
         names = len(self.holding.names)
         ranks = self.comm.ranks

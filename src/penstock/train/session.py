@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,7 @@ from penstock.formats import read_plan
 from penstock.formats.config_toml import written_keys
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
+from penstock.plan.search import SearchProgress
 from penstock.train.auto import (
     AutoPlan,
     machine_workload,
@@ -34,8 +35,12 @@ from penstock.train.auto import (
 )
 from penstock.train.capacity import check_timing
 from penstock.train.crew.choice import is_elastic
+from penstock.train.crew.gate import Say
+from penstock.train.data.corpus import Corpus
 from penstock.train.data.dataset import encode_dataset
+from penstock.train.data.text_files import ProgressBytes
 from penstock.train.entry import run_member, run_worker
+from penstock.train.forecast import keep_profiles
 from penstock.train.history import PLAN_FILE, StepRow, read_rows
 from penstock.train.launcher import (
     avoid_broken_amx,
@@ -43,14 +48,20 @@ from penstock.train.launcher import (
     launch_crew,
     under_launcher,
 )
-from penstock.train.lock import locking
+from penstock.train.lock import Lock, locking
 from penstock.train.placement import (
     Placement,
     check_gpus_suffice,
     decide_placement,
     uses_gpus,
 )
-from penstock.train.start import check_sources, check_start, find_run, prepare_run
+from penstock.train.start import (
+    check_dry_run,
+    check_sources,
+    check_start,
+    find_run,
+    prepare_run,
+)
 from penstock.train.worker import Verdict, cache_of, model_sizes
 from penstock.version import read_version
 
@@ -72,9 +83,7 @@ PLANNED_WITH = (
     "run.recompute",
     "run.threads",
 )
-Say = Callable[[str], None]
-# Makes the plan of a config whose model has so many layers, given the keys that the user wrote.
-SearchPlan = Callable[[Config, int, Collection[str]], AutoPlan]
+WatchSearch = Callable[[SearchProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +124,18 @@ def fit(
         )
     source = None if config is None else Path(config)
     settings, folder = find_run(source, preset, changes, resume)
-    settings = with_datasets(settings, folder, dataset, validation)
     given = written_keys(source, changes)
     if settings.run.precision == "bfloat16" and not uses_gpus(settings):
         avoid_broken_amx()
+    check_start(settings, folder, resume)  # Encoding a dataset may take long.
+    settings = with_datasets(settings, folder, dataset, validation)
     check_sources(settings)
-    check_start(settings, folder, resume)
     kept = kept_plan(settings, folder, changes) if resume else None
     with locking() as lock:
-        settings, plan, _ = plan_config(settings, given, kept)
-        ranks = plan.schedule.ranks * settings.mesh.size
-        placement = decide_placement(settings, ranks)
-        settings, _ = prepare_run(
-            settings, plan, placement, folder, resume, lock, lambda done, total: None
-        )
-        check_gpus_suffice(settings, placement)
+        run = plan_and_prepare(settings, folder, resume, lock, given, kept)
+        check_gpus_suffice(run.config, run.placement)
         with _main_hidden():
-            verdict = start_workers(settings, plan, placement, folder, resume)
+            verdict = start_workers(run.config, run.plan, run.placement, folder, resume)
     return TrainedRun(folder, verdict.step, verdict.stopped)
 
 
@@ -178,19 +182,66 @@ def with_datasets(
     return replace(config, data=data)
 
 
-# ---------------------------------------------------------------- the plan
-def search_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan:
-    """Measure the model on this machine and search for the fastest plan."""
-    workload, placement = machine_workload(config, layers, given)
-    check_timing(config, model_sizes(config), placement)
-    return plan_workload(workload, measure_workload(workload, placement))
+# ---------------------------------------------------------------- before the workers start
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Shows what happens before the workers start, as long as each of its contexts lasts; by default nothing."""
+
+    timing: Callable[[], AbstractContextManager[object]] = nullcontext
+    planning: Callable[[], AbstractContextManager[WatchSearch]] = lambda: nullcontext(
+        lambda progress: None
+    )
+    reading: Callable[[], AbstractContextManager[ProgressBytes]] = lambda: nullcontext(
+        lambda done, total: None
+    )
+
+
+NO_DISPLAY = Display()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """Everything that is known before the workers start."""
+
+    config: Config
+    plan: Plan
+    placement: Placement
+    corpus: Corpus | None  # None in a dry run
+    profiles: RowProfiles | None  # that auto planned with; None if the plan was given
+
+
+def plan_and_prepare(
+    config: Config,
+    folder: Path,
+    resume: bool,
+    lock: Lock | None,
+    given: Collection[str],
+    kept: Plan | None = None,
+    display: Display = NO_DISPLAY,
+) -> PreparedRun:
+    """Plan, read the text and write the files of the run; without a lock, only check.
+
+    A plan that was `kept` from before is used instead of a new one.
+    """
+    config, plan, profiles = plan_config(config, given, kept, display)
+    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
+    if lock is None:
+        check_dry_run(config, placement)
+        return PreparedRun(config, plan, placement, None, profiles)
+    with display.reading() as watch:
+        config, corpus = prepare_run(
+            config, plan, placement, folder, resume, lock, watch
+        )
+    if profiles is not None:
+        keep_profiles(profiles, folder, config, plan)
+    return PreparedRun(config, plan, placement, corpus, profiles)
 
 
 def plan_config(
     config: Config,
     given: Collection[str],
     kept: Plan | None = None,
-    search: SearchPlan = search_plan,
+    display: Display = NO_DISPLAY,
 ) -> tuple[Config, Plan, RowProfiles | None]:
     """Make the plan of a run. If auto measured the model for it, its profiles come too.
 
@@ -202,12 +253,24 @@ def plan_config(
     def plan_auto(config: Config) -> Plan:
         if kept is not None:
             return kept
-        auto = search(config, layers, given)
+        auto = _search_plan(config, layers, given, display)
         measured.append(auto.profiles)
         return auto.plan
 
     config, plan = plan_run(config, layers, given, plan_auto)
     return config, plan, measured[0] if measured else None
+
+
+def _search_plan(
+    config: Config, layers: int, given: Collection[str], display: Display
+) -> AutoPlan:
+    """Measure the model on this machine and search for the fastest plan."""
+    workload, placement = machine_workload(config, layers, given)
+    check_timing(config, model_sizes(config), placement)
+    with display.timing():
+        profiles = measure_workload(workload, placement)
+    with display.planning() as watch:
+        return plan_workload(workload, profiles, watch=watch)
 
 
 def kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | None:

@@ -146,7 +146,8 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
         tally = None if told is None else Tally(**told)
         return replace(corpus, marks=marks, separate=data.apart, tally=tally)
     corpus = cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
-    if "bytes" not in facts:  # a cache that an earlier version has written
+    # Nobody has counted in a cache that an earlier version has written, nor for tokens without text.
+    if not facts.get("bytes"):
         return corpus
     return replace(corpus, bytes_per_token=facts["bytes"] / len(tokens))
 

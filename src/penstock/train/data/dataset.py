@@ -28,9 +28,9 @@ from penstock.config import DataConfig
 from penstock.errors import FileError
 from penstock.train.data.conversations import Record
 from penstock.train.data.encoded_texts import encode_pieces
-from penstock.train.data.text_files import ENCODED, Piece, cut_up
+from penstock.train.data.text_files import ENCODED, EncodedPiece, Piece, cut_up
 from penstock.train.data.token_cache import file_of_marks, fill_cache
-from penstock.train.data.tokenizer import TokenArray, Tokenizer, tokenizer_of
+from penstock.train.data.tokenizer import Tokenizer, token_type, tokenizer_of
 
 DATASET = "the dataset"  # its name in errors
 
@@ -100,18 +100,16 @@ class DatasetTexts:
                 )
             yield Record(one, where, 0)
 
-    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
+    def encoded(self) -> Iterator[EncodedPiece]:
         """Encode texts, or take tokens as they are; the first example says which of them they are."""
-        sizes.append(0)
         examples = self._examples()
         first = next(examples, None)
         if first is None:
             return
         examples = chain((first,), examples)
         if isinstance(first[1], str):
-            yield from encode_pieces(
-                self._pieces(examples), self.data, self.tokenizer, DATASET, sizes
-            )
+            pieces = self._pieces(examples)
+            yield from encode_pieces(pieces, self.data, self.tokenizer, DATASET)
         else:
             yield from self._tokens(examples)
 
@@ -141,16 +139,14 @@ class DatasetTexts:
             raw = BytesIO(text.encode("utf-8", "replace"))
             yield from cut_up(raw, self.tokenizer.cut, int)
 
-    def _tokens(
-        self, examples: Iterable[tuple[str, Any]]
-    ) -> Iterator[tuple[TokenArray, bool]]:
+    def _tokens(self, examples: Iterable[tuple[str, Any]]) -> Iterator[EncodedPiece]:
         """The tokens of each example. The word that ends a document follows unless it is there already."""
         if self.data.segments:
             raise FileError(
                 f"data.segments = {self.data.segments} cuts texts into sentences, but {DATASET} brings tokens\n"
                 "  hand over texts, or set data.segments=0"
             )
-        dtype = np.uint16 if self.vocab <= 1 << 16 else np.uint32
+        dtype = token_type(self.vocab)
         for where, value in examples:
             words = _numbers(value, where)
             if len(words) and not 0 <= words.min() <= words.max() < self.vocab:
@@ -161,7 +157,7 @@ class DatasetTexts:
                 )
             if len(words) and words[-1] == self.tokenizer.end:
                 words = words[:-1]
-            yield words.astype(dtype), True
+            yield EncodedPiece(words.astype(dtype), ends=True)
 
 
 def _numbers(value: object, where: str) -> Any:

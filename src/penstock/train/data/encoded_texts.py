@@ -14,12 +14,13 @@ from penstock.train.data.conversations import FIELDS, Record
 from penstock.train.data.segments import split_sentences
 from penstock.train.data.text_files import (
     PIECE_BYTES,
+    EncodedPiece,
     Piece,
     ProgressBytes,
     file_records,
     text_pieces,
 )
-from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text
+from penstock.train.data.tokenizer import Tokenizer, not_text
 
 
 class Texts(Protocol):
@@ -29,11 +30,8 @@ class Texts(Protocol):
         """Yield conversations, for data.instructions."""
         ...
 
-    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
-        """Yield the words of every piece of text, and whether its document ends with it.
-
-        The number of bytes of the text is added to `sizes`.
-        """
+    def encoded(self) -> Iterator[EncodedPiece]:
+        """Yield the words of every piece of text."""
         ...
 
 
@@ -50,9 +48,9 @@ class FileTexts:
         """Yield the records of all files."""
         return _all_records(self.files, self.watch)
 
-    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
+    def encoded(self) -> Iterator[EncodedPiece]:
         """Encode all files, piece by piece."""
-        return _encode_files(self.files, self.data, self.tokenizer, self.watch, sizes)
+        return _encode_files(self.files, self.data, self.tokenizer, self.watch)
 
 
 def _all_records(files: list[Path], watch: ProgressBytes) -> Iterator[Record]:
@@ -75,22 +73,17 @@ def _encode_files(
     data: DataConfig,
     tokenizer: Tokenizer,
     watch: ProgressBytes,
-    sizes: list[int],
-) -> Iterator[tuple[TokenArray, bool]]:
-    """Yield the words of every piece, and whether its document ends with it.
-
-    The bytes of the text in each file are added to `sizes`.
-    """
+) -> Iterator[EncodedPiece]:
+    """Yield the words of every piece, and tell how much has been read."""
     total = sum(file.stat().st_size for file in files)
     before = 0
     for file in files:
-        sizes.append(0)
 
         def tell(place: int, before: int = before) -> None:
             watch(before + place, total)
 
         pieces = text_pieces(file, data.field, tokenizer.cut)
-        yield from encode_pieces(pieces, data, tokenizer, str(file), sizes, tell)
+        yield from encode_pieces(pieces, data, tokenizer, str(file), tell)
         before += file.stat().st_size
         watch(before, total)
 
@@ -100,16 +93,14 @@ def encode_pieces(
     data: DataConfig,
     tokenizer: Tokenizer,
     source: str,
-    sizes: list[int],
     tell: Callable[[int], None] = lambda place: None,
-) -> Iterator[tuple[TokenArray, bool]]:
-    """Encode many short pieces together; their bytes are added to the last of `sizes`."""
+) -> Iterator[EncodedPiece]:
+    """Encode many short pieces together."""
     waiting: list[Piece] = []
     count = 0  # bytes of these pieces
     begin = 0  # where they begin in the file
     for piece in pieces:
         waiting += _sentences(piece) if data.segments else [piece]
-        sizes[-1] += len(piece.text)
         count += len(piece.text)
         if max(count, piece.place - begin) >= PIECE_BYTES:
             yield from _encode_together(waiting, tokenizer, source)
@@ -133,14 +124,15 @@ def _sentences(piece: Piece) -> list[Piece]:
 
 def _encode_together(
     pieces: list[Piece], tokenizer: Tokenizer, source: str
-) -> Iterator[tuple[TokenArray, bool]]:
+) -> Iterator[EncodedPiece]:
     try:
         encoded = tokenizer.encode_all([piece.text for piece in pieces], source)
     except FileError:
         for piece in pieces:
             _check_utf8(piece, source)  # This error also names the line.
         raise
-    return zip(encoded, (piece.ends for piece in pieces), strict=True)
+    for piece, words in zip(pieces, encoded, strict=True):
+        yield EncodedPiece(words, piece.ends, len(piece.text))
 
 
 def _check_utf8(piece: Piece, source: str) -> None:

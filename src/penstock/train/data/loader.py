@@ -205,13 +205,8 @@ class Loader:
         """The types of the segments in each micro-batch of a pass; empty if rows have no segments."""
         if not self.corpus.has_segments:
             return ()
-        rows = self.deal.rows
-        named = []
-        for number in range(self.deal.microbatches):
-            marks = self._marks(numbers[number * rows : (number + 1) * rows])
-            types = (marks & int(SECOND)) > 0
-            named.append({"types": self._used(types.long())})
-        return tuple(named)
+        types = self._used(((self._marks(numbers) & int(SECOND)) > 0).long())
+        return tuple({"types": own} for own in torch.split(types, self.deal.rows))
 
     def _counts(self, numbers: list[Ticket]) -> tuple[int, ...]:
         """The labels that count in each micro-batch of a pass, also in those that this rank does not read."""

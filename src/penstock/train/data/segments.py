@@ -26,7 +26,8 @@ from penstock.train.data.conversations import (
     padding_row,
 )
 from penstock.train.data.masking import BertWords
-from penstock.train.data.tokenizer import TokenArray
+from penstock.train.data.text_files import EncodedPiece
+from penstock.train.data.tokenizer import TokenArray, TokenType
 
 SENTENCE_END = re.compile(rb"[.!?]+(?=[ \t])|\n+")
 
@@ -37,7 +38,7 @@ class RowLayout(NamedTuple):
     words: BertWords
     segments: int
     length: int
-    dtype: Any  # of tokens
+    dtype: TokenType
 
     @property
     def room(self) -> int:
@@ -64,25 +65,22 @@ def split_sentences(text: bytes) -> list[bytes]:
 
 
 def segment_rows(
-    sentences: Iterable[tuple[TokenArray, bool]], layout: RowLayout
+    sentences: Iterable[EncodedPiece], layout: RowLayout
 ) -> Iterator[Conversation]:
-    """Yield one example after the other, without padding.
-
-    Each sentence comes with the news whether its document ends with it.
-    """
+    """Yield one example after the other, without padding."""
     for number, texts in enumerate(_fill_rows(sentences, layout.room)):
         segments = _draw_pair(texts, number) if layout.segments == 2 else [_join(texts)]
         yield _framed(segments, layout)
 
 
 def _fill_rows(
-    sentences: Iterable[tuple[TokenArray, bool]], room: int
+    sentences: Iterable[EncodedPiece], room: int
 ) -> Iterator[list[TokenArray]]:
     """Yield sentences of one document that fit into a row; one that is longer than a row is cut."""
     row: list[TokenArray] = []
     size = 0
-    for sentence, document_ends in sentences:
-        rest = sentence
+    for sentence in sentences:
+        rest = sentence.words
         while len(rest):
             if size and size + len(rest) > room:
                 yield row
@@ -90,7 +88,7 @@ def _fill_rows(
             row.append(rest[:room])
             size += len(row[-1])
             rest = rest[room:]
-        if document_ends and row:
+        if sentence.ends and row:
             yield row
             row, size = [], 0
     if row:

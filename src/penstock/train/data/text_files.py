@@ -20,6 +20,7 @@ from penstock.config import DataConfig
 from penstock.errors import FileError
 from penstock.train.data.conversations import Record
 from penstock.train.data.tables import TABLE_KINDS, table_records, table_texts
+from penstock.train.data.tokenizer import TokenArray
 
 SKIPPED_FOLDERS = {
     "test",
@@ -183,6 +184,14 @@ class Piece(NamedTuple):
     place: int  # bytes of the file that have been read
     line: int = 0  # the line in a .jsonl file
     before: int = 0  # bytes of the document before this piece
+
+
+class EncodedPiece(NamedTuple):
+    """The words of a piece."""
+
+    words: TokenArray
+    ends: bool  # whether the document ends with this piece
+    text_bytes: int = 0  # 0 if there was no text, only tokens
 
 
 CutText = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may not yet

@@ -32,8 +32,8 @@ from penstock.train.data.document_end import side_files
 from penstock.train.data.encoded_texts import Texts
 from penstock.train.data.masking import bert_words
 from penstock.train.data.segments import RowLayout, pad_rows, segment_rows
-from penstock.train.data.text_files import ENCODED, source_files
-from penstock.train.data.tokenizer import TokenArray, Tokenizer
+from penstock.train.data.text_files import ENCODED, EncodedPiece, source_files
+from penstock.train.data.tokenizer import Tokenizer, TokenType, token_type
 
 CACHE_VERSION = 3
 
@@ -146,27 +146,20 @@ def fill_cache(
 
     Tokens that come without a text are below `vocab`.
     """
-    words = bert_words(tokenizer, data.tokenizer, data.segments)
-    if data.marked:
-        vocab = words.vocab if data.segments else tokenizer.vocab
-    vocab = max(vocab, tokenizer.vocab)
-    width = 2 if vocab <= 1 << 16 else 4
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
         part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
-        facts: dict[str, object] = {"width": width, "encoding": encoding_of(data)}
-        sizes: list[int] = []
+        facts: dict[str, object] = {"encoding": encoding_of(data)}
         if data.instructions:
             facts |= _write_conversations(part, row, texts.records(), data, tokenizer)
         elif data.segments:
-            dtype = np.uint16 if width == 2 else np.uint32
+            words = bert_words(tokenizer, data.tokenizer, data.segments)
+            dtype = token_type(words.vocab)
             layout = RowLayout(words, data.segments, data.tokens, dtype)
-            encoded = texts.encoded(sizes)
-            facts |= _write_segments(part, row, encoded, layout, data.separate)
+            facts |= _write_segments(part, row, texts.encoded(), layout, data.separate)
         else:
-            encoded = texts.encoded(sizes)
-            tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
-            facts |= {"tokens": tokens, "digest": digest, "bytes": sum(sizes)}
+            dtype = token_type(max(vocab, tokenizer.vocab))
+            facts |= _write_tokens(part, texts.encoded(), tokenizer.end, dtype)
         part.replace(row)
         note_part = part.with_suffix(".note.part")  # Other processes may write theirs.
         note_part.write_text(json.dumps(facts), encoding="utf-8")
@@ -179,23 +172,21 @@ def fill_cache(
 
 
 def _write_tokens(
-    file: Path,
-    encoded: Iterable[tuple[TokenArray, bool]],
-    end_word: int | None,
-    width: int,
-) -> tuple[int, str]:
-    """Write tokens with an end word after each document; return their count and digest."""
-    end_words = [] if end_word is None else [end_word]
-    end = np.asarray(end_words, dtype=np.uint16 if width == 2 else np.uint32)
+    file: Path, encoded: Iterable[EncodedPiece], end_word: int | None, dtype: TokenType
+) -> dict[str, object]:
+    """Write tokens with an end word after each document; return what to note down."""
+    end = np.asarray([] if end_word is None else [end_word], dtype)
     digest = hashlib.sha256()
     text_tokens = 0
     all_tokens = 0
+    text_bytes = 0
     with file.open("xb") as opened:
         try:
-            for encoded_words, document_ends in encoded:
-                words = encoded_words.astype(end.dtype, copy=False)
+            for piece in encoded:
+                words = piece.words.astype(dtype, copy=False)
                 text_tokens += len(words)
-                for array in (words, end) if document_ends else (words,):
+                text_bytes += piece.text_bytes
+                for array in (words, end) if piece.ends else (words,):
                     opened.write(array.data)
                     digest.update(array.data)
                     all_tokens += len(array)
@@ -204,7 +195,12 @@ def _write_tokens(
         except BaseException:
             file.unlink()
             raise
-    return all_tokens, digest.hexdigest()[:16]
+    return {
+        "width": end.itemsize,
+        "tokens": all_tokens,
+        "digest": digest.hexdigest()[:16],
+        "bytes": text_bytes,
+    }
 
 
 def file_of_marks(row: Path) -> Path:
@@ -225,7 +221,6 @@ def _write_conversations(
     encoded = encode_records(
         records, tokenizer, find_template(data), data.tokens, tally
     )
-    dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     rows = pack_rows(encoded, data.tokens, padding)
 
     def complain() -> None:
@@ -235,14 +230,15 @@ def _write_conversations(
                 f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
             )
 
-    facts = _write_rows(part, row, rows, padding_row(1, padding, dtype), complain)
+    last = padding_row(1, padding, token_type(tokenizer.vocab))
+    facts = _write_rows(part, row, rows, last, complain)
     return {**facts, "conversations": asdict(tally)}
 
 
 def _write_segments(
     part: Path,
     row: Path,
-    encoded: Iterable[tuple[TokenArray, bool]],
+    encoded: Iterable[EncodedPiece],
     layout: RowLayout,
     packed: bool,
 ) -> dict[str, object]:
@@ -284,4 +280,9 @@ def _write_rows(
         part.unlink(missing_ok=True)
         part_of_marks.unlink(missing_ok=True)
         raise
-    return {"tokens": tokens, "digest": digest.hexdigest()[:16], "marked": True}
+    return {
+        "width": last.words.itemsize,
+        "tokens": tokens,
+        "digest": digest.hexdigest()[:16],
+        "marked": True,
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,12 @@ TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in the folder of a
 CONTEXT_BYTES = 4096
 MAX_TRIED_CUTS = 64  # before more of a text is read
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
+TokenType = type[np.uint16] | type[np.uint32]
+
+
+def token_type(vocab: int) -> TokenType:
+    """Return the smallest type of number that holds all tokens below `vocab`."""
+    return np.uint16 if vocab <= 1 << 16 else np.uint32
 
 
 class Tokenizer(Protocol):
@@ -166,9 +172,8 @@ class FileTokenizer:
         except UnicodeDecodeError as error:
             raise not_text(source, error.start) from None
         encoded = self.theirs.encode_batch_fast(texts, add_special_tokens=False)
-        if self.vocab <= 1 << 16:
-            return [np.asarray(one.ids, dtype=np.uint16) for one in encoded]
-        return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
+        dtype: Any = token_type(self.vocab)
+        return [np.asarray(one.ids, dtype=dtype) for one in encoded]
 
     def decode(self, words: Sequence[int]) -> str:
         """Return the text of these words."""
