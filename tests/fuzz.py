@@ -708,8 +708,10 @@ def main() -> int:
     if asked.modules:
         from fuzz_modules import draw_module_case, run_module_case  # noqa: PLC0415
 
-        return 1 if run_many(seeds, draw_module_case, run_module_case)["failed"] else 0
-    return 1 if run_many(seeds)["failed"] else 0
+        verdicts = run_many(seeds, draw_module_case, run_module_case)
+    else:
+        verdicts = run_many(seeds)
+    return 1 if verdicts["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -113,19 +113,20 @@ def draw_module_case(seed: int) -> ModuleCase:
 
 
 def uncut(schedule: Schedule) -> Schedule:
-    """The schedule without its slices; the first slice of each lane stands for all."""
+    """The schedule without its slices; the slice that a stage runs last stands for all.
+
+    That is the last one in forwards, and the first one in backwards.
+    """
     microbatches = [replace(one, cuts=(0, one.tokens)) for one in schedule.microbatches]
     lanes = []
     for lane in schedule.lanes:
-        # Forwards of the last slice and backwards of the first one come after all others.
-        last = [
-            action._replace(slice=0)
-            for action in lane
-            if action.slice
-            == (schedule.microbatches[action.microbatch].slices - 1)
-            * (action.op is Op.F)
-        ]
-        lanes.append(tuple(last))
+        kept = []
+        for action in lane:
+            slices = schedule.microbatches[action.microbatch].slices
+            last = slices - 1 if action.op is Op.F else 0
+            if action.slice == last:
+                kept.append(action._replace(slice=0))
+        lanes.append(tuple(kept))
     return Schedule(schedule.stages, tuple(microbatches), tuple(lanes))
 
 

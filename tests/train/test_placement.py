@@ -32,6 +32,7 @@ def machine(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PENSTOCK_TESTBED_WORKERS", raising=False)
 
     def build(gpus: int, **environment: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

@@ -73,9 +73,10 @@ class Executor:
     returns and labels, and returns the sum of the labels' losses, or their mean if `reduction` is "mean". The stages in
     `recompute` keep only their input and compute their forward again in the backward. `tied` names parameters that
     several parts use; by default these are the ones that `penstock.models.split` has found. A `tape` records the
-    actions and plays them in every step. `messages` is the type in which hidden states and their gradients travel
-    between ranks, by default their own; torch.int8 rounds each row to 8 bits with a scale of its own. Gradients always
-    add up over steps; say that a run `accumulates` them, and recordings will do so without a second copy of them.
+    actions and plays them in every step; all ranks have one, or none. `messages` is the type in which hidden states and
+    their gradients travel between ranks, by default their own; torch.int8 rounds each row to 8 bits with a scale of its
+    own. Gradients always add up over steps; say that a run `accumulates` them, and recordings will do so without a
+    second copy of them.
     """
 
     def __init__(
