@@ -73,10 +73,13 @@ def test_who_waits_for_a_rank_that_has_gone_is_told_so(store):
 
 
 def test_a_rank_that_leaves_after_rank_0_tells_the_others_too(store):
-    left = threading.Event()
+    # All are connected before rank 0 leaves, and rank 2 waits for rank 1 before that leaves.
+    connected = threading.Barrier(3, timeout=60)
+    waiting = threading.Barrier(2, timeout=60)
 
     def work(rank: int) -> None:
         comm = comm_of(store, "g1", rank, 3)
+        connected.wait()
         if rank == 0:
             comm.abandon()
             return
@@ -84,18 +87,19 @@ def test_a_rank_that_leaves_after_rank_0_tells_the_others_too(store):
             comm.receive((4,), torch.float32, 0).wait()
         if rank == 1:
             kept.append(comm.world)  # A work in flight may keep the sockets open.
-            left.wait()
+            waiting.wait()
             comm.abandon()
         else:
             waits = comm.receive((4,), torch.float32, 1)
-            left.set()
+            waiting.wait()
+            begin.append(time.monotonic())
             waits.wait()
 
     kept: list[object] = []
-    begin = time.monotonic()
+    begin: list[float] = []
     *_, waits = on_ranks(3, work)
     assert isinstance(waits, PeerLostError)
-    assert time.monotonic() - begin < 15  # The patience is 30 s.
+    assert time.monotonic() - begin[0] < 15  # The patience is 30 s.
 
 
 def test_connecting_ends_as_soon_as_the_generation_is_broken(store):
