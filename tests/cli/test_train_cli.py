@@ -526,6 +526,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         ("export nowhere -o text.txt", "text.txt is a file"),
         ("init x.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
         ("train text.txt", "text.txt:1:5: this is not TOML"),
+        ("tokenizer text.txt", "--set data.sources=text.txt"),
         (
             "train config.toml --set run.folder=text.txt",
             "cannot write to text.txt: File exists",

@@ -154,9 +154,19 @@ def parse_toml(page: TomlPage) -> dict[str, Value]:
     except tomllib.TOMLDecodeError as error:
         what, start = _explain(page.text, str(error))
         stretch = Stretch(start, start + 1)
-        fail_at(page, stretch, f"this is not TOML: {what}", "correct this line")
+        fail_at(page, stretch, f"this is not TOML: {what}", _advise(page))
     except (ValueError, RecursionError) as error:  # too many digits or brackets
         raise FileError(f"{page.source}: this is not TOML: {error}") from None
+
+
+def _advise(page: TomlPage) -> str:
+    """What to do about text that is not TOML: perhaps it should not be."""
+    if page.kind != "config" or page.source.endswith(".toml"):
+        return "correct this line"
+    return (
+        "a config is a .toml file; "
+        f"to train on the text of this one: --set data.sources={page.source}"
+    )
 
 
 def _explain(text: str, message: str) -> tuple[str, int]:
