@@ -19,7 +19,6 @@ Every move leaves each part its share of the work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from random import Random
 
 import numpy as np
@@ -28,6 +27,7 @@ from penstock.ir.table import Ints
 from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms
+from penstock.plan.paths.move_search import HOT, SUM_WEIGHT, MoveSearch, Trial
 from penstock.plan.paths.path_simulator import QueueOrder, simulate_paths
 from penstock.plan.paths.problem import (
     Problem,
@@ -47,7 +47,6 @@ from penstock.plan.paths.solution import (
 # How much the mean end of the micro-batches counts besides the last end. It guides the search where
 # the last end does not change.
 MEAN_WEIGHT = 0.5
-SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
 MAX_GROUP_NODES = 24  # nodes that are improved together
 ARRANGEMENT_MOVES = 0.25  # share of the moves that change the part of a node
 DROPS = 0.5  # share of these in which a node gives up its part, if gradients count
@@ -56,18 +55,11 @@ DATA_MOVES = 0.02  # share of the moves that give a data node's place to another
 REROUTE_MOVES = 0.04  # share of the moves that find new routes
 # Seconds of travel that one second of work already given to a node counts for.
 DRAWN_BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
-WARM = 0.002  # first temperature of a search that starts from a good solution
-HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
-def temperature(hot: float, cold: float, done: float) -> float:
-    """Return the temperature when this share of the moves is done: it falls from `hot` to `cold`."""
-    return cold + (hot - cold) * (1.0 - done) ** 2
-
-
-class Annealing:
+class Annealing(MoveSearch[list[float]]):
     """Anneals a solution, or a group of its units."""
 
     def __init__(
@@ -78,8 +70,8 @@ class Annealing:
         free: bool,
         random: Random,
     ) -> None:
+        super().__init__(random)
         self.problem = problem
-        self.random = random
         self.free = free
         self.units = units
         self.resizable = not (problem.sized or problem.policy.reserved)
@@ -100,12 +92,9 @@ class Annealing:
         self.terms = circuit_terms(problem)
         self.pair: list[list[float]] = self.terms.pair.tolist()
         self.loads = np.zeros(problem.traffic.nodes)
-        self.undo: list[Callable[[], None]] = []
         self.rows = np.array(self.paths, dtype=np.int64)
-        self.end = math.inf
-        self.finish = [0.0] * len(units)
         self._index_replicas()
-        self.value, self.end, self.finish = self._simulate()
+        self.keep(self._simulate())
 
     def _idle_nodes(self, solution: Solution) -> set[int]:
         """Return the nodes that no path visits, or a sample of them. They belong to every group."""
@@ -138,8 +127,8 @@ class Annealing:
             self.own_orders,
         )
 
-    def _simulate(self) -> tuple[float, float, list[float]]:
-        """Return the value to minimize, the end of the step, and the end of each unit."""
+    def _simulate(self) -> Trial[list[float]]:
+        """Simulate the step; the details are the end of each unit."""
         problem = self.problem
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
@@ -178,49 +167,19 @@ class Annealing:
         value = end + MEAN_WEIGHT * sum(ends) / len(ends)
         if problem.has_sums and end < math.inf:
             value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
-        return value, end, ends[-len(self.paths) :]
+        return Trial(value, end, ends[-len(self.paths) :])
+
+    def _note(self, details: list[float]) -> None:
+        self.finish = details
 
     def run(self, budget: Budget, steps: int, hot: float = HOT) -> bool:
-        """Try `steps` moves and keep the best solution. Return False if the budget ends before.
-
-        The temperature falls from `hot` and depends on `steps` only, so a larger budget continues
-        where a smaller one stopped.
-        """
-        best = self.solution()
-        least = (self.end, self.value)
+        """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         scale = self.value if self.value < math.inf else 1.0
-        done = 0
-        while done < steps and not budget.spent:
-            heat = scale * temperature(hot, COLD, done / steps)
-            done += 1
-            budget.used += 1
-            self.undo.clear()
-            if not self._move():
-                self._undo_move()
-                continue
-            value, end, finish = self._simulate()
-            if not self._accepts(value, heat):
-                self._undo_move()
-                continue
-            self.value = value
-            self.end = end
-            self.finish = finish
-            if (end, value) < least:
-                best = self.solution()
-                least = (end, value)
-        self._restore(best)
-        self.end, self.value = least
-        return done == steps
-
-    def _accepts(self, value: float, heat: float) -> bool:
-        """Whether a move is kept: always if it is no worse, otherwise by chance."""
-        if value <= self.value:
-            return True
-        return self.random.random() < math.exp(-(value - self.value) / heat)
-
-    def _undo_move(self) -> None:
-        while self.undo:
-            self.undo.pop()()
+        found = self.anneal(budget, steps, scale, hot, COLD)
+        self._restore(found.solution)
+        self.end = found.end
+        self.value = found.value
+        return found.is_complete
 
     def _restore(self, solution: Solution) -> None:
         """Return to an earlier solution of this annealing."""

@@ -17,9 +17,10 @@ from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.anneal import HOT, MAX_GROUP_NODES, Annealing
+from penstock.plan.paths.anneal import MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.lane_search import LaneSearch, can_search_lanes
+from penstock.plan.paths.move_search import HOT
 from penstock.plan.paths.path_simulator import NO_TURN
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.solution import (

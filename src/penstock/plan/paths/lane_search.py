@@ -19,7 +19,6 @@ Moves that make the step longer are accepted by chance, as in the annealing of p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -27,8 +26,8 @@ import numpy as np
 
 from penstock.ir.table import Floats
 from penstock.plan.paths.allreduce import ends_of_sums
-from penstock.plan.paths.anneal import HOT, SUM_WEIGHT, temperature
 from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.move_search import HOT, SUM_WEIGHT, MoveSearch, Trial
 from penstock.plan.paths.path_simulator import (
     NO_TURN,
     PathTimes,
@@ -61,14 +60,14 @@ def can_search_lanes(problem: Problem) -> bool:
     return policy.ordered and policy.rounds == 1 and not policy.reserved
 
 
-class LaneSearch:
+class LaneSearch(MoveSearch[PathTimes]):
     """Improves the lanes of some units, which share no node with the other units."""
 
     def __init__(
         self, problem: Problem, solution: Solution, units: list[int], random: Random
     ) -> None:
+        super().__init__(random)
         self.problem = problem
-        self.random = random
         self.units = units
         self.whole = solution
         own = units_alone(solution, units)
@@ -92,8 +91,6 @@ class LaneSearch:
         for node in range(len(self.lanes)):
             self._number(node)
         self.best = solution
-        self.undo: list[Callable[[], None]] = []
-        self.critical: list[tuple[int, int]] = []
         self.value, self.end, self.times = self._simulate()
 
     def _leader(self, task: int) -> int:
@@ -133,8 +130,8 @@ class LaneSearch:
             turns[unit] = tuple(places)
         return replace(whole, paths=tuple(paths), turns=tuple(turns))
 
-    def _simulate(self) -> tuple[float, float, PathTimes]:
-        """Return the value to minimize, the end of the step, and all times."""
+    def _simulate(self) -> Trial[PathTimes]:
+        """Simulate the step; the details are all times."""
         problem = self.problem
         times = simulate_paths(
             problem.traffic,
@@ -148,83 +145,76 @@ class LaneSearch:
         value = end + LANE_MEAN_WEIGHT * float(times.finish.mean())
         if problem.has_sums and end < math.inf:
             value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
-        return value, end, times
+        return Trial(value, end, times)
+
+    def _note(self, details: PathTimes) -> None:
+        self.times = details
+        self._find_critical()
 
     def run(self, budget: Budget, steps: int) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         if not math.isfinite(self.end):
             return True
-        best = self.solution()
-        least = (self.end, self.value)
-        scale = self.end
-        done = 0
         self._find_critical()
-        while done < steps and not budget.spent:
-            heat = scale * temperature(HOT, LANE_COLD, done / steps)
-            done += 1
-            budget.used += 1
-            self.undo.clear()
-            if not self._move():
-                self._undo_move()
-                continue
-            value, end, times = self._simulate()
-            if not self._accepts(value, heat):
-                self._undo_move()
-                continue
-            self.value, self.end, self.times = value, end, times
-            self._find_critical()
-            if (end, value) < least:
-                best = self.solution()
-                least = (end, value)
-        self.best = best
-        return done == steps
+        found = self.anneal(budget, steps, self.end, HOT, LANE_COLD)
+        self.best = found.solution
+        return found.is_complete
 
     def _accepts(self, value: float, heat: float) -> bool:
-        if value <= self.value:
-            return True
-        if not math.isfinite(value):
-            return False
-        return self.random.random() < math.exp(-(value - self.value) / heat)
-
-    def _undo_move(self) -> None:
-        while self.undo:
-            self.undo.pop()()
+        """Whether a move is kept; never if its lanes wait for each other."""
+        return math.isfinite(value) and super()._accepts(value, heat)
 
     # ------------------------------------------------------------ the critical path
     def _find_critical(self) -> None:
         """List the tasks of the critical path, each with the node that it is on."""
+        self.starts: Floats = self.times.start.ravel()
+        starts = self.starts.tolist()
+        ends = self._ends()
+        self.critical: list[tuple[int, int]] = []
+        task: int | None = self._last_task()
+        while task is not None:
+            number, own = divmod(task, self.stride)
+            self.critical.append((self._node_of(number, own), task))
+            task = self._cause(task, starts[task], ends)
+
+    def _ends(self) -> list[float]:
+        """Return when each task ends; the forward of the head ends with its backward if that follows at once."""
         traffic = self.problem.traffic
         slow = traffic.slow[self.nodes][:, :, None]
         seconds = np.empty(self.times.start.shape)
         seconds[..., 0] = traffic.forward[self.parts] * slow
         seconds[..., 1] = traffic.backward[self.parts] * slow
-        self.starts: Floats = self.times.start.ravel()
         ends: Floats = (self.times.start + seconds).reshape(len(self.rows), -1)
         if self.slices == 1:
             ends[:, -2] = ends[:, -1]
-        starts = self.starts.tolist()
-        end_of = ends.ravel().tolist()
-        self.critical = []
-        task = self._last_task()
-        while True:
-            number, own = divmod(task, self.stride)
-            node = self._node_of(number, own)
-            self.critical.append((node, task))
-            place = int(self.turns[number, own])
-            start = starts[task]
-            before = self.lanes[node][place - 1] if place else None
-            needed = [number * self.stride + need for need in self.needs[own]]
-            if before is not None and end_of[before] >= start - self._pause(before):
-                waits = any(
-                    end_of[need] >= start - TIME_ROUNDING and need != before
-                    for need in needed
-                )
-                if not waits or self.random.random() < 0.5:
-                    task = before
-                    continue
-            if not needed:
-                return
-            task = max(needed, key=lambda need: self._arrival(need, own, end_of))
+        found: list[float] = ends.ravel().tolist()
+        return found
+
+    def _cause(self, task: int, start: float, ends: list[float]) -> int | None:
+        """Return the task that keeps a task from starting earlier, or None if nothing does.
+
+        It is the one before it in the lane, or one whose result it needs.
+        """
+        number, own = divmod(task, self.stride)
+        place = int(self.turns[number, own])
+        lane = self.lanes[self._node_of(number, own)]
+        needed = [number * self.stride + need for need in self.needs[own]]
+        if place:
+            before = lane[place - 1]
+            is_held_up = ends[before] >= start - self._pause(before)
+            if is_held_up and not self._blames_a_need(needed, before, start, ends):
+                return before
+        if not needed:
+            return None
+        return max(needed, key=lambda need: self._arrival(need, own, ends))
+
+    def _blames_a_need(
+        self, needed: list[int], before: int, start: float, ends: list[float]
+    ) -> bool:
+        """Whether to follow a need, though the task before ends late, too: by chance if one of them ends as late."""
+        others = [ends[need] for need in needed if need != before]
+        is_late = any(end >= start - TIME_ROUNDING for end in others)
+        return is_late and self.random.random() >= 0.5
 
     def _pause(self, task: int) -> float:
         """Return the seconds after a task in which its node rests."""
@@ -233,7 +223,7 @@ class LaneSearch:
         pause = traffic.first_gap if own < 2 * self.slices else traffic.gap
         return max(pause, traffic.gap) + TIME_ROUNDING
 
-    def _arrival(self, needed: int, own: int, end_of: list[float]) -> float:
+    def _arrival(self, needed: int, own: int, ends: list[float]) -> float:
         """Return when the result of a task reaches the task that needs it."""
         traffic = self.problem.traffic
         number, before = divmod(needed, self.stride)
@@ -242,9 +232,9 @@ class LaneSearch:
         a = self.nodes[number, position]
         b = self.nodes[number, target]
         if a == b:
-            return end_of[needed]
+            return ends[needed]
         size = traffic.message[self.parts[number, min(position, target)]].max()
-        return end_of[needed] + float(traffic.latency[a, b] + traffic.byte[a, b] * size)
+        return ends[needed] + float(traffic.latency[a, b] + traffic.byte[a, b] * size)
 
     def _last_task(self) -> int:
         """Return the last backward of the step, or one whose sum of gradients ends last."""

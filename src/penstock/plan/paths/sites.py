@@ -25,7 +25,6 @@ import numpy as np
 
 from penstock.cost.cluster import Cluster
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.anneal import HOT, WARM
 from penstock.plan.paths.arrangement import (
     NO_PART_HELD,
     arrange,
@@ -36,6 +35,7 @@ from penstock.plan.paths.arrangement import (
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms, improve_circuits
 from penstock.plan.paths.improve import improve_solution
+from penstock.plan.paths.move_search import HOT, WARM
 from penstock.plan.paths.part_exchange import MAX_EXCHANGE_MOVES, exchange_parts
 from penstock.plan.paths.path_simulator import NO_TURN, QueueOrder
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of

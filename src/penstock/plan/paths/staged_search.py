@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from penstock.plan.paths.anneal import WARM
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.improve import improve_solution, needs_groups
+from penstock.plan.paths.move_search import WARM
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.solution import (
     Solution,
