@@ -17,12 +17,14 @@ HEADS = {
     "cpu": "One CPU core",
     "gpu": "One GPU",
     "gpu-seeds": "One GPU, three seeds and the paper's recipe",
+    "gpu-100m": "One GPU, 100 M parameters and three seeds",
     "quick": "A few steps",
 }
 COMMANDS = {
     "cpu": "python benchmarks/convergence.py",
     "gpu": "python benchmarks/convergence.py --gpu --out FOLDER`, and `--merge FOLDER",
     "gpu-seeds": "python benchmarks/convergence.py --seeds-gpu --out FOLDER`, and `--merge FOLDER",
+    "gpu-100m": "python benchmarks/convergence.py --seeds-100m --out FOLDER`, and `--merge FOLDER",
     "quick": "python benchmarks/convergence.py --quick",
 }
 PLAIN = ("0", "25", "33", "50")
@@ -53,6 +55,7 @@ all micro-batches, unless the name says otherwise:
 | `visitors` | The gradient of a part is the mean over the micro-batches that visited it. |
 | `full10` | Every tenth step runs all parts, so at equal tokens it computes more than its share of parts says. |
 | `recipe` | `visitors` and `full10`, as in SkipPipe's later scripts, and all parts run while the learning rate rises. |
+| `rate` | The learning rate of a part is multiplied by (all micro-batches) / (those that visited it), in every step. |
 | `sgd` | SGD with momentum replaces AdamW. |
 
 """
@@ -132,7 +135,7 @@ def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
             for word in words
             if word != "sgd"
         ]
-        if name != "0" and (not words or "recipe" in words):
+        if name != "0" and (not words or {"recipe", "rate"} & set(words)):
             others.append("0")
         made += [
             found for other in others if (found := difference(records, name, other))
