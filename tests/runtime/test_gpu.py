@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import penstock
 from gpu_workers import kind_of, memory_of_steps, trains_like_one_piece
 from penstock import lower, make
 from penstock.carry import Carry
-from penstock.errors import RunError
+from penstock.config import DataConfig
+from penstock.errors import RunError, ShapeError
 from penstock.measure.probe import Probe, Subject
 from penstock.models import (
     GPT,
@@ -46,6 +48,9 @@ from penstock.runtime.backward import accumulate_product
 from penstock.runtime.process.gpu_share import products_are_complete
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
+from penstock.train.data.corpus import open_corpus
+from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.masking import Masking
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU on this machine"
@@ -339,6 +344,65 @@ def test_a_stage_that_cannot_be_recorded_gets_a_warning_and_runs_unrecorded():
     )
     assert run_threads(1, work)[0] == pytest.approx(plain, rel=1e-5)
     assert again == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_recording_refuses_stages_that_pass_several_tensors():
+    program = lower(make("1f1b", ranks=2, microbatches=2))
+    inputs = [torch.randn(2, 4, device="cuda") for _ in range(2)]
+
+    def work(comm):
+        stage = torch.nn.Linear(4, 4).cuda() if comm.rank == 0 else Adds()
+        stages = {comm.rank: Doubles(stage) if comm.rank == 0 else stage}
+        executor = Executor(program, stages, comm, token_sum, tape=CudaTape())
+        executor.step(batch_of(inputs, inputs))
+
+    with pytest.raises(ShapeError, match="recorded actions know only one tensor"):
+        run_threads(2, work)
+
+
+class Doubles(torch.nn.Module):
+    """Passes two tensors on."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y: torch.Tensor = self.inner(x)
+        return y, 2 * y
+
+
+class Adds(torch.nn.Module):
+    """Takes two tensors."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+
+def token_sum(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (y * labels).sum()
+
+
+def test_segments_of_a_bert_arrive_on_the_gpu_as_on_the_cpu(tmp_path):
+    """Words, labels and types of a pass are copied at once, from memory that the GPU reads directly."""
+    (tmp_path / "a.txt").write_text(
+        "".join(f"the {n % 7} cats sat on {n % 5} mats.\n\n" for n in range(900))
+    )
+    data = DataConfig(sources=(str(tmp_path / "a.txt"),), tokens=32, segments=2)
+    masking = Masking(256, 256, 0.15, ())
+    corpus = replace(open_corpus(data, tmp_path), masking=masking)
+    batches = [
+        Loader(corpus, Deal(4, 2), 1, torch.device(device)).step()[0]
+        for device in ("cpu", "cuda")
+    ]
+    on_cpu, on_gpu = batches
+    for key in ("inputs", "labels", "starts"):
+        for one, other in zip(getattr(on_cpu, key), getattr(on_gpu, key), strict=True):
+            assert other.device.type == "cuda"
+            assert torch.equal(one, other.cpu())
+    for one, other in zip(on_cpu.named, on_gpu.named, strict=True):
+        assert int(one["types"].max()) == 1
+        assert torch.equal(one["types"], other["types"].cpu())
 
 
 @pytest.mark.parametrize("packed", [False, True])
