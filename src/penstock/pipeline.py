@@ -208,9 +208,8 @@ class Pipeline:
         """Return the weights and saved buffers of this rank, by their names in the whole model."""
         saved: dict[str, Tensor] = dict(self.named_parameters())
         for part in self.parts.values():
-            for name, tensor in part.state_dict(keep_vars=True).items():
-                if not isinstance(tensor, nn.Parameter):
-                    saved[name] = tensor
+            held = part.state_dict(keep_vars=True)
+            saved |= {k: x for k, x in held.items() if not isinstance(x, nn.Parameter)}
         return {name: tensor.detach() for name, tensor in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
