@@ -27,7 +27,7 @@ from gpu_workers import (
 from penstock import lower, make
 from penstock.carry import Carry
 from penstock.config import DataConfig
-from penstock.errors import RunError, ShapeError
+from penstock.errors import RunError
 from penstock.measure.probe import Probe, Subject
 from penstock.models import (
     GPT,
@@ -349,43 +349,6 @@ def test_a_stage_that_cannot_be_recorded_gets_a_warning_and_runs_unrecorded():
     )
     assert run_threads(1, work)[0] == pytest.approx(plain, rel=1e-5)
     assert again == pytest.approx(plain, rel=1e-5)
-
-
-def test_a_recording_refuses_stages_that_pass_several_tensors():
-    program = lower(make("1f1b", ranks=2, microbatches=2))
-    inputs = [torch.randn(2, 4, device="cuda") for _ in range(2)]
-
-    def work(comm):
-        stage = torch.nn.Linear(4, 4).cuda() if comm.rank == 0 else Adds()
-        stages = {comm.rank: Doubles(stage) if comm.rank == 0 else stage}
-        executor = Executor(program, stages, comm, token_sum, tape=CudaTape())
-        executor.step(batch_of(inputs, inputs))
-
-    with pytest.raises(ShapeError, match="recorded actions know only one tensor"):
-        run_threads(2, work)
-
-
-class Doubles(torch.nn.Module):
-    """Passes two tensors on."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y: torch.Tensor = self.inner(x)
-        return y, 2 * y
-
-
-class Adds(torch.nn.Module):
-    """Takes two tensors."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
-
-
-def token_sum(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (y * labels).sum()
 
 
 def test_segments_of_a_bert_arrive_on_the_gpu_as_on_the_cpu(tmp_path):
