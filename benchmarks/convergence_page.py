@@ -71,10 +71,10 @@ that holds here, with AdamW and a constant learning rate:
   (parts run) / (parts), as in a pipeline that is always busy.
 - *The recipe* of the paper's later scripts differs from plain skipping by no more than the noise at equal tokens, with
   both sizes.
-- *A higher learning rate* for parts that were left out does not help: the ratios at equal tokens are 1.24 and 1.49, which
-  is within the noise of plain skipping for 25% and worse for 33%. Adam divides the size of a gradient out, so parts that
-  are left out already move as far in a step as the others. Their gradients are means over fewer tokens, and a higher rate
-  most likely adds to that noise.
+- *A higher learning rate* for parts that were left out does not help: the ratios at equal tokens are 1.24 and 1.49. That
+  is within the noise of plain skipping for 25%, and worse for 33%. Adam divides the size of a gradient out, so parts
+  that are left out already move as far in a step as the others. Their gradients are means over fewer tokens, and a
+  higher rate most likely adds to that noise.
 
 So skipping is worth its price where time counts and text is plentiful. Where text is what is scarce, train all parts.
 
