@@ -60,23 +60,24 @@ all micro-batches, unless the name says otherwise:
 
 ## Verdict
 
-SkipPipe says that leaving out parts hardly changes convergence. Three seeds with 22 M and with 100 M parameters say when
-that holds here, with AdamW and a constant learning rate:
+SkipPipe says that leaving out parts hardly changes convergence. Three seeds with 22 M and with 100 M parameters say
+when that holds here, with AdamW and a constant learning rate:
 
-- *At equal tokens* it does not hold. The perplexity of the whole model is 1.14 and 1.15 times that of full training with
-  25% left out, and 1.27 and 1.26 times with 33%, and every seed is worse. One seed with 100 M parameters and 800 steps
-  instead of 320 had 1.06 and 1.08, so the gap seems to shrink as runs get longer.
-- *At equal time* it holds. With 100 M parameters the ratios are 0.96 with 25% and 0.96 with 33%, and all three seeds are
-  better than full training, by more than the noise with 33%. With 22 M they are 0.99 and 1.01. This counts a step as
-  (parts run) / (parts), as in a pipeline that is always busy.
-- *The recipe* of the paper's later scripts differs from plain skipping by no more than the noise at equal tokens, with
-  both sizes.
-- *A higher learning rate* for parts that were left out does not help: the ratios at equal tokens are 1.24 and 1.49. That
-  is within the noise of plain skipping for 25%, and worse for 33%. Adam divides the size of a gradient out, so parts
-  that are left out already move as far in a step as the others. Their gradients are means over fewer tokens, and a
-  higher rate most likely adds to that noise.
+- *At equal tokens* it does not hold. The perplexity of the whole model is 1.14 and 1.15 times that of full training
+  with 25% left out, and 1.27 and 1.26 times with 33%, and every seed is worse. One seed with 100 M parameters and
+  800 steps instead of 320 had 1.06 and 1.08, so the gap seems to shrink as runs get longer.
+- *At equal time* it holds. With 100 M parameters the ratios are 0.96 with 25% and 0.96 with 33%, and all three
+  seeds are better than full training, by more than the noise with 33%. With 22 M they are 0.99 and 1.01. This
+  counts a step as (parts run) / (parts), as in a pipeline that is always busy.
+- *The recipe* of the paper's later scripts differs from plain skipping by no more than the noise at equal tokens,
+  with both sizes.
+- *A higher learning rate* for parts that were left out does not help: the ratios at equal tokens are 1.24 and 1.49.
+  That is within the noise of plain skipping for 25%, and worse for 33%. Adam divides the size of a gradient out, so
+  parts that are left out already move as far in a step as the others. Their gradients are means over fewer tokens,
+  and a higher rate most likely adds to that noise.
 
-So skipping is worth its price where time counts and text is plentiful. Where text is what is scarce, train all parts.
+So skipping is worth its price where time counts and text is plentiful. Where text is what is scarce, train all
+parts.
 
 """
 
