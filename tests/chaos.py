@@ -16,8 +16,8 @@ run, which has the same data and paths, by more than sums in another order expla
 It also fails if the speed does not follow the workers that are present. A part with three of its four workers can do
 three quarters of its work in the same time, and other parts may have less to do. So every event has a limit: the
 speed that no plan for these workers can exceed. The speed of the plan, by its simulation, must be at least LEAST_SPEED
-of this limit; nothing else that uses the machine changes either. The script prints what it has tried, and beside the planned
-speeds those that were measured, which depend on the machine.
+of this limit. A busy machine changes neither. The script prints what it has tried, and beside the planned speeds those
+that were measured, which depend on the machine.
 
 The launcher replaces the first RESTARTS workers that are lost. After that, workers move to parts that have too few.
 """
@@ -62,7 +62,7 @@ SETTINGS = (
 # with every step.
 TOLERANCE = 1e-4
 # The smallest speed of a plan, compared with its limit.
-LEAST_SPEED = 0.8
+LEAST_SPEED = 0.85
 PIDFD_OPEN, PIDFD_GETFD = 434, 438  # system calls of Linux
 BURST_SECONDS = 1.5  # how long a worker is slow
 TCP_ESTABLISHED = "01"  # in /proc/net/tcp

@@ -42,8 +42,7 @@ def test_every_micro_batch_still_visits_the_same_parts_in_the_same_order(data):
     if not orphans(schedule, lost):
         before = simulate(schedule, cost).peak_activations.tolist()
         after = timeline.peak_activations.tolist()
-        # The ranks of a copy hold equally many parts, and the ends of the model at least as much.
-        assert max(after) <= max(max(before), most_of_one(smaller)) + 1e-9
+        assert max(after) <= max(*before, most_of_one(smaller)) + 1e-9
 
 
 def test_a_rank_holds_more_than_before_only_if_one_with_as_many_weights_did():
@@ -53,11 +52,10 @@ def test_a_rank_holds_more_than_before_only_if_one_with_as_many_weights_did():
     before = simulate(schedule, cost).peak_activations.tolist()
     assert before[:3] == [6.0, 2.0, 1.0]
     after = simulate(without_ranks(schedule, [5], work), cost).peak_activations.tolist()
-    # Rank 0 has most weights, the last rank has the head, and the second one the least.
-    left = [rank for rank in range(9) if rank != 5]
-    for rank, peak in zip(left, after, strict=True):
-        assert peak <= (6.0, 6.0, 6.0)[rank % 3]
-    # If rank 0 has the least to hold, its memory says nothing about that of the others.
+    # Rank 0 has most weights, so the others have the memory that it has.
+    assert max(after) <= 6.0
+    assert max(after[rank] for rank in (1, 4, 6)) > 2.0
+    # If rank 0 has the fewest weights, its memory says nothing about that of the others.
     few = (0.5, 2.0, 2.0)
     before = simulate(schedule, PacedCost(parts=few)).peak_activations.tolist()
     after = simulate(

@@ -14,9 +14,9 @@ from crews import Crew, Killed, MortalComm
 from penstock import Plan, make
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
+from penstock.plan.survivors import without_ranks
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip_paths import dealt
-from penstock.plan.survivors import without_ranks
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
@@ -441,15 +441,13 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
-    event = Event(
-        2, "lost", 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5, 0.6
-    )
+    event = Event(2, "lost", 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5, 0.6)
     log.put(event)
     assert read_events(tmp_path) == [event]
     (line,) = list_events(summarize_run(tmp_path))
     assert line.startswith(
         "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms, "
-        "planned at 50% of the full speed of at most 60%; "
+        "planned at 50% of the full speed (at most 60% is possible); "
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line

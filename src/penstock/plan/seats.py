@@ -162,9 +162,7 @@ class _Load:
             return 0.0
         return min(found) * (self.forward + (0.0 if self.split else self.backward))
 
-    def _work_before(
-        self, path: Sequence[int], parts: Collection[int]
-    ) -> float | None:
+    def _work_before(self, path: Sequence[int], parts: Collection[int]) -> float | None:
         """The work on a path before the first of some parts; None if it visits none of them."""
         before = 0.0
         for part in path:

@@ -281,7 +281,8 @@ class _Survivors:
         best = min(ranks, key=lambda r: (self.load[r] + work * self.pace[r], r))
         stages = [places[best][part] for part in parts]
         for part, number in zip(parts, stages, strict=True):
-            if part not in self.adopted:  # The load of an adopted part is counted already.
+            # The load of an adopted part is counted already.
+            if part not in self.adopted:
                 self.count(number)
         return stages
 
@@ -334,5 +335,6 @@ class _Survivors:
         last = self.schedule.parts - 1
         weights = [0.0] * self.schedule.ranks
         for rank, part in {(one.rank, one.part) for one in self.schedule.stages}:
-            weights[rank] += self.work[part] + END_WEIGHT * ((part == 0) + (part == last))
+            weights[rank] += self.work[part]
+            weights[rank] += END_WEIGHT * ((part == 0) + (part == last))
         return weights

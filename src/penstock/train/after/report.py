@@ -217,7 +217,7 @@ def list_events(summary: Summary) -> list[str]:
         if event.speed != 1:
             line += f", planned at {event.speed:.0%} of the full speed"
             if event.limit < 1:
-                line += f" of at most {event.limit:.0%}"
+                line += f" (at most {event.limit:.0%} is possible)"
         if before and after:
             earlier = median(before[-ROWS_AROUND_EVENT:])
             later = median(after[:ROWS_AROUND_EVENT])

@@ -132,7 +132,7 @@ class Decision:
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
     leader: int = 0  # the rank that writes the files of the run
-    seats: tuple[int, ...] = ()  # the rank that each rank has in the plan for all workers
+    seats: tuple[int, ...] = ()  # the ranks of its members in the plan for all
 
     @property
     def seat_of(self) -> dict[int, int]:
