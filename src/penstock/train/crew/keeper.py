@@ -36,7 +36,7 @@ from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest, Say
+from penstock.train.crew.gate import Gate, Guest
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -64,6 +64,7 @@ from penstock.train.crew.succession import (
     step_length,
 )
 from penstock.train.history import last_step
+from penstock.train.screen import SayLine
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 # Between two looks at the workers: while workers wait for a decision or a place, and while all
@@ -126,7 +127,7 @@ class Keeper:
         plan: Plan,
         settings: RunConfig,
         resume: bool,
-        say: Say,
+        say: SayLine,
         open_gate: OpenGate | None = None,
     ) -> None:
         self.entry = entry
