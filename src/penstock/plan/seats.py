@@ -48,7 +48,7 @@ def least_time(
         total = load.seconds(parts)
         share = total / sum(1 / slow.get(rank, 1.0) for rank in ranks)
         if len(parts) == 1 and not slow:
-            share = max(share, load.most_of_one_rank(*parts, len(ranks)))
+            share = max(share, load.most_of_one_rank(min(parts), len(ranks)))
         longest = max(longest, load.shortest_ways(parts) + share)
     return longest
 
