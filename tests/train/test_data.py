@@ -667,6 +667,22 @@ def test_a_stream_reads_anything_that_has_examples():
     for (x, y), (ours, labels) in zip(again, batches[1:], strict=True):
         assert torch.equal(x, ours)
         assert torch.equal(y, labels)
+    bare = [one["text"] for one in texts[:-1]]
+    for (x, _), (ours, _) in zip(TextStream(bare, 5, 2), batches, strict=True):
+        assert torch.equal(x, ours)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ((text for text in ["a", "b"]), "train with `fit`"),
+        ({"train": ["a"]}, r"hand over one of them, such as dataset\['train'\]"),
+        ([["a"]], "neither a text nor a mapping, but list"),
+    ],
+)
+def test_what_a_stream_cannot_read_is_refused(dataset, words):
+    with pytest.raises(FileError, match=words):
+        list(TextStream(dataset, tokens=5, rows=2))
 
 
 def test_of_a_saved_dataset_with_splits_only_one_is_read(tmp_path):

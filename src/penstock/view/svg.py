@@ -3,7 +3,7 @@
     title
     rank 0 [0][1][2]      [ 0 ][3]...      a row per rank, a box per action with the number of its micro-batch
     rank 1    [0][1]   [ 0 ]               idle is white; later parts and later tokens are darker
-           0     5     10    15            time
+  forwards 0     5     10    15            time
     [] forward  [] backward                what the colours mean
     4 ranks · 8 micro-batches · makespan 33 forwards · bubble 27.3%
 
@@ -25,7 +25,7 @@ import numpy as np
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Timeline
 from penstock.view import palette
-from penstock.view.numbers import short, write_time
+from penstock.view.numbers import FORWARDS, short, write_time
 from penstock.view.palette import (
     IDLE,
     INK,
@@ -330,6 +330,9 @@ def _axis(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     for time, x in zip(times.tolist(), sheet.x(times).tolist(), strict=True):
         label = write_time(time, timeline.units) if time else "0"
         yield f'<text x="{_n(x)}" y="{_n(base + 16)}">{label}</text>'
+    if not timeline.units.seconds:
+        unit = f'x="{sheet.left - 8}" y="{_n(base + 16)}" text-anchor="end"'
+        yield f"<text {unit}>{FORWARDS[1]}</text>"
     yield "</g>"
 
 
