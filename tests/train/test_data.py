@@ -235,6 +235,23 @@ def test_going_on_with_other_data_is_refused(change):
         loader.resume(loader.state() | change)
 
 
+def test_batches_that_are_read_ahead_are_those_of_the_next_step():
+    """Reading ahead counts nothing, and what it has read is dropped if another step comes next."""
+    plain = Loader(corpus_of(), Deal(2, 3), 5)
+    ahead = Loader(corpus_of(), Deal(2, 3), 5)
+    for number in range(4):
+        expected = [batch.inputs for batch in plain.step()]
+        ahead.prepare()
+        ahead.prepare()
+        assert ahead.seen == ahead.state()["seen"] == 6 * number
+        found = [batch.inputs for batch in ahead.step()]
+        assert torch.equal(torch.cat(*found), torch.cat(*expected))
+    ahead.prepare()
+    ahead.seen = plain.seen = 0
+    (one,), (other,) = ahead.step(), plain.step()
+    assert torch.equal(torch.cat(one.labels), torch.cat(other.labels))
+
+
 def test_a_mean_over_passes_counts_the_labels_of_all():
     passes = Loader(corpus_of(), Deal(rows=1, microbatches=2, passes=3), seed=0).step()
     assert [batch.valid for batch in passes] == [60, 60, 60]
