@@ -17,7 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray.train import Checkpoint, report
+try:
+    from ray.train import Checkpoint, report
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"penstock.ray needs Ray Train: {error}\n  pip install 'penstock[ray]'",
+        name=error.name,
+    ) from None
 
 from penstock.config import Config, check_config, is_plan_file
 from penstock.errors import ConfigError

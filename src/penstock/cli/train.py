@@ -58,9 +58,7 @@ OptionalPreset = Annotated[
 def train_command(
     source: Annotated[
         Optional[Path],
-        typer.Argument(
-            metavar="[CONFIG]", help="A config.toml, or the folder of a run."
-        ),
+        typer.Argument(metavar="CONFIG", help="A config.toml, or the folder of a run."),
     ] = None,
     changes: ConfigChanges = None,
     preset: OptionalPreset = None,

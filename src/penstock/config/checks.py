@@ -11,7 +11,18 @@ from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
 
+from penstock.config.recording import (
+    reasons_against_compiling,
+    reasons_against_recording,
+)
 from penstock.config.sections import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+from penstock.config.values import (
     AUTO,
     DEVICES,
     MAX_DEFAULT_MICROBATCHES,
@@ -23,16 +34,9 @@ from penstock.config.sections import (
     RATE_SCHEDULES,
     REDUCTIONS,
     SWITCHES,
-    Config,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    ScheduleConfig,
     is_plan_file,
     names_own_code,
     own_code_file,
-    reasons_against_compiling,
-    reasons_against_recording,
 )
 from penstock.errors import ConfigError, UnknownNameError
 
