@@ -46,7 +46,7 @@ def plan_command(
     source: Annotated[
         Optional[Path],
         typer.Argument(
-            metavar="[CONFIG]",
+            metavar="CONFIG",
             help="A config.toml, whose model is measured here unless --profile or --gpu is given.",
         ),
     ] = None,
