@@ -119,12 +119,16 @@ def measure_workload(
     workload: Workload,
     placement: Placement,
     watch: Callable[[str], None] = lambda text: None,
+    whole: bool = False,
 ) -> RowProfiles:
-    """Measure the model of a workload, with the numbers of rows that a plan may choose."""
+    """Measure the model of a workload, with the numbers of rows that a plan may choose.
+
+    With `whole`, no slices are measured. Nothing is sliced on one device either.
+    """
     config = workload.config
     assert config is not None, "only the model of a config can be measured"
     rows = rows_to_measure(workload)
-    whole = workload.devices == 1  # There nothing is sliced (`workload_limits`).
+    whole = whole or workload.devices == 1
     if under_launcher():  # Only one of the launched processes plans; the others wait.
         request, counts = affordable(request_of(config, placement, rows[0], True), rows)
         return measure_rows_of(None, request, counts, watch)
