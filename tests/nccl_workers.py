@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -128,7 +130,15 @@ def blunder(_: Tensor) -> None:
     raise IndexError("out of cheese")
 
 
-TRICKS: dict[str, Callable[[Tensor], None]] = {"sleep": sleep, "raise": blunder}
+def die(_: Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+TRICKS: dict[str, Callable[[Tensor], None]] = {
+    "sleep": sleep,
+    "raise": blunder,
+    "kill": die,
+}
 
 
 class Tricky(nn.Module):

@@ -108,6 +108,8 @@ def test_plan_ranks_the_schedules_and_writes_the_best(run):
     assert (code, "is a valid schedule" in out) == (0, True)
     code, out, _ = run("check plan.json --json")
     assert json.loads(out)["ok"] is True
+    code, out, _ = run("check hanayo --ranks 2 --microbatches 2 --waves 2 --json")
+    assert (code, json.loads(out)["actions"]) == (0, 32)
 
 
 @pytest.mark.parametrize("source", ["plan.json", "x.csv"])

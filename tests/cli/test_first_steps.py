@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -160,6 +161,15 @@ def test_a_command_says_how_to_install_what_it_lacks(
     assert code == 2
     assert f"this command needs {package}, which is not installed" in err
     assert f"pip install 'penstock[{extra}]'" in err
+
+
+def test_penstock_in_ray_says_how_to_install_ray(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delitem(sys.modules, "penstock.ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it now fails
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'penstock\[ray\]'"):
+        importlib.import_module("penstock.ray")
 
 
 def test_packages_of_no_extra_are_not_explained():

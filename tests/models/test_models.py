@@ -33,7 +33,7 @@ from penstock.models import (
     token_loss,
     valid_tokens,
 )
-from penstock.models.bert import bert_from_hf, bert_to_hf
+from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
 from penstock.models.llama import llama_from_hf, llama_to_hf
 from pipelines import without_float32
@@ -117,6 +117,18 @@ class Conversion(NamedTuple):
 
     from_hf: Callable[..., dict[str, Tensor]]
     to_hf: Callable[..., dict[str, Tensor]]
+
+
+def bert_from_hf(state: dict[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """What a run reads of a folder of theirs: every tensor of ours, under the name that we would save it with."""
+    with torch.device("meta"):
+        names = Bert(config).state_dict()
+    ours = {}
+    for name, blank in names.items():
+        embedding = "bert.embeddings.word_embeddings.weight"  # the head is tied to it
+        theirs = next(iter(bert_to_hf({name: blank}, config)), embedding)
+        ours[name] = state[theirs]
+    return ours
 
 
 LLAMA_NAMES = Conversion(llama_from_hf, llama_to_hf)

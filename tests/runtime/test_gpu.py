@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from gpu_workers import (
 )
 from penstock import lower, make
 from penstock.carry import Carry
+from penstock.config import DataConfig
 from penstock.errors import RunError
 from penstock.measure.probe import Probe, Subject
 from penstock.models import (
@@ -48,6 +50,9 @@ from penstock.runtime.backward import accumulate_product
 from penstock.runtime.process.gpu_share import products_are_complete
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
+from penstock.train.data.corpus import open_corpus
+from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.masking import Masking
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU on this machine"
@@ -347,6 +352,28 @@ def test_a_stage_that_cannot_be_recorded_gets_a_warning_and_runs_unrecorded():
     )
     assert run_threads(1, work)[0] == pytest.approx(plain, rel=1e-5)
     assert again == pytest.approx(plain, rel=1e-5)
+
+
+def test_segments_of_a_bert_arrive_on_the_gpu_as_on_the_cpu(tmp_path):
+    """Words, labels and types of a pass are copied at once, from memory that the GPU reads directly."""
+    (tmp_path / "a.txt").write_text(
+        "".join(f"the {n % 7} cats sat on {n % 5} mats.\n\n" for n in range(900))
+    )
+    data = DataConfig(sources=(str(tmp_path / "a.txt"),), tokens=32, segments=2)
+    masking = Masking(256, 256, 0.15, ())
+    corpus = replace(open_corpus(data, tmp_path), masking=masking)
+    batches = [
+        Loader(corpus, Deal(4, 2), 1, torch.device(device)).step()[0]
+        for device in ("cpu", "cuda")
+    ]
+    on_cpu, on_gpu = batches
+    for key in ("inputs", "labels", "starts"):
+        for one, other in zip(getattr(on_cpu, key), getattr(on_gpu, key), strict=True):
+            assert other.device.type == "cuda"
+            assert torch.equal(one, other.cpu())
+    for one, other in zip(on_cpu.named, on_gpu.named, strict=True):
+        assert int(one["types"].max()) == 1
+        assert torch.equal(one["types"], other["types"].cpu())
 
 
 @pytest.mark.parametrize("packed", [False, True])

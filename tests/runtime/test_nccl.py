@@ -1,7 +1,7 @@
 """Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
 
 They are skipped outside of such a testbed. A testbed that has lost ranks in the middle of a kernel may turn others
-away from then on, so give the two cases of the last test a testbed each: -k raise, -k sleep.
+away from then on, so give each case of the last test a testbed of its own: -k raise, -k sleep, -k kill.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mesh_workers import Case
 from mesh_workers import gradients as mesh_gradients
 from nccl_workers import goes_wrong, trains_every_schedule
 from penstock.config import MeshConfig
-from penstock.errors import RunError, StuckError
+from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.runtime import spawn
 
 RANKS = 4
@@ -117,6 +117,7 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
     [
         ("raise", RunError, "rank 1 has failed"),
         ("sleep", StuckError, "rank 1 is at 1F"),
+        ("kill", PeerLostError, "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):

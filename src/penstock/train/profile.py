@@ -169,6 +169,7 @@ def profile_config(
     rows: Sequence[int] = (),
     quick: bool = True,
     ranks: int | None = None,
+    whole: bool = False,
     watch: ProgressText = lambda text: None,
 ) -> RowProfiles | None:
     """Measure the model of a run with several numbers of rows in a micro-batch.
@@ -176,12 +177,14 @@ def profile_config(
     By default the rows are those of the config, and as many processes measure at once as
     will compute at once. A quick measurement leaves out what takes too long: numbers of
     rows, which `RowProfiles` scales from the others, and if one row is already too much,
-    some of its tokens.
+    some of its tokens. With `whole`, it times whole sequences and no slices.
     """
     counts = sorted(set(rows or (config.rows,)))
     request = request_of(config, placement, counts[0], quick)
     if quick:
         request, counts = affordable(request, counts)
+    if whole:
+        request = replace(request, where=((request.tokens, 0),))
     processes = placement.processors if ranks is None else ranks
     profiles = profile_rows(request, counts, processes, watch)
     tokens = config.data.tokens

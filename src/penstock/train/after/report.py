@@ -211,11 +211,13 @@ def list_events(summary: Summary) -> list[str]:
         before = [row.speed for row in summary.rows if row.step <= event.step]
         after = [row.speed for row in summary.rows if row.step > event.step]
         line = (
-            f"after step {event.step}: {event.text}; {event.workers} workers went on "
+            f"after step {event.step}: {event.text}; {len(event.members)} workers went on "
             f"after {write_time(event.seconds)}"
         )
         if event.speed != 1:
             line += f", planned at {event.speed:.0%} of the full speed"
+            if event.limit < 1:
+                line += f" (at most {event.limit:.0%} is possible)"
         if before and after:
             earlier = median(before[-ROWS_AROUND_EVENT:])
             later = median(after[:ROWS_AROUND_EVENT])
