@@ -604,7 +604,7 @@ def test_a_sequence_of_another_length_is_cut_in_the_same_shares():
     for tokens in (4, 8, 21):
         assert_exact(schedule, llama(2), tokens=tokens)
     with pytest.raises(
-        ShapeError, match=r"2 tokens cannot be cut into 3 slices; the most is 2"
+        ShapeError, match=r"2 tokens cannot be cut into 3 slices; give at most 2"
     ):
         spans_of(schedule.microbatches[0], 2)
     with pytest.raises(

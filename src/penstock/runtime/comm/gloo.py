@@ -1,4 +1,4 @@
-"""Connects processes over gloo for as long as all of them live; after a loss, the others connect anew.
+"""Connects processes over gloo for as long as all of them live; after a loss, the others connect again.
 
     generation 1   rank 0 ─ rank 1 ─ rank 2 ─ rank 3        store: g1/...
                              ✗

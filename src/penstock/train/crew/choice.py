@@ -15,7 +15,7 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
     reasons = []
     if placement.device != "cpu":
         reasons.append(
-            "its workers use GPUs, and only connections over gloo can be made anew; "
+            "its workers use GPUs, and only connections over gloo can be made again; "
             "run.device=cpu would do"
         )
     if config.mesh.size > 1:
@@ -50,7 +50,7 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
             )
     if mirrored and wanted == "false":
         raise ConfigError(
-            "run.mirror = true, but run.elastic = false: mirrors are only of use to runs "
+            "run.mirror = true, but run.elastic = false: mirrors help only runs "
             "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:
