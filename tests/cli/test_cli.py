@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -16,22 +15,11 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
-from commands import called
 from penstock import REGISTRY, make
 from penstock.cli.app import app
 from penstock.cli.options import PRESET_NAMES
 from penstock.config import PRESETS, Config
 from penstock.formats import load_torch_csv, read_plan
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    return partial(called, monkeypatch, capsys)
-
 
 HANAYO = "hanayo --ranks 4 --microbatches 4 --waves 2"
 

@@ -8,12 +8,10 @@ import re
 import signal
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import called
 from penstock import make, simulate
 from penstock.cost import Cluster, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
@@ -36,12 +34,11 @@ TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsi
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in a folder with a cluster.toml; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run, monkeypatch):
+    """Run a command line in a folder with a cluster.toml."""
     monkeypatch.setenv("COLUMNS", "120")
     write_cluster(Cluster.geo(CITIES), "cluster.toml")
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 def test_a_plan_is_shown_with_its_bound_and_written(run):

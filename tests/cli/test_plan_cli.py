@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import SMALL_CONFIG, called
+from commands import SMALL_CONFIG
 
 MISTAKES = {
     "plan": "name a config.toml, or give --ranks and --microbatches",
@@ -33,12 +32,11 @@ NEEDS_TORCH = "config.toml"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in a folder with a config; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run, monkeypatch):
+    """Run a command line in a folder with a config."""
     monkeypatch.setenv("COLUMNS", "80")
     Path("config.toml").write_text(SMALL_CONFIG)
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 @pytest.mark.parametrize("line", MISTAKES)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import penstock
+from commands import train_elsewhere
 from gpu_workers import kind_of
 from mesh_workers import Case
 from mesh_workers import gradients as mesh_gradients
@@ -156,8 +157,8 @@ def test_a_mesh_has_the_gradients_of_the_unsplit_model():
 
 def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
     """Two ranks of two processes each, as `penstock train` starts them."""
-    line = [sys.executable, "-m", "penstock", "train"]
-    for option in (
+    text, rows = train_elsewhere(
+        tmp_path / "run",
         "run.device=cuda",
         "run.steps=4",
         "run.log=1",
@@ -171,23 +172,9 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
         "schedule.ranks=2",
         "schedule.microbatches=4",
         "mesh.shard=2",
-        f"run.folder={tmp_path / 'run'}",
-    ):
-        line += ["--set", option]
-    source = str(Path(penstock.__file__).parents[1])
-    done = subprocess.run(
-        line,
-        env=os.environ | {"PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 processes on 1 GPU, NCCL, side by side" in done.stdout + done.stderr
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
-    assert losses[3] < losses[0]
+    assert "4 processes on 1 GPU, NCCL, side by side" in text
+    assert rows[3].loss < rows[0].loss
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def _why_uncompiled(layer: nn.Module) -> str:
 
 
 class CompiledLoss:
-    """A loss that is compiled. `plain` is the one that is not, for checks on a few labels at a time."""
+    """A compiled loss. `plain` is the same loss, not compiled, for checks on a few labels at a time."""
 
     def __init__(
         self,

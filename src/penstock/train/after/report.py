@@ -200,7 +200,7 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
 
 
 def _number(lines: Sequence[str]) -> list[str]:
-    """Lines with the numbers that the figures show."""
+    """Number the lines as the figures do."""
     return [f"{number}: {line}" for number, line in enumerate(lines, start=1)]
 
 
