@@ -267,6 +267,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.reduction", config.run.reduction, REDUCTIONS),
         ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
+        ("paths.sum_messages", config.paths.sum_messages, MESSAGE_TYPES),
     )
     faults = []
     for key, value, known in choices:

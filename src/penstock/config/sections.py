@@ -299,6 +299,10 @@ class PathsConfig:
         "all",
         "tokens over which the gradient of a part is a mean: all, or visits, those that visited the part",
     )
+    sum_messages: str = setting(
+        "float32",
+        "type in which planned sums of gradients travel: float32, bfloat16, or int8 with error feedback",
+    )
     share: float = setting(
         0.0,
         "share of the parts that each micro-batch leaves out (skip); 0 takes schedule.skips",

@@ -70,6 +70,8 @@ class RankSetup:
             accumulates=run.accumulate > 1,
             reduction=run.reduction,
             messages=MESSAGE_DTYPES[run.messages],
+            sums=self.job.plan.sums,
+            sum_messages=MESSAGE_DTYPES[config.paths.sum_messages],
         )
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:

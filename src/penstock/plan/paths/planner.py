@@ -22,10 +22,12 @@ import numpy as np
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.model import PartCost
+from penstock.cost.wrapped import PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.ir.sum_plan import SumPlan
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.paths.arrangement import (
@@ -56,6 +58,7 @@ from penstock.plan.paths.sites import near_nodes, site_solution
 from penstock.plan.paths.solution import Solution, simulate_solution
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search_in_stages
 from penstock.schedules.size import refuse_if_too_large
+from penstock.sim.planned_sums import plan_sums
 from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
@@ -409,7 +412,16 @@ def paths_plan(
         recompute,
         rotation=tuple(other.schedule for other in rotation),
         full=None if full is None else full.schedule,
+        sums=planned_sums_of(plan),
     )
+
+
+def planned_sums_of(plan: PathPlan) -> tuple[SumPlan, ...]:
+    """Return how the replicas of each part sum their gradients; empty if the backend decides."""
+    cost = plan.problem.cost()
+    if not isinstance(cost, PlannedSumsCost):
+        return ()
+    return plan_sums(plan.timeline, cost)
 
 
 def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:

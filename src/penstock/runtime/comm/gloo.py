@@ -56,13 +56,15 @@ class GlooComm(ProcessComm):
         """Gloo moves tensors through the CPU."""
         return False
 
-    def connect(self, group: tuple[int, ...], rank: int) -> dist.ProcessGroup:
-        """Connect some ranks, of which this is one.
+    def connect(
+        self, group: tuple[int, ...], rank: int, name: str = "group"
+    ) -> dist.ProcessGroup:
+        """Connect some ranks, of which this is one; several connections of a group have different names.
 
         Torch cannot interrupt this, so it happens on a thread. If another rank is lost
         meanwhile, the thread is left to its own time limit.
         """
-        store = PrefixStore("group " + " ".join(map(str, group)), self.meeting)
+        store = PrefixStore(f"{name} " + " ".join(map(str, group)), self.meeting)
         made: list[dist.ProcessGroup] = []
         errors: list[str] = []
 
@@ -95,6 +97,10 @@ class GlooComm(ProcessComm):
         """Connect some ranks of this generation; None if this rank is not among them."""
         return self.connect(group, self.rank) if self.rank in group else None
 
+    def create_second_group(self) -> dist.ProcessGroup:
+        """Connect all ranks of this generation once more."""
+        return self.connect(self.everyone, self.rank, "second group")
+
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a group."""
         return group.allreduce([tensor], AllreduceOptions())
@@ -110,7 +116,9 @@ class GlooComm(ProcessComm):
         """
         self.cut_connections()
         self.waiting = None
-        dropped = [*self.groups.values()]
+        dropped = [*self.groups.values(), *self.beside]
         self.groups = {}
+        self.beside = []
+        self.second = None
         del self.world
         threading.Thread(target=dropped.clear, name="drops groups", daemon=True).start()

@@ -20,7 +20,9 @@ from types import MappingProxyType
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import fitting_sums
 from penstock.ir.verify import verify
+from penstock.ir.verify_sums import verify_sums
 from penstock.schedules.coverage import hold_every_part
 from penstock.schedules.survivors import PacedCost, orphans, without_ranks
 from penstock.sim.simulate import simulate
@@ -64,8 +66,12 @@ def plan_without(
     smaller = plan.map_schedules(
         lambda one: without_ranks(one, lost, work, adopted, pace)
     )
+    # Sums are planned again: the ranks that are left divide what the lost ones did.
+    sums = fitting_sums(smaller.schedule, plan.sums, left)
+    smaller = replace(smaller, sums=sums)
     for schedule in smaller.schedules:
         verify(lower(schedule))
+        verify_sums(schedule, sums)
     name = plan.name
     if lost:
         name += f" without {' '.join(map(str, lost))}"
