@@ -82,12 +82,12 @@ class Replicas:
         self.planned: dict[str, PlannedSum] = {}
         self.second = comm.apart() if plans else None
         self.thread: SumThread | None = None
-        for shared in self.order:
-            plan = _plan_of(shared, plans)
+        for sum_ in self.order:
+            plan = _plan_of(sum_, plans)
             if plan is not None:
-                numbers = sum(local_share(p).numel() for p in shared.parameters)
-                how = CellFormat(shared.parameters[0].dtype, messages)
-                self.planned[shared.name] = PlannedSum(plan, comm.rank, numbers, how)
+                numbers = sum(local_share(p).numel() for p in sum_.parameters)
+                how = CellFormat(sum_.parameters[0].dtype, messages)
+                self.planned[sum_.name] = PlannedSum(plan, comm.rank, numbers, how)
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -148,7 +148,8 @@ class PlannedSum:
             whole = posted.wait()
             received.append(whole)
             lengths = self.lengths(message.cells)
-            pieces = whole.split(list(map(self.format.packed_length, lengths)))
+            sizes = list(map(self.format.packed_length, lengths))
+            pieces = torch.split(whole, sizes)
             for cell, piece, length in zip(message.cells, pieces, lengths, strict=True):
                 restored = self.format.restore(piece, length)
                 if one.kind is RoundKind.COPY:

@@ -391,11 +391,16 @@ def paths_plan(
         ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
         ("sums", "planned" if problem.planned_sums else "ring"),
     )
+    if problem.has_sums:
+        why = (*why, ("last_backward", float(plan.timeline.end.max())))
     if rotation:
         slowest = max(other.makespan for other in rotation)
         why = (*why, ("rotation_makespan", slowest))
     if full is not None:
         why = (*why, ("full_makespan", full.makespan))
+        if problem.has_sums:
+            last = float(full.timeline.end.max())
+            why = (*why, ("full_last_backward", last))
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     if model is not None:
