@@ -16,7 +16,7 @@ import transformers
 from commands import called
 from penstock import Network, Seconds, make, portfolio, simulate
 from penstock.cost import CorrectedCurve, Profile, ProfileCost, RowProfiles
-from penstock.cost.fit import Fit, fit, fit_formula, least_squares
+from penstock.cost.fit import Fit, fit_curve, fit_formula, least_squares
 from penstock.cost.profile import Point, block
 from penstock.errors import FileError, ShapeError
 from penstock.formats import (
@@ -122,7 +122,7 @@ def test_too_short_a_sequence_is_refused():
 def test_the_fit_recovers_known_coefficients_from_noisy_points(op):
     rng, curve = np.random.default_rng(1), LAYER[op]
     seen, unseen = measuring_points(2048)
-    found = fit(noisy(curve, seen, rng), noisy(curve, unseen, rng))
+    found = fit_curve(noisy(curve, seen, rng), noisy(curve, unseen, rng))
     assert found.form == "formula"
     assert found.worst < 0.05
     for i, j in ((16, 0), (100, 1900), (700, 1000), (2000, 0)):
@@ -179,7 +179,7 @@ def test_stepped_times_choose_a_table_of_what_was_measured():
         for j in (0, 300)
         if i + j <= 1024
     ]
-    found = fit(seen, unseen)
+    found = fit_curve(seen, unseen)
     assert found.form == "table"
     assert isinstance(found.curve, CorrectedCurve)
     for i, j, seconds in seen:
@@ -218,7 +218,7 @@ def test_errors_are_measured_on_held_out_points():
     curve = LAYER[Op.F]
     seen = [(i, 0, curve.of(i, 0)) for i in (16, 64, 256, 1024)]
     twice = [(100, 0, 2.0 * curve.of(100, 0)), (500, 0, curve.of(500, 0))]
-    found = fit(seen, twice)
+    found = fit_curve(seen, twice)
     assert found.worst == pytest.approx(0.5, abs=1e-6)
     assert found.median == pytest.approx(0.25, abs=1e-6)
     assert found.curve.of(100, 0) == pytest.approx(
@@ -779,4 +779,4 @@ def test_a_profile_whose_layer_takes_no_time_is_refused():
 
 def test_a_formula_that_is_zero_at_a_point_is_not_corrected_by_a_table():
     noisy = [(4, 5, 0.9728), (12, 0, 718.4), (16, 1, 0.13388)]
-    assert fit(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"
+    assert fit_curve(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"

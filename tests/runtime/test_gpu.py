@@ -17,7 +17,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import penstock
-from gpu_workers import kind_of, memory_of_steps, trains_like_one_piece
+from gpu_workers import (
+    kind_of,
+    memory_of_steps,
+    passes_several_tensors,
+    trains_like_one_piece,
+)
 from penstock import lower, make
 from penstock.carry import Carry
 from penstock.errors import RunError
@@ -463,6 +468,16 @@ def test_ranks_that_share_a_gpu_train_like_one_piece(ranks, recorded):
         ranks, trains_like_one_piece, recorded, backend="penstock_ipc", patience=60
     ):
         assert max(worst.values()) < 1e-4, worst
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_recorded_stages_pass_several_tensors(ranks, recorded):
+    """One rank passes them on in place, two through messages; in float64, so that only the order of sums differs."""
+    for worst in spawn(
+        ranks, passes_several_tensors, recorded, backend="penstock_ipc", patience=60
+    ):
+        assert max(worst.values()) < 1e-11, worst
 
 
 def test_messages_free_their_memory_once_sent():

@@ -14,9 +14,9 @@ from crews import Crew, Killed, MortalComm
 from penstock import Plan, make
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
+from penstock.plan.survivors import without_ranks
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip_paths import dealt
-from penstock.schedules.survivors import without_ranks
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
@@ -333,6 +333,35 @@ def test_a_run_survives_ten_losses_at_random_moments_and_as_many_joins(tmp_path)
     assert kills >= 10
 
 
+def test_a_worker_moves_to_a_part_with_too_few_and_the_next_one_takes_its_seat(
+    started_with, tmp_path
+):
+    # The first part has twice the work of the second one.
+    plan = replace(TWO_COPIES, partition=(3, 1))
+    crew = Crew(job_with(plan, tmp_path, "run.save=0"))
+    crew.moving = True
+    crew.change_at = 2
+    crew.run(crew.decide())
+    del crew.reports[0]
+    decision = crew.decide()
+    assert decision.seat_of == {1: 1, 2: 2, 3: 0}
+    assert decision.transfers == ((0, 2, 0),)
+    assert load_decision(decision.dump()) == decision
+    crew.change_at = 3
+    crew.run(decision)
+    crew.reports[0] = Report(0, newcomer=True)
+    decision = crew.decide()
+    assert decision.seat_of == {0: 3, 1: 1, 2: 2, 3: 0}
+    assert (decision.whole, decision.transfers) == (True, ((1, 1, 3),))
+    crew.change_at = 0
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    # An empty second seat in the second copy is what a run without worker 3 has.
+    assert losses(rows)[:3] == started_with(2, (3,), plan)[:3]
+    assert losses(rows) == pytest.approx(started_with(STEPS, (), plan), rel=1e-5)
+
+
 # ---------------------------------------------------------------- decisions
 def test_a_step_that_nobody_has_committed_is_done_again():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 2)}
@@ -412,13 +441,13 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
-    event = Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5)
+    event = Event(2, "lost", 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5, 0.6)
     log.put(event)
     assert read_events(tmp_path) == [event]
     (line,) = list_events(summarize_run(tmp_path))
     assert line.startswith(
         "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms, "
-        "planned at 50% of the full speed; "
+        "planned at 50% of the full speed (at most 60% is possible); "
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line

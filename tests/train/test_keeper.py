@@ -116,7 +116,8 @@ def test_the_others_go_on_without_a_worker(name, story, tmp_path, capfd):
     assert keeper.said == [f"{story}; 2 workers go on after step 7"]
     assert keeper.decision.members == (0, 2)
     (event,) = read_events(tmp_path / name)
-    assert (event.step, event.event, event.workers) == (7, "lost", 2)
+    assert (event.step, event.event, event.members) == (7, "lost", (0, 2))
+    assert event.speed <= event.limit < 1
     assert (event.text, event.seconds > 0) == (story, True)
     capfd.readouterr()
 

@@ -14,14 +14,13 @@ from pathlib import Path
 from penstock.advice.orders import order_of
 from penstock.advice.pipeline import (
     NO_PIPELINE,
+    OPTION_BREAK,
     Advice,
     PipelineTerms,
     refuse_idle_order,
     refuse_mixed_recomputation,
 )
 from penstock.plan.recipes import Limits
-
-CONTINUED = " \\\n"  # between two options
 
 
 class Megatron:
@@ -84,7 +83,7 @@ class Megatron:
         name = "as interleaved 1F1B" if pipeline.stages_per_rank > 1 else "as 1F1B"
         if pipeline.ranks == 1:
             name = NO_PIPELINE
-        text = CONTINUED.join(options)
+        text = OPTION_BREAK.join(options)
         return Advice(name, f"{text}\n", {}, self._notes(pipeline))
 
     def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.cli.doctor import doctor_command, print_first_steps
+from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted
 from penstock.cli.join import join_command
-from penstock.cli.paths import INTERRUPTED, SearchInterrupted, paths_command
+from penstock.cli.paths import paths_command
 from penstock.cli.plan import plan_command
 from penstock.cli.profile import profile_command
 from penstock.cli.schedule import (

@@ -17,7 +17,7 @@ from typing import Protocol
 from penstock.cost.allreduce import sum_over_network
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
-from penstock.cost.fit import Fit, fit
+from penstock.cost.fit import Fit, fit_curve
 from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.network import Network, value_of_pair
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
@@ -151,7 +151,7 @@ def fit_op(points: Sequence[Point], op: Op) -> Fit:
             held_out.append(measured)
         else:
             fitted.append(measured)
-    return fit(fitted, held_out)
+    return fit_curve(fitted, held_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ DEFAULT_MOVES = 20_000
 MOVES_PER_CALL = 500  # the loop returns to Python this often
 RANDOM_NUMBERS_PER_MOVE = 5
 # Memory that differs by less than this share of the largest activation counts as equal.
-EQUAL_SHARE = 1e-9
+ACTIVATION_ROUNDING = 1e-9
 # A schedule must be faster by this share to count as better.
 LEAST_GAIN = 1e-12
 CRITICAL_MOVES = 0.7  # share of the moves that touch the critical path
@@ -165,7 +165,7 @@ class Search:
         self._random = np.random.default_rng(self.seed)
         unit = float(self.problem.costs.gain.max(initial=0.0)) or 1.0
         peak = lane_peaks(self.problem, self.lane)
-        self._caps = np.maximum(self.problem.caps, peak) + EQUAL_SHARE * unit
+        self._caps = np.maximum(self.problem.caps, peak) + ACTIVATION_ROUNDING * unit
         self.makespan = time_lanes(self.problem, self.lane)
         if self.makespan < 0:
             raise ShapeError(
@@ -277,7 +277,7 @@ def fits_caps(problem: OrderProblem, lane: Ints) -> bool:
     """Return whether no rank exceeds its cap in an order of its actions."""
     unit = float(problem.costs.gain.max(initial=0.0)) or 1.0
     peaks = lane_peaks(problem, lane)
-    return bool((peaks <= problem.caps + EQUAL_SHARE * unit).all())
+    return bool((peaks <= problem.caps + ACTIVATION_ROUNDING * unit).all())
 
 
 def lane_peaks(problem: OrderProblem, lane: Ints) -> Floats:

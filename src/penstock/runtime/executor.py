@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, ShapeError
 from penstock.ir.program import Program
 from penstock.ir.sum_plan import SumPlan
 from penstock.runtime.backward import make_deferrable
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, NamedShapes
 from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
@@ -60,9 +60,7 @@ __all__ = ["Executor", "Loss", "Result"]
 
 LengthCheck = Callable[[Sequence[int]], None]
 # The shapes of all units' inputs, and of the named tensors.
-BatchShape: TypeAlias = tuple[
-    tuple[tuple[int, ...], ...], tuple[tuple[str, tuple[int, ...]], ...]
-]
+BatchShape: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[NamedShapes, ...]]
 MAX_KNOWN_SHAPES = 16  # of batches whose edges are kept
 
 
@@ -282,12 +280,8 @@ class Executor:
         """The units of a batch, and what goes between the stages."""
         schedule = self.program.schedule
         units = cut_units(schedule, batch)
-        shape: BatchShape = (
-            tuple(x.shape for x in units.inputs),
-            tuple(
-                (name, x.shape) for named in batch.named for name, x in named.items()
-            ),
-        )
+        unit_shapes = tuple(tuple(x.shape) for x in units.inputs)
+        shape: BatchShape = (unit_shapes, batch.named_shapes)
         edges = self.known_edges.get(shape)
         if edges is None:
             found = self.finder.find(batch)
@@ -324,11 +318,6 @@ class Executor:
         """The recordings to play in this step; None if its actions have to be computed."""
         if self.tape is None or units.batch.starts:
             return None
-        if units.edges.many:
-            raise ShapeError(
-                "recorded actions know only one tensor between stages, but here stages pass several tensors, or the "
-                "batch has named tensors\n  make the Executor without a tape"
-            )
         if self.recordings is None:
             self.recordings = self.record(units, self.tape, checks)
         return self.recordings if self.recordings.fits(units.batch) else None

@@ -35,7 +35,6 @@ from penstock.train.auto import (
 )
 from penstock.train.capacity import check_timing
 from penstock.train.crew.choice import is_elastic
-from penstock.train.crew.gate import Say
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.text_files import ProgressBytes
@@ -55,6 +54,7 @@ from penstock.train.placement import (
     decide_placement,
     uses_gpus,
 )
+from penstock.train.screen import SayLine
 from penstock.train.start import (
     check_dry_run,
     check_sources,
@@ -253,7 +253,7 @@ def plan_config(
     def plan_auto(config: Config) -> Plan:
         if kept is not None:
             return kept
-        auto = _search_plan(config, layers, given, display)
+        auto = _measure_and_plan(config, layers, given, display)
         measured.append(auto.profiles)
         return auto.plan
 
@@ -261,7 +261,7 @@ def plan_config(
     return config, plan, measured[0] if measured else None
 
 
-def _search_plan(
+def _measure_and_plan(
     config: Config, layers: int, given: Collection[str], display: Display
 ) -> AutoPlan:
     """Measure the model on this machine and search for the fastest plan."""
@@ -289,8 +289,8 @@ def start_workers(
     placement: Placement,
     folder: Path,
     resume: bool,
-    say_stopping: Say = lambda line: None,
-    say_event: Say = lambda line: None,
+    say_stopping: SayLine = lambda line: None,
+    say_event: SayLine = lambda line: None,
 ) -> Verdict:
     """Train with a crew that survives losses, or with workers that restart together; return how it ended."""
     if is_elastic(config, plan, placement):

@@ -44,7 +44,9 @@ class StepKind:
     planned: float | None = None  # seconds by the plan of a cluster, if there is one
     step: int = 0  # the step that was measured; 0 if none was
     measured: Timeline | None = None
-    planned_sums: float | None = None  # seconds from the last backward to the end, by the plan
+    planned_sums: float | None = (
+        None  # seconds from the last backward to the end, by the plan
+    )
 
     @property
     def predicted(self) -> Timeline | None:
@@ -179,9 +181,8 @@ def _kinds(
         if config is not None:
             alone = replace(plan, schedule=schedule, rotation=(), full=None)
             expected = known_forecast(folder, config, alone)
-        planned = planned_seconds(plan, full)
-        last = planned_seconds(plan, full, "last_backward")
-        tail = None if planned is None or last is None else planned - last
+        passes = 1 if config is None else config.run.accumulate
+        planned, tail = planned_seconds(plan, full, passes)
         own_rows = own if both else rows
         yield StepKind(name, own_rows, expected, planned, step, measured, tail)
 
@@ -191,16 +192,24 @@ def _is_full(row: StepRow, plan: Plan) -> bool:
     return row.layers is None or row.layers >= sum(plan.partition)
 
 
-def planned_seconds(plan: Plan, full: bool, until: str = "makespan") -> float | None:
-    """Return the seconds that `penstock paths` planned for a step on its cluster; None for other plans.
+def planned_seconds(
+    plan: Plan, full: bool, passes: int = 1
+) -> tuple[float | None, float | None]:
+    """Return what `penstock paths` planned for a step on its cluster: its seconds, and those of its sums.
 
-    `until` is "makespan", or "last_backward" for a plan with sums of gradients.
+    The sums count from the last backward. Both are None for other plans, and the second for plans without sums.
     """
     facts = plan.facts
-    if "rules" not in facts:
-        return None
-    seconds = facts.get(f"full_{until}" if full else until)
-    return float(seconds) if isinstance(seconds, int | float) else None
+    prefix = "full_" if full else ""
+    mean = facts.get(f"{prefix}makespan")
+    if "rules" not in facts or not isinstance(mean, int | float):
+        return None, None
+    last = facts.get(f"{prefix}last_backward")
+    planned_for = facts.get("passes", 1)
+    if not isinstance(last, int | float) or not isinstance(planned_for, int):
+        return passes * float(mean), None
+    tail = planned_for * (float(mean) - float(last))
+    return passes * float(last) + tail, tail
 
 
 def render_report(summary: Summary, title: str, sample: str = "") -> str:
@@ -250,11 +259,13 @@ def list_events(summary: Summary) -> list[str]:
         before = [row.speed for row in summary.rows if row.step <= event.step]
         after = [row.speed for row in summary.rows if row.step > event.step]
         line = (
-            f"after step {event.step}: {event.text}; {event.workers} workers went on "
+            f"after step {event.step}: {event.text}; {len(event.members)} workers went on "
             f"after {write_time(event.seconds)}"
         )
         if event.speed != 1:
             line += f", planned at {event.speed:.0%} of the full speed"
+            if event.limit < 1:
+                line += f" (at most {event.limit:.0%} is possible)"
         if before and after:
             earlier = median(before[-ROWS_AROUND_EVENT:])
             later = median(after[:ROWS_AROUND_EVENT])

@@ -22,7 +22,7 @@ from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
 from penstock.runtime.wire.store import Dial
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, STEP_PREFIX, newest
 from penstock.train.data.corpus import validation_data
 from penstock.train.data.document_end import side_files
 from penstock.train.data.token_cache import cached_tokens, file_of_marks
@@ -36,10 +36,9 @@ MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
 MAX_SENT_BYTES = 1 << 20  # sent at once
 FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
-SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
-UNFINISHED_FILE = re.compile(
-    rf"{CHECKPOINTS_FOLDER}/step-\d+{re.escape(SAVING)}/{FILE_NAME}"
-)
+STEP_FOLDER = rf"{CHECKPOINTS_FOLDER}/{STEP_PREFIX}\d+"
+SAVED_FILE = re.compile(rf"{STEP_FOLDER}/{FILE_NAME}")
+UNFINISHED_FILE = re.compile(rf"{STEP_FOLDER}{re.escape(SAVING)}/{FILE_NAME}")
 # Sees the name and the size of a file before it comes.
 Watch = Callable[[str, int], None]
 

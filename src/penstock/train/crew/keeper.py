@@ -19,6 +19,7 @@ import pickle
 import secrets
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest, Say
+from penstock.train.crew.gate import Gate, Guest
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -56,11 +57,14 @@ from penstock.train.crew.pace import PaceWatch
 from penstock.train.crew.succession import (
     decide,
     holders_of,
+    plan_without,
     rank_work,
     shares_a_part,
+    speed_limit,
     step_length,
 )
 from penstock.train.history import last_step
+from penstock.train.screen import SayLine
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 # Between two looks at the workers: while workers wait for a decision or a place, and while all
@@ -75,6 +79,9 @@ MAX_LOOK_SECONDS = 1.0
 MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
+# When the launcher loads what makes plans, so that nobody waits for that after the first loss.
+# Workers that start need the cores more, and short runs hardly lose a worker.
+SECONDS_TO_LOAD_PLANNER = 5.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
 WorkerArguments = tuple[int, int, str, int, str, bool, bool]
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
@@ -120,7 +127,7 @@ class Keeper:
         plan: Plan,
         settings: RunConfig,
         resume: bool,
-        say: Say,
+        say: SayLine,
         open_gate: OpenGate | None = None,
     ) -> None:
         self.entry = entry
@@ -158,14 +165,18 @@ class Keeper:
     # ------------------------------------------------------------ the life of a run
     def run(self) -> Verdict:
         """Start the workers, and return how the run ended."""
+        loader = threading.Timer(SECONDS_TO_LOAD_PLANNER, self.load_planner)
+        loader.daemon = True
         try:
             self.start()
+            loader.start()
             while True:
                 verdict = self.look()
                 if verdict is not None:
                     self.finish()
                     return verdict
         finally:
+            loader.cancel()
             for worker in self.workers.values():
                 worker.kill()
                 worker.pipe.close()
@@ -177,6 +188,10 @@ class Keeper:
         for number in range(self.own_workers):
             self.workers[number] = self.start_worker(number, newcomer=False)
         self.broken_at = time.monotonic()  # Generation 0 only starts the workers.
+
+    def load_planner(self) -> None:
+        """Make a plan that nobody needs: the first one loads compiled loops, which takes a second."""
+        plan_without(self.plan, (self.plan.schedule.ranks - 1,), {})
 
     def start_worker(self, number: int, newcomer: bool) -> Worker:
         """Start one worker."""
@@ -340,17 +355,17 @@ class Keeper:
         """Start new workers in place of lost ones, once the others train again."""
         if not self.vacant or self.pending is not None:
             return
-        own = sum(not worker.is_guest for worker in self.workers.values())
-        while (
-            self.vacant
-            and own < self.own_workers
-            and self.replaced < self.settings.restarts
-        ):
+        while self.vacant and self.can_replace:
             number = self.vacant.pop(0)
             self.replaced += 1
-            own += 1
             self.forget(number)
             self.workers[number] = self.start_worker(number, newcomer=True)
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether this machine may start one more worker in place of a lost one."""
+        own = sum(not worker.is_guest for worker in self.workers.values())
+        return own < self.own_workers and self.replaced < self.settings.restarts
 
     def seat_guests(self) -> None:
         """Give workers from other machines the ranks that have no worker."""
@@ -433,6 +448,8 @@ class Keeper:
             lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
             self.watch.paces,
             lambda: last_step(self.folder),
+            before.seat_of if before is not None else {},
+            before is not None and not self.expects_workers(arrived),
         )
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
@@ -451,6 +468,11 @@ class Keeper:
         self.broken_before = self.broken_at
         self.broken_at = None
         self.announced = False
+
+    def expects_workers(self, arrived: list[int]) -> bool:
+        """Whether workers for empty seats are about to come, so that nobody should move there."""
+        newcomers = [worker for worker in self.workers.values() if worker.newcomer]
+        return self.can_replace or any(one.number not in arrived for one in newcomers)
 
     def leader_of(self, members: tuple[int, ...]) -> int:
         """The first rank whose worker is on this machine, where the files of the run are."""
@@ -480,13 +502,25 @@ class Keeper:
         step = decision.step
         if decision.keep:
             text += describe_takeovers(before, decision)
+            text += self.describe_moves(before, decision)
             self.say(f"{text}; {workers} workers go on after step {step}")
         else:
             step = saved_step(self.folder) if decision.resume else 0
             self.say(
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
-        self.pending = Event(step, kind, workers, 0.0, text, decision.members)
+        self.pending = Event(step, kind, 0.0, text, decision.members)
+
+    def describe_moves(self, before: Decision, decision: Decision) -> str:
+        """Say which workers change their seats; how fast they were there says nothing any more."""
+        sentences = []
+        for worker, seat in decision.seat_of.items():
+            if before.seat_of.get(worker, seat) != seat:
+                self.watch.forget(worker)
+                parts = {s.part for s in self.plan.schedule.stages if s.rank == seat}
+                listed = " and ".join(map(str, sorted(parts)))
+                sentences.append(f"; worker {worker} moves to part {listed}")
+        return "".join(sentences)
 
     def arrival_story(self, number: int) -> str:
         """Say who has joined."""
@@ -515,15 +549,28 @@ class Keeper:
         """Write down the last event, if it is not written yet."""
         if self.pending is not None:
             seconds = round(time.monotonic() - self.broken_before, 3)
-            speed = round(self.speed_of_plan(), 3)
-            self.events.put(replace(self.pending, seconds=seconds, speed=speed))
+            speed, limit = self.speeds()
+            event = replace(
+                self.pending,
+                seconds=seconds,
+                speed=round(speed, 3),
+                limit=round(limit, 3),
+            )
+            self.events.put(event)
             self.pending = None
 
-    def speed_of_plan(self) -> float:
-        """The speed of this generation by its plan, compared with the plan for all workers."""
-        assert self.decision is not None
-        paces = [self.watch.paces.get(worker, 1.0) for worker in self.decision.members]
-        return step_length(self.plan) / step_length(self.decision.plan, paces)
+    def speeds(self) -> tuple[float, float]:
+        """The speed of this generation by its plan, compared with the plan for all workers, and its limit."""
+        decision = self.decision
+        assert decision is not None
+        paces = [self.watch.paces.get(worker, 1.0) for worker in decision.members]
+        speed = step_length(self.plan) / step_length(decision.plan, paces)
+        slow = {
+            seat: pace
+            for seat, pace in zip(decision.seats, paces, strict=True)
+            if pace != 1.0
+        }
+        return speed, speed_limit(self.plan, decision.seats, slow)
 
 
 def describe_takeovers(before: Decision, decision: Decision) -> str:

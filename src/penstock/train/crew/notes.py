@@ -132,6 +132,12 @@ class Decision:
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
     leader: int = 0  # the rank that writes the files of the run
+    seats: tuple[int, ...] = ()  # the ranks of its members in the plan for all
+
+    @property
+    def seat_of(self) -> dict[int, int]:
+        """The seat of each worker."""
+        return dict(zip(self.members, self.seats, strict=True))
 
     @property
     def handover(self) -> Handover | None:
@@ -155,6 +161,7 @@ def load_decision(text: str | bytes) -> Decision:
     fields: dict[str, Any] = json.loads(text)
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
+    fields["seats"] = tuple(fields["seats"])
     for name in ("transfers", "mirrors"):
         fields[name] = tuple(PartTransfer(*words) for words in fields[name])
     fields["restores"] = tuple((rank, part) for rank, part in fields["restores"])

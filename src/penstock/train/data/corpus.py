@@ -36,7 +36,7 @@ from penstock.train.data.token_cache import (
     cache_files,
     file_of_marks,
     fill_cache,
-    is_complete,
+    is_complete_cache,
     tokenizer_name,
 )
 from penstock.train.data.tokenizer import TokenArray, tokenizer_of
@@ -117,7 +117,7 @@ def open_corpus(
             "tokenizer_config.json beside the tokenizer"
         )
     row, note = cache_files(data, files, cache)
-    if not is_complete(row, note):
+    if not is_complete_cache(row, note):
         if note.suffix == ENCODED:
             raise FileError(
                 f"the encoded dataset {note} is damaged, or {row.name} beside it is missing\n  encode it again"
