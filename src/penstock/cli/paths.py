@@ -107,7 +107,7 @@ def paths_command(
         Optional[str],
         typer.Option(
             help="How replicas sum gradients: planned, the quickest of ring, direct exchange and two levels, "
-            "which `penstock train` then does; or ring, as gloo and NCCL do (the default with --gpu)."
+            "which `penstock train` then does; or ring, as gloo and NCCL do (the default for GPUs)."
         ),
     ] = None,
     sum_messages: Annotated[
@@ -240,7 +240,7 @@ def paths_command(
         )
         question = config_question(options, rules)
     nodes = _completed(question.cluster, memory_bytes, slots)
-    planned_sums = sums == "planned" if sums else gpu is None
+    planned_sums = sums == "planned" if sums else not question.on_gpu
     passes = question.passes if accumulate is None else accumulate
     full = None
     full_step = None
