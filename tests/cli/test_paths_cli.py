@@ -8,12 +8,10 @@ import re
 import signal
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import called
 from penstock import make, simulate
 from penstock.cost import Cluster, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
@@ -36,12 +34,11 @@ TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsi
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in a folder with a cluster.toml; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run, monkeypatch):
+    """Run a command line in a folder with a cluster.toml."""
     monkeypatch.setenv("COLUMNS", "120")
     write_cluster(Cluster.geo(CITIES), "cluster.toml")
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 def test_a_plan_is_shown_with_its_bound_and_written(run):
@@ -401,25 +398,28 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
     ("words", "says"),
     [
         ("--share 1.5", "a path cannot leave out a share of 1.5 of the parts"),
-        ("--share 0.9", "a path over 0 of 4 parts; leave out less"),
-        ("--parts 9", "8 nodes cannot hold 9 parts; the least is 9 nodes"),
+        ("--share 0.9", "a path over 0 of 4 parts; leave out fewer parts"),
+        ("--parts 9", "8 nodes cannot hold 9 parts; give at least 9 nodes"),
         ("--microbatches 0", "microbatches"),
         ("--forward 0", "--forward must be above 0, not 0"),
         ("--message -1", "--message must be at least 0, not -1"),
         ("--seconds 0", "--seconds must be above 0, not 0"),
         ("--iterations 0", "--iterations must be at least 1, not 0"),
         ("--slices 0", "slices"),
-        ("--slices 99999999", "actions; the most is 4,000,000"),
-        ("--microbatches 99999999", "actions; the most is 4,000,000"),
-        ("--parts 99999999", "actions; the most is 4,000,000"),
+        ("--slices 99999999", "actions; at most 4,000,000 are possible"),
+        ("--microbatches 99999999", "actions; at most 4,000,000 are possible"),
+        ("--parts 99999999", "actions; at most 4,000,000 are possible"),
         ("--slots 0", "a node at 'Paris' has 0 slots, but it needs at least 1"),
-        ("--data-nodes 7", "7 data nodes of 8 nodes and 4 parts; from 1 to 5 fit"),
+        (
+            "--data-nodes 7",
+            "7 data nodes do not fit 8 nodes and 4 parts; give from 1 to 5",
+        ),
         ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),
         ("--rule ahead", "a rule is NAME=VALUE, like ahead=4; not 'ahead'"),
         ("--rule ahead=x", "the rule ahead is 'x', not a number"),
         ("--rule swaps=1.5", "the rule swaps is 1.5, not a whole number"),
-        ("--rule ahead=0", "ahead is 0: no path could go on"),
-        ("--rule wait=-1", "wait is -1.0 seconds"),
+        ("--rule ahead=0", "ahead must be at least 1, not 0: no path could go on"),
+        ("--rule wait=-1", "wait must be at least 0 seconds, not -1.0"),
     ],
 )
 def test_a_wrong_option_gives_one_clear_message(run, words, says):

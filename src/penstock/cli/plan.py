@@ -46,7 +46,7 @@ def plan_command(
     source: Annotated[
         Optional[Path],
         typer.Argument(
-            metavar="[CONFIG]",
+            metavar="CONFIG",
             help="A config.toml, whose model is measured here unless --profile or --gpu is given.",
         ),
     ] = None,
@@ -95,7 +95,7 @@ def plan_command(
     stages: Annotated[
         int,
         typer.Option(
-            help="The most stages on a rank. A model cannot have more than its layers."
+            help="The most stages on a rank. A model cannot have more stages than layers."
         ),
     ] = 16,
     slices: Annotated[
@@ -307,7 +307,7 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.question import parse_bytes, profile_question
-    from penstock.train.auto import machine_workload, model_limits
+    from penstock.train.auto import machine_workload, model_limits, workload_limits
     from penstock.train.start import find_run
     from penstock.train.worker import model_sizes
 
@@ -346,6 +346,7 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     profiles, origin = profiles_of(
         options.profile, options.accept_error, workload, placement
     )
+    limits = workload_limits(workload, limits)
     return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 

@@ -26,7 +26,7 @@ def profile_command(
     source: Annotated[
         Optional[Path],
         typer.Argument(
-            metavar="[CONFIG]",
+            metavar="CONFIG",
             help="A config.toml or the folder of a run: measures its model as it will run.",
         ),
     ] = None,

@@ -56,7 +56,9 @@ class Plan:
                 f"the partition is for {given} parts, but the schedule has {parts}"
             )
         if min(self.partition, default=0) < 0:
-            raise ShapeError(f"a part has {min(self.partition)} layers; the least is 0")
+            raise ShapeError(
+                f"a part must have at least 0 layers, not {min(self.partition)}"
+            )
         unknown = [part for part in self.recompute if not 0 <= part < parts]
         if unknown:
             raise ShapeError(

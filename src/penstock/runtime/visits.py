@@ -34,7 +34,7 @@ class Mean(StrEnum):
 
 
 class Visits:
-    """The weights of one rank's parts."""
+    """How much the gradients of one rank's parts count, by the micro-batches that visited them."""
 
     def __init__(
         self,

@@ -63,6 +63,10 @@ def machine_workload(
     workload = workload_of(config, layers, given, devices)
     placement = decide_placement(config, workload.devices)
     processors = None
+    allowed = devices
+    if not devices and is_better_alone(workload, placement):
+        allowed = 1
+        placement = decide_placement(config, allowed)
     if not devices:
         memory = memory or memory_of_process(config, placement)
         if placement.processors < placement.neighbours:
@@ -71,7 +75,7 @@ def machine_workload(
         config,
         layers,
         given,
-        devices,
+        allowed,
         memory,
         processors,
         granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
@@ -80,6 +84,27 @@ def machine_workload(
         on_gpu=placement.device == "cuda",
     )
     return workload, placement
+
+
+def is_better_alone(workload: Workload, placement: Placement) -> bool:
+    """Whether one process does the work of all that a workload allows, only sooner.
+
+    That is so if they take turns on one GPU: it computes for one of them at a time, it has
+    one memory for all of them, and it loses time whenever it goes from one to another. What
+    the user has asked for and needs several processes is an exception.
+    """
+    config = workload.config
+    assert config is not None, "only a config has a place to run"
+    run = config.run
+    fixed = workload.fixed
+    wants_several = (
+        max(fixed.ranks, fixed.copies, config.mesh.size) > 1
+        or "true" in (run.elastic, run.mirror)
+        or bool(run.listen or run.workers or config.schedule.skip)
+        or under_launcher()
+    )
+    takes_turns = placement.device == "cuda" and placement.processors == 1
+    return takes_turns and not wants_several
 
 
 def memory_of_process(config: Config, placement: Placement) -> float | None:
@@ -99,10 +124,11 @@ def measure_workload(
     config = workload.config
     assert config is not None, "only the model of a config can be measured"
     rows = rows_to_measure(workload)
+    whole = workload.devices == 1  # There nothing is sliced (`workload_limits`).
     if under_launcher():  # Only one of the launched processes plans; the others wait.
         request, counts = affordable(request_of(config, placement, rows[0], True), rows)
         return measure_rows_of(None, request, counts, watch)
-    profiles = profile_config(config, placement, rows, watch=watch)
+    profiles = profile_config(config, placement, rows, whole=whole, watch=watch)
     assert profiles is not None, "only torchrun returns None"
     return profiles
 
@@ -122,6 +148,15 @@ def model_limits(config: Config, limits: Limits) -> Limits:
     return replace(limits, slices=1)
 
 
+def workload_limits(workload: Workload, limits: Limits) -> Limits:
+    """Return the limits without slices, if there is only one device.
+
+    Slices let one rank work on a sequence while another one has the rest of it. Alone, a
+    rank computes them one after the other, which takes longer than the whole sequence.
+    """
+    return replace(limits, slices=1) if workload.devices == 1 else limits
+
+
 def plan_workload(
     workload: Workload,
     profiles: RowProfiles,
@@ -135,6 +170,7 @@ def plan_workload(
         if workload.config is not None:
             skip = workload.config.schedule.skip
             limits = model_limits(workload.config, Limits(skip=skip))
+    limits = workload_limits(workload, limits)
     pricing = ProfilePricing(workload, profiles.at, limits)
     landscape = search(workload, pricing, limits, watch, write_size)
     plan = chosen_plan(landscape, (("profile", source),))

@@ -288,6 +288,8 @@ class Trainer:
         self.gradients.begin()
         self.peak_bytes = peak_memory(self.device, executor)
         self.mirrors.start()
+        if self.device.type == "cuda" and self.step + 1 < self.job.config.run.steps:
+            self.loader.prepare()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         self.mirrors.collect()
         timeline = results[-1].timeline

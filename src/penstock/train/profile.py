@@ -169,6 +169,7 @@ def profile_config(
     rows: Sequence[int] = (),
     quick: bool = True,
     ranks: int | None = None,
+    whole: bool = False,
     watch: ProgressText = lambda text: None,
 ) -> RowProfiles | None:
     """Measure the model of a run with several numbers of rows in a micro-batch.
@@ -176,12 +177,14 @@ def profile_config(
     By default the rows are those of the config, and as many processes measure at once as
     will compute at once. A quick measurement leaves out what takes too long: numbers of
     rows, which `RowProfiles` scales from the others, and if one row is already too much,
-    some of its tokens.
+    some of its tokens. With `whole`, it times whole sequences and no slices.
     """
     counts = sorted(set(rows or (config.rows,)))
     request = request_of(config, placement, counts[0], quick)
     if quick:
         request, counts = affordable(request, counts)
+    if whole:
+        request = replace(request, where=((request.tokens, 0),))
     processes = placement.processors if ranks is None else ranks
     profiles = profile_rows(request, counts, processes, watch)
     tokens = config.data.tokens
@@ -242,7 +245,7 @@ def profile_rows(
     counts = tuple(sorted(set(rows)))
     if not counts or counts[0] < 1:
         raise ShapeError(
-            f"micro-batches of {list(rows)} rows cannot be measured; the least is 1"
+            f"micro-batches must have at least 1 row to be measured, not {list(rows)}"
         )
     on_cpu = _parse_device(request.device).type == "cpu"
     if on_cpu and "bfloat16" in (request.dtype, request.autocast):

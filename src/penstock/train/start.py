@@ -92,6 +92,8 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
     check_training(config, model_sizes(config))
     if config.model.weights:
         weight_files(Path(config.model.weights))
+    if config.run.checkpoints:
+        RemoteCheckpoints(config.run.checkpoints, config.run.keep)
     if resume:
         fetch_checkpoint(config, folder)
         if not newest(folder / CHECKPOINTS_FOLDER):

@@ -3,7 +3,7 @@
     title
     rank 0 [0][1][2]      [ 0 ][3]...      a row per rank, a box per action with the number of its micro-batch
     rank 1    [0][1]   [ 0 ]               idle is white; later parts and later tokens are darker
-           0     5     10    15            time
+  forwards 0     5     10    15            time
     [] forward  [] backward                what the colours mean
     4 ranks · 8 micro-batches · makespan 33 forwards · bubble 27.3%
 
@@ -28,7 +28,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Span, Timeline, Units
 from penstock.view import palette
 from penstock.view.element import element, figure, group, write_number
-from penstock.view.numbers import write_time
+from penstock.view.numbers import FORWARDS, write_time
 from penstock.view.palette import (
     IDLE,
     OP_NAMES,
@@ -385,6 +385,15 @@ def _axis(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
         line += f"M{write_number(x)} {y}v4"
         label = write_time(time, timeline.units) if time else "0"
         labels.append(element("text", label, x=x, y=base + 16))
+    if not timeline.units.seconds:
+        labels.append(
+            element(
+                *("text", FORWARDS[1]),
+                x=sheet.left - 8,
+                y=base + 16,
+                text_anchor="end",
+            )
+        )
     yield element("path", d=line, stroke=AXIS_COLOUR, fill="none")
     yield from group(
         labels, class_="time", text_anchor="middle", font_size=11, fill=AXIS_COLOUR

@@ -128,7 +128,7 @@ class Problem:
             )
         if self.waves and self.hops < 1:
             raise ShapeError(
-                "a wave needs at least one part besides the first; leave out less"
+                "a wave needs at least one part besides the first; leave out fewer parts"
             )
         if self.gradients > 0:
             *body, head = self.parts

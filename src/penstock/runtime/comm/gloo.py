@@ -1,4 +1,4 @@
-"""Connects processes over gloo for as long as all of them live; after a loss, the others connect anew.
+"""Connects processes over gloo for as long as all of them live; after a loss, the others connect again.
 
     generation 1   rank 0 ─ rank 1 ─ rank 2 ─ rank 3        store: g1/...
                              ✗
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -49,7 +48,7 @@ class GlooComm(ProcessComm):
         self.connect_end = time.monotonic() + self.time_limit.total_seconds()
         everyone = tuple(range(ranks))
         world = self.connect(everyone, rank)
-        super().__init__(patience, torch.device("cpu"), world)
+        super().__init__(patience, group=world)
         self.store = store
 
     def uses_gpus(self) -> bool:
@@ -57,14 +56,17 @@ class GlooComm(ProcessComm):
         return False
 
     def connect(
-        self, group: tuple[int, ...], rank: int, name: str = "group"
+        self, group: tuple[int, ...], rank: int, purpose: str = "group"
     ) -> dist.ProcessGroup:
-        """Connect some ranks, of which this is one; several connections of a group have different names.
+        """Connect some ranks, of which this is one.
+
+        Groups of the same ranks for different purposes do not meet each other.
 
         Torch cannot interrupt this, so it happens on a thread. If another rank is lost
         meanwhile, the thread is left to its own time limit.
         """
-        store = PrefixStore(f"{name} " + " ".join(map(str, group)), self.meeting)
+        name = f"{purpose} {' '.join(map(str, group))}"
+        store = PrefixStore(name, self.meeting)
         made: list[dist.ProcessGroup] = []
         errors: list[str] = []
 

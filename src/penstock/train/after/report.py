@@ -248,7 +248,7 @@ def list_comparisons(summary: Summary) -> list[str]:
 
 
 def _number(lines: Sequence[str]) -> list[str]:
-    """Lines with the numbers that the figures show."""
+    """Number the lines as the figures do."""
     return [f"{number}: {line}" for number, line in enumerate(lines, start=1)]
 
 
