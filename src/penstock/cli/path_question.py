@@ -50,7 +50,7 @@ class ConfigOptions:
     data_nodes: int | None
 
 
-def described_question(
+def question_from_options(
     cluster: Path,
     parts: int | None,
     microbatches: int | None,
@@ -78,7 +78,7 @@ def described_question(
     return PathQuestion(read_cluster(cluster), costs, microbatches, data_nodes, tokens)
 
 
-def config_question(options: ConfigOptions, rules: Rules) -> PathQuestion:
+def question_from_config(options: ConfigOptions, rules: Rules) -> PathQuestion:
     """Ask for paths through the model of a config, on the nodes of a cluster."""
     from penstock.cost.cluster import with_memory
     from penstock.formats import read_cluster

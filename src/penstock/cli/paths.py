@@ -11,8 +11,8 @@ from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted, interruptible
 from penstock.cli.options import AcceptError, ConfigChanges, JsonFlag, ProfileFile
 from penstock.cli.path_question import (
     ConfigOptions,
-    config_question,
-    described_question,
+    question_from_config,
+    question_from_options,
 )
 from penstock.cli.path_results import PathResults, json_facts, table_rows
 from penstock.cli.tables import print_json, print_table, progress, write
@@ -222,7 +222,7 @@ def paths_command(
     }
     if cluster is None:
         _refuse_without_cluster(profile=profile, gpu=gpu, set=changes or None)
-        question = described_question(
+        question = question_from_options(
             source, parts, microbatches, data_nodes, slices, described
         )
     else:
@@ -238,7 +238,7 @@ def paths_command(
             microbatches,
             data_nodes,
         )
-        question = config_question(options, rules)
+        question = question_from_config(options, rules)
     nodes = _completed(question.cluster, memory_bytes, slots)
     planned_sums = sums == "planned" if sums else not question.on_gpu
     passes = question.passes if accumulate is None else accumulate
