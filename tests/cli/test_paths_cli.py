@@ -177,6 +177,25 @@ def test_options_that_are_missing_or_need_a_config_are_named(run):
         assert says in err
 
 
+def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
+    sizes = SIZES.replace("500", "50") + " --gradients 4e8 --rule full=0 -o plan.json"
+    steps = []
+    for options in ("", "--sum-messages int8", "--sum-messages int8 --accumulate 3"):
+        code, out, _ = run(f"paths cluster.toml {sizes} {options}")
+        assert code == 0
+        assert re.search(r"sums of gradients .* after the last backward", out)
+        assert ("a pass, of 3 in a step" in out) is ("accumulate" in options)
+        steps.append(read_plan("plan.json").facts["makespan"])
+    assert steps == sorted(steps, reverse=True)
+    plan = read_plan("plan.json")
+    assert (plan.facts["sum_messages"], plan.facts["passes"]) == ("int8", 3)
+    assert len(plan.sums) == 4
+    out = run("check plan.json")[1]
+    assert re.search(r"Neither can the \d+ messages that sum gradients", out)
+    code, _, err = run(f"paths cluster.toml {sizes} --sums ring --sum-messages int8")
+    assert (code, "int8 is for planned sums" in err) == (2, True)
+
+
 def test_the_same_command_writes_the_same_plan(run):
     for name in ("one", "other"):
         run(f"paths cluster.toml {SIZES} --share 0.25 --seed 3 -o {name}.json")
