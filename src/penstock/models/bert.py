@@ -79,7 +79,7 @@ class BertEmbedding(nn.Module):
     ) -> Tensor:
         """Turn token ids into a hidden state; without `types`, all segments are of type 0.
 
-        If a `piece` is given, rows may be packed with documents, and positions begin anew in each.
+        If a `piece` is given, rows may be packed with documents, and positions begin again at 0 in each.
         """
         if tokens.shape[1] > self.positions.num_embeddings:
             raise ShapeError(
