@@ -10,6 +10,7 @@ import branching_workers as branching
 from penstock import Pipeline, lower, make
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
+from pipelines import own_stages
 
 CASES = (
     ("1f1b", {}),
@@ -42,11 +43,7 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
     for name, shape in CASES:
         schedule = make(name, ranks=comm.ranks, microbatches=len(tokens), **shape)
         parts = split(copy.deepcopy(whole), [layers // schedule.parts] * schedule.parts)
-        mine = {
-            n: parts[s.part]
-            for n, s in enumerate(schedule.stages)
-            if s.rank == comm.rank
-        }
+        mine = own_stages(schedule, parts, comm.rank)
         executor = Executor(
             lower(schedule),
             mine,

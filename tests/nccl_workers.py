@@ -25,6 +25,7 @@ from penstock.models.split import shared_names
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
 from penstock.runtime.gradients import Tied
 from penstock.schedules.transforms import slice_tokens
+from pipelines import own_stages
 
 WORDS, WIDTH, TOKENS = 97, 64, 64
 
@@ -94,11 +95,7 @@ def error_of(
     ties = {
         name: Tied(where, named[name]) for name, where in shared_names(parts).items()
     }
-    stages = {
-        number: parts[stage.part]
-        for number, stage in enumerate(schedule.stages)
-        if stage.rank == comm.rank
-    }
+    stages = own_stages(schedule, parts, comm.rank)
     executor = Executor(
         lower(schedule),
         stages,

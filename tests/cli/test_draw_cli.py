@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import called
 from penstock import Plan, UnitCost, make, simulate, write_plan
 from penstock.config import ModelConfig
 from penstock.cost.gpus import analytic_profile
@@ -19,14 +17,6 @@ from penstock.ir.timeline import MEASURED_UNITS
 from penstock.train.history import write_timeline
 
 MEASURED = "runs/x/timeline.json"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    return partial(called, monkeypatch, capsys)
 
 
 @pytest.fixture

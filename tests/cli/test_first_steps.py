@@ -7,14 +7,12 @@ import json
 import re
 import shlex
 import sys
-from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 
 import penstock
-from commands import called
 from penstock import REGISTRY
 from penstock.cli.app import app
 from penstock.errors import ConfigError, nearest_name
@@ -24,14 +22,6 @@ from penstock.train import doctor
 from penstock.train.doctor import State, examine
 
 ACCELERATORS = "penstock.train.accelerators"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    return partial(called, monkeypatch, capsys)
 
 
 def test_penstock_alone_names_commands_that_exist(run):

@@ -6,14 +6,13 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from commands import called
+from hugging_face import decoder_sizes
 from penstock import Network, Seconds, make, portfolio, simulate
 from penstock.cost import CorrectedCurve, Profile, ProfileCost, RowProfiles
 from penstock.cost.fit import Fit, fit_curve, fit_formula, least_squares
@@ -468,13 +467,10 @@ def test_neither_a_plan_nor_an_empty_file_is_a_profile(tmp_path):
 
 # ---------------------------------------------------------------- on the command line, without torch
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Runs a command line in a folder with a profile; gives exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+def run(run):
+    """Run a command line in a folder with a profile."""
     write_profile(profile(), "p.json")
-
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
@@ -670,15 +666,8 @@ def test_several_ranks_measure_together_and_then_their_links(run):
 
 
 def test_a_hugging_face_folder_is_measured_by_its_config(run):
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-    )
+    sizes = decoder_sizes(64, layers=5, width=32, inner=48, max_position_embeddings=64)
+    config = transformers.LlamaConfig(**sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained("folder")
     code, _, err = run(

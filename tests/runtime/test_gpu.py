@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import penstock
+from commands import train_elsewhere
 from gpu_workers import (
     kind_of,
     memory_of_steps,
@@ -90,6 +87,54 @@ def gradients(model, schedule, batch, autocast):
     return loss, {name: p.grad for name, p in model.named_parameters()}
 
 
+class Trained(NamedTuple):
+    """The losses of a model in training, and its weights at the end."""
+
+    losses: list[float]
+    weights: list[torch.Tensor]
+
+
+def trained_by(losses_of_ranks: list[list[float]], model: torch.nn.Module) -> Trained:
+    """Return what one rank has trained."""
+    weights = [parameter.detach() for parameter in model.parameters()]
+    return Trained(losses_of_ranks[0], weights)
+
+
+def train_four_steps(
+    executor: Executor,
+    optimizer: torch.optim.Optimizer,
+    after_step: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Train on other tokens in every step; return the losses."""
+    losses = []
+    for seed in range(4):
+        dice = torch.Generator("cuda").manual_seed(seed)
+        tokens = [
+            torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
+            for _ in range(4)
+        ]
+        losses.append(executor.step(batch_of(tokens, tokens)).loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        after_step()
+    return losses
+
+
+def assert_alike(ours: Trained, theirs: Trained, autocast: torch.dtype | None) -> None:
+    """Both have learned, and the same up to rounding, which bfloat16 does more of."""
+    loss_limit = 1e-4 if autocast is None else 1e-2
+    weight_limit = 1e-3 if autocast is None else 2e-2
+    assert theirs.losses == pytest.approx(ours.losses, rel=loss_limit)
+    assert ours.losses[-1] < ours.losses[0]
+    for one, other in zip(ours.weights, theirs.weights, strict=True):
+        assert float((one - other).norm() / one.norm()) < weight_limit
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch has compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "seq1f1b"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
@@ -113,28 +158,10 @@ def test_recorded_actions_train_like_unrecorded_ones(name, autocast, recompute):
                 autocast=autocast,
                 tape=tape,
             )
-            losses = []
-            for seed in range(4):
-                dice = torch.Generator("cuda").manual_seed(seed)
-                tokens = [
-                    torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
-                    for _ in range(4)
-                ]
-                losses.append(executor.step(batch_of(tokens, tokens)).loss)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            return losses
+            return train_four_steps(executor, optimizer)
 
-        found.append(
-            (run_threads(1, work)[0], [p.detach() for p in model.parameters()])
-        )
-    (losses, weights), (others, theirs) = found
-    assert others == pytest.approx(losses, rel=1e-4 if autocast is None else 1e-2)
-    assert losses[-1] < losses[0]
-    for one, other in zip(weights, theirs, strict=True):
-        assert float((one - other).norm() / one.norm()) < (
-            1e-3 if autocast is None else 2e-2
-        )
+        found.append(trained_by(run_threads(1, work), model))
+    assert_alike(*found, autocast)
 
 
 @pytest.mark.filterwarnings("ignore")  # those of torch's own compiler
@@ -162,30 +189,16 @@ def test_compiled_stages_train_like_uncompiled_ones(name, autocast, recorded):
                 autocast=autocast,
                 tape=CudaTape() if recorded else None,
             )
-            losses = []
             counts = []
-            for seed in range(4):
-                dice = torch.Generator("cuda").manual_seed(seed)
-                tokens = [
-                    torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
-                    for _ in range(4)
-                ]
-                losses.append(executor.step(batch_of(tokens, tokens)).loss)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            losses = train_four_steps(
+                executor, optimizer, lambda: counts.append(compiled_graphs())
+            )
             assert not executor.stages_without_weight_work
             assert counts == [counts[0]] * 4
             return losses
 
-        losses = run_threads(1, work, patience=600)[0]
-        found.append((losses, [p.detach() for p in model.parameters()]))
-    (losses, weights), (others, theirs) = found
-    assert others == pytest.approx(losses, rel=1e-4 if autocast is None else 1e-2)
-    assert losses[-1] < losses[0]
-    for one, other in zip(weights, theirs, strict=True):
-        limit = 1e-3 if autocast is None else 2e-2
-        assert float((one - other).norm() / one.norm()) < limit
+        found.append(trained_by(run_threads(1, work, patience=600), model))
+    assert_alike(*found, autocast)
 
 
 def test_products_in_half_precision_add_up_in_float32():
@@ -205,8 +218,8 @@ def test_products_on_this_share_of_the_gpu_are_complete():
 
 def test_training_has_a_finite_held_out_loss(tmp_path):
     """Compiled and recorded in bfloat16, as `penstock train` does it: evaluations run uncaptured between the steps."""
-    line = [sys.executable, "-m", "penstock", "train", "--sample", "0"]
-    for option in (
+    _, rows = train_elsewhere(
+        tmp_path / "run",
         "model.layers=2",
         "run.device=cuda",
         "run.precision=bfloat16",
@@ -217,18 +230,8 @@ def test_training_has_a_finite_held_out_loss(tmp_path):
         "schedule.name=1f1b",
         "schedule.ranks=1",
         "schedule.microbatches=4",
-        f"run.folder={tmp_path / 'run'}",
-    ):
-        line += ["--set", option]
-    source = str(Path(penstock.__file__).parents[1])
-    variables = os.environ | {"PYTHONPATH": source}
-    done = subprocess.run(
-        line, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(row) for row in metrics]
-    found = [row["evaluation"] for row in rows if row.get("evaluation") is not None]
+    found = [row.evaluation for row in rows if row.evaluation is not None]
     assert len(found) == 3
     assert all(map(math.isfinite, found))
     assert found[2] < found[0]

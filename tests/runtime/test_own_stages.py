@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, RunError, ShapeError
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, batch_of, cut_batch, run_threads, spawn
 from penstock.schedules.transforms import slice_tokens
-from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
+from pipelines import data, gpt, layers_of, llama, own_stages, piped, unsplit, worst
 
 VOCAB, WIDTH = 11, 8
 
@@ -460,11 +460,7 @@ def test_threads_that_share_one_model_count_each_gradient_once(name, copies):
     for number, given in enumerate(tied_workers.batches(count)):
 
         def work(comm, given=given):
-            mine = {
-                n: parts[s.part]
-                for n, s in enumerate(schedule.stages)
-                if s.rank == comm.rank
-            }
+            mine = own_stages(schedule, parts, comm.rank)
             return Executor(lower(schedule), mine, comm, token_loss).step(given).loss
 
         optimizer.zero_grad()
@@ -487,11 +483,7 @@ def test_copies_that_differ_from_the_start_are_refused(copies, what):
 
     def work(comm):
         parts = split(models[comm.rank], (1, 1))
-        mine = {
-            n: parts[s.part]
-            for n, s in enumerate(schedule.stages)
-            if s.rank == comm.rank
-        }
+        mine = own_stages(schedule, parts, comm.rank)
         return (
             Executor(lower(schedule), mine, comm, token_loss)
             .step(data(2 * copies))

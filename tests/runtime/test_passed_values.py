@@ -26,6 +26,7 @@ from penstock.runtime import (
 )
 from penstock.runtime.passed_values import LayerChain, passed_by
 from penstock.schedules.transforms import slice_tokens
+from pipelines import own_stages
 
 pytestmark = pytest.mark.numerics
 
@@ -437,11 +438,7 @@ def test_recorded_actions_pass_several_tensors(
 
     def work(comm):
         parts = cut_into_parts(workers.layers(), schedule.parts, partition)
-        stages = {
-            number: parts[stage.part]
-            for number, stage in enumerate(schedule.stages)
-            if stage.rank == comm.rank
-        }
+        stages = own_stages(schedule, parts, comm.rank)
         executor = Executor(
             lower(schedule),
             stages,

@@ -625,6 +625,24 @@ def test_a_tokenizer_with_gaps_has_a_place_for_every_number(tmp_path):
     assert tokenizer_of(str(tmp_path / "tokenizer.json")).vocab == 1000
 
 
+def test_a_tokenizer_is_read_once_until_its_files_change(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "<unk>": 1}
+    for word, folder in (("b", "one"), ("c", "two")):
+        (tmp_path / folder).mkdir()
+        model = tokenizers.models.WordLevel(words | {word: 2}, unk_token="<unk>")
+        tokenizers.Tokenizer(model).save(str(tmp_path / folder / "tokenizer.json"))
+    path = tmp_path / "one" / "tokenizer.json"
+    first = tokenizer_of(str(path))
+    assert tokenizer_of(str(path)) is first
+    assert tokenizer_of(str(tmp_path / "two" / "tokenizer.json")).decode([2]) == "c"
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert (first.end, tokenizer_of(str(path)).end) == (None, 2)
+    content = path.read_text()
+    path.write_text(content.replace('"b"', '"bb"'))
+    assert tokenizer_of(str(path)).decode([2]) == "bb"
+
+
 def test_a_cache_is_for_all_who_may_read_files(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 10)
     open_corpus(

@@ -95,7 +95,7 @@ def plan_command(
     stages: Annotated[
         int,
         typer.Option(
-            help="The most stages on a rank. A model cannot have more than its layers."
+            help="The most stages on a rank. A model cannot have more stages than layers."
         ),
     ] = 16,
     slices: Annotated[

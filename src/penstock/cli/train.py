@@ -29,7 +29,7 @@ from penstock.cli.tables import (
     tell,
     write,
 )
-from penstock.errors import ConfigError, FileError, PenstockError, RunError
+from penstock.errors import FileError, PenstockError, RunError
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -268,20 +268,17 @@ def _as_a_rank(
         first_resume = resume and not restarted()
         kept = kept_plan(config, folder, ()) if resume or restarted() else None
         prepared = plan_and_prepare(
-            config, folder, first_resume, lock, given, kept, _display()
+            config, folder, first_resume, lock, given, kept, _display(), comm.ranks
         )
         if not restarted():
             forget_previous_end(folder)
-        plan = prepared.plan
-        mesh = prepared.config.mesh
-        if plan.schedule.ranks * mesh.size != comm.ranks:
-            raise ConfigError(
-                f"the schedule has {mesh.over(plan.schedule.ranks)}, but {comm.ranks} "
-                "were launched\n"
-                f"  launch {plan.schedule.ranks * mesh.size}, or set schedule.ranks, "
-                "schedule.copies and the mesh to what was launched"
-            )
-        _announce(prepared.config, plan, folder, prepared.corpus, prepared.placement)
+        _announce(
+            prepared.config,
+            prepared.plan,
+            folder,
+            prepared.corpus,
+            prepared.placement,
+        )
 
     try:
         after_first(comm, prepare)

@@ -57,7 +57,7 @@ def generate_command(
         Optional[str],
         typer.Option(
             help="The beginning of the text. Default: the first words of a held-out "
-            "document of the run; a Hugging Face model begins at will."
+            "document of the run; a Hugging Face model begins with any word."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,

@@ -42,7 +42,7 @@ class Columns:
     latency: Floats
     wire: Floats  # seconds that its message occupies the link
     pause: Floats  # seconds that its rank rests afterwards
-    switch: float  # share of its time that a forward takes longer after a backward
+    switch: float  # how much longer a forward takes after a backward, as a share of its time
 
 
 _recent: ContextVar[tuple[tuple[Schedule, Cost, Columns], ...]] = ContextVar(

@@ -53,7 +53,7 @@ def mesh_profile(
 
     `link` is the one between two of these processes. If shards lie on different machines, they
     have a `shard_link` of their own. With `slowdown`, processes that share too few processors
-    compute so many times longer. The sizes of the model must be among the profile's facts. The
+    compute this many times longer. The sizes of the model must be among the profile's facts. The
     processes of a mesh share the logits, so they compute all of them at once, without chunks.
     """
     if tensor < 1 or shard < 1:

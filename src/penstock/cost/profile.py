@@ -395,7 +395,7 @@ class LayeredCost(Cost):
 
     @property
     def switch(self) -> float:
-        """The share of its time that a forward takes longer right after a backward."""
+        """How much longer a forward takes right after a backward, as a share of its time."""
         return self.profile.switch
 
     def held(self, schedule: Schedule, action: Action) -> float:

@@ -18,7 +18,7 @@ from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.families import BertConfig
 from penstock.models.attention import token_positions
-from penstock.models.hf import inverse_names, rename
+from penstock.models.hf import rename
 from penstock.models.split import Stack, draw_weights
 
 
@@ -44,7 +44,7 @@ class BertEmbedding(nn.Module):
     ) -> Tensor:
         """Turn token ids into a hidden state; without `types`, all segments are of type 0.
 
-        If a `piece` is given, rows may be packed with documents, and positions begin anew in each.
+        If a `piece` is given, rows may be packed with documents, and positions begin again at 0 in each.
         """
         if tokens.shape[1] > self.positions.num_embeddings:
             raise ShapeError(
@@ -201,40 +201,17 @@ BERT_NAMES = {
     "head.output.weight": "cls.predictions.decoder.weight",
     "head.output.bias": "cls.predictions.bias",
 }
-OTHER_HEADS = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
-
-
-def bert_from_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Convert the weights of a BertForMaskedLM for `Bert.load_state_dict`.
-
-    The other head of a BertForPreTraining is left out.
-    """
-    names, unused = _names(config)
-    skipped = (*OTHER_HEADS, unused)
-    kept = {name: w for name, w in state.items() if not name.startswith(skipped)}
-    ours = rename(kept, inverse_names(names))
-    if config.tied:
-        ours["head.output.weight"] = ours["embed.tokens.weight"]
-    return ours
 
 
 def bert_to_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Convert weights back to the names that Hugging Face saves, a tied weight once."""
-    once = dict(state)
-    if config.tied:
-        once.pop("head.output.weight", None)
-    names, _ = _names(config)
-    return rename(once, names)
+    """Convert weights to the names that Hugging Face saves, a tied weight once.
 
-
-def _names(config: BertConfig) -> tuple[dict[str, str], str]:
-    """Return the names, and the name of the output bias to ignore.
-
-    Hugging Face has the output bias twice. If weights are tied, both are the same;
-    otherwise only the decoder's is used.
+    Hugging Face has the output bias twice. If weights are tied, both are the same; otherwise only the decoder's is
+    used.
     """
-    bias = "cls.predictions.bias"
-    decoder_bias = "cls.predictions.decoder.bias"
-    if config.tied:
-        return BERT_NAMES, decoder_bias
-    return BERT_NAMES | {"head.output.bias": decoder_bias}, bias
+    once = dict(state)
+    if not config.tied:
+        decoder_bias = "cls.predictions.decoder.bias"
+        return rename(once, BERT_NAMES | {"head.output.bias": decoder_bias})
+    once.pop("head.output.weight", None)
+    return rename(once, BERT_NAMES)

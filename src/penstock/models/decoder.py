@@ -285,9 +285,13 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
 
 
 def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
-    """Let transformers read all weights, for folders whose names of weights differ from the model's."""
+    """Let transformers read all weights, for folders whose names of weights differ from the model's.
+
+    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns.
+    """
     transformers = import_transformers(f"the model in {folder}")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=transformers_config(sizes), dtype=torch.float32
-    )
+    with _BUILDING:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=transformers_config(sizes), dtype=torch.float32
+        )
     return {name: one.detach() for name, one in model.named_parameters()}

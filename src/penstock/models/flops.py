@@ -63,7 +63,7 @@ def flops_per_token(sizes: AnyModelConfig, tokens: int) -> float:
 
 
 def share_of_flops(sizes: AnyModelConfig, tokens: int, layers: float) -> float:
-    """Return the share of the operations that is left if a token passes through only so many layers and the head.
+    """Return the share of the operations that is left if a token passes through only this many layers and the head.
 
     >>> share_of_flops(GPTConfig(256, 64, 8, 4, 256, 128), 128, layers=8)
     1.0

@@ -54,7 +54,8 @@ class Round(NamedTuple):
     """One round of moves.
 
     passes: how many moves there are for each action.
-    warmth: how many mean actions a move may make the step slower at the start of the round; towards its end none.
+    warmth: how much slower a move may make the step at the start of the round, in mean actions; this falls to 0 at its
+        end.
     price: the price of one activation too much while one action runs, in mean actions. It rises without limit towards
         the end of a round, so that rounds end below the caps. An infinite price forbids it from the start.
     """

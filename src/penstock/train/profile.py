@@ -245,7 +245,7 @@ def profile_rows(
     counts = tuple(sorted(set(rows)))
     if not counts or counts[0] < 1:
         raise ShapeError(
-            f"micro-batches of {list(rows)} rows cannot be measured; the least is 1"
+            f"micro-batches must have at least 1 row to be measured, not {list(rows)}"
         )
     on_cpu = _parse_device(request.device).type == "cpu"
     if on_cpu and "bfloat16" in (request.dtype, request.autocast):

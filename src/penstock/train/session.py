@@ -48,6 +48,7 @@ from penstock.train.launcher import (
     under_launcher,
 )
 from penstock.train.lock import Lock, locking
+from penstock.train.mesh import check_launched
 from penstock.train.placement import (
     Placement,
     check_gpus_suffice,
@@ -218,12 +219,16 @@ def plan_and_prepare(
     given: Collection[str],
     kept: Plan | None = None,
     display: Display = NO_DISPLAY,
+    launched: int = 0,
 ) -> PreparedRun:
     """Plan, read the text and write the files of the run; without a lock, only check.
 
-    A plan that was `kept` from before is used instead of a new one.
+    A plan that was `kept` from before is used instead of a new one. If a launcher has started the processes already,
+    `launched` is their number.
     """
     config, plan, profiles = plan_config(config, given, kept, display)
+    if launched:
+        check_launched(config.mesh, plan.schedule.ranks, launched)
     placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
         check_dry_run(config, placement)

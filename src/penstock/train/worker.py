@@ -41,7 +41,7 @@ from penstock.runtime.torch_internals import (
     is_connection_error_text,
     is_memory_error_text,
 )
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX, newest
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import Corpus, open_validation
 from penstock.train.data.masking import masking_of
@@ -133,7 +133,7 @@ def note_crash(folder: Path, error: Exception, started: bool) -> None:
 def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint, or 0."""
     checkpoints = newest(folder / CHECKPOINTS_FOLDER)
-    return int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
+    return int(checkpoints[0].name.removeprefix(STEP_PREFIX)) if checkpoints else 0
 
 
 def ran_out_of_memory(error: Exception) -> bool:

@@ -60,13 +60,13 @@ class Rules:
         for name in ("behind", "distance", "swaps", "uneven", "full"):
             value = getattr(self, name)
             if value < 0:
-                raise ShapeError(f"{name} is {value}; the least is 0")
+                raise ShapeError(f"{name} must be at least 0, not {value}")
         if self.ahead < 1:
             raise ShapeError(
-                f"ahead is {self.ahead}: no path could go on; the least is 1"
+                f"ahead must be at least 1, not {self.ahead}: no path could go on"
             )
         if not self.wait >= 0:
-            raise ShapeError(f"wait is {self.wait} seconds; the least is 0")
+            raise ShapeError(f"wait must be at least 0 seconds, not {self.wait}")
 
     def hops(self, parts: int) -> int:
         """Return the number of parts on a path, without the first one."""
@@ -74,7 +74,7 @@ class Rules:
         if not 1 <= length <= parts:
             raise ShapeError(
                 f"this share leaves a path over {length} of {parts} parts; "
-                "leave out less, or give more parts"
+                "leave out fewer parts, or give more parts"
             )
         return length - 1
 

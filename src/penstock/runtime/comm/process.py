@@ -38,6 +38,7 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program, links_of
 from penstock.runtime.backends import NCCL, ON_GPU
+from penstock.runtime.comm.comm import Pending
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
@@ -115,9 +116,7 @@ class ProcessComm:
         self.name = name
         self.patience = patience
         self.on_gpu = self.uses_gpus()
-        self.wire = torch.device("cpu")
-        if self.on_gpu:
-            self.wire = torch.device("cuda", torch.cuda.current_device())
+        self.wire = self.wire_device()
         self.device = self.wire if device is None else torch.device(device)
         # Called directly, because dist.isend and dist.irecv look the group up and check
         # it for every message.
@@ -127,10 +126,10 @@ class ProcessComm:
         # Under NCCL: the groups of the messages to higher and to lower ranks, apart from sums.
         self.upward: dist.ProcessGroup | None = None
         self.downward: dist.ProcessGroup | None = None
-        self.on_nccl = self.on_gpu and dist.get_backend() == NCCL
+        self.on_nccl = self.on_gpu and self.uses_nccl()
         if self.on_nccl and self._ranks > 1:
             self.upward = self.downward = self.create_message_group()
-            if self._least_cores() >= CORES_TO_SEPARATE:
+            if self.least_cores() >= CORES_TO_SEPARATE:
                 self.downward = self.create_message_group()
         self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # The store through which the ranks tell each other about errors, if it is not the
@@ -138,6 +137,7 @@ class ProcessComm:
         self.store: Store | None = None
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
+        self.second: ProcessComm | None = None  # made by `apart`
         # The groups that this rank belongs to, and all groups that exist.
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
         self.prepared = {self.everyone}
@@ -192,6 +192,8 @@ class ProcessComm:
         # Under NCCL the GPU does the waiting; a limit would make the CPU wait instead.
         limit = 0.0 if self.on_gpu else seconds + self.extra_seconds
         self.limit = timedelta(seconds=limit)
+        if self.second is not None:
+            self.second.set_patience(seconds)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Create the groups that `add` will use; all ranks pass the same list."""
@@ -206,6 +208,16 @@ class ProcessComm:
     def uses_gpus(self) -> bool:
         """Whether tensors travel from GPU to GPU."""
         return dist.get_backend() in ON_GPU
+
+    def wire_device(self) -> torch.device:
+        """Where tensors must be to travel: on this rank's GPU, or on the CPU."""
+        if self.on_gpu:
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def uses_nccl(self) -> bool:
+        """Whether tensors travel over NCCL."""
+        return dist.get_backend() == NCCL
 
     def create_message_group(self) -> dist.ProcessGroup:
         """Connect all ranks once more, over one communicator of NCCL that carries messages."""
@@ -224,6 +236,15 @@ class ProcessComm:
         members = [numbers[rank] for rank in group]
         created = dist.new_group(members, use_local_synchronization=self.is_subgroup)
         return created if isinstance(created, dist.ProcessGroup) else None
+
+    def create_second_group(self) -> dist.ProcessGroup:
+        """Connect all ranks once more."""
+        created = dist.new_group(
+            dist.get_process_group_ranks(self.world),
+            use_local_synchronization=self.is_subgroup,
+        )
+        assert isinstance(created, dist.ProcessGroup)
+        return created
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a process group."""
@@ -272,7 +293,7 @@ class ProcessComm:
             out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
         group.reserve(into, out)
 
-    def _least_cores(self) -> int:
+    def least_cores(self) -> int:
         """The cores for each rank, on the machine of this group that has the fewest."""
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         cores = (os.cpu_count() or 1) // neighbours
@@ -357,7 +378,7 @@ class ProcessComm:
             kind = (tuple(tensor.shape), tensor.dtype)
             self.spare.setdefault(kind, []).append(tensor)
 
-    def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
+    def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Start summing a tensor over a group of ranks, in place."""
         if group not in self.groups:
             raise RunError(
@@ -373,6 +394,20 @@ class ProcessComm:
             raise self.failed_wait(message, error) from None
         home = None if raw is tensor else tensor
         return _Work(self, work, "sum", group, self.sums, raw, home)
+
+    def apart(self) -> ProcessComm:
+        """A second connection over gloo, whose waits end when those of this one are ended."""
+        if self.on_gpu:
+            raise RunError(
+                "gradients cannot be summed as this plan says: GPUs that send to each other have one "
+                "connection, and planned sums need a second one\n"
+                "  plan with `penstock paths --sums ring`, remove `sums` from the plan, or use run.device=cpu"
+            )
+        if self.second is None:
+            group = self.create_second_group()
+            self.beside.append(group)
+            self.second = SecondComm(self.patience, self.wire, group, self.name)
+        return self.second
 
     def barrier(self) -> None:
         """Wait until all ranks have reached this point."""
@@ -429,6 +464,14 @@ class ProcessComm:
         if late:
             return StuckError(f"{waits} for more than {self.patience:g} s")
         return PeerLostError(f"{waits}, but the connection is lost\n\n{cause}")
+
+
+class SecondComm(ProcessComm):
+    """The second connection of a rank, for messages alone."""
+
+    def uses_gpus(self) -> bool:
+        """It moves tensors through the CPU."""
+        return False
 
 
 def barrier_devices() -> list[int] | None:

@@ -164,7 +164,9 @@ def _questions(
                 f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
             )
     if batches < 1 or draws < 1:
-        raise ShapeError(f"{batches} batches and {draws} draws; the least is 1 of each")
+        raise ShapeError(
+            f"batches and draws must be at least 1, not {batches} and {draws}"
+        )
     return _Questions(shares, layers, tuple(exits), draws)
 
 

@@ -13,11 +13,8 @@ from penstock.train.placement import Placement
 def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> list[str]:
     """Return why a run cannot go on without one of its workers; empty if it can."""
     reasons = []
-    if placement.device != "cpu":
-        reasons.append(
-            "its workers use GPUs, and only connections over gloo can be made anew; "
-            "run.device=cpu would do"
-        )
+    if placement.device == "cuda":
+        reasons += _reasons_against_gpus(config, placement)
     if config.mesh.size > 1:
         reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
     if config.run.early_stop:
@@ -27,6 +24,25 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
         )
     if plan.schedule.ranks == 1:
         reasons.append("it has only one worker")
+    return reasons
+
+
+def _reasons_against_gpus(config: Config, placement: Placement) -> list[str]:
+    """Why workers with GPUs cannot go on without one of them. Over NCCL, with a GPU each, they can."""
+    machine = placement.machine
+    reasons = []
+    if placement.shares_gpus and machine.workers_per_gpu > 1:
+        reasons.append(
+            "its workers share a GPU through MPS, where the end of one ends the work of all; "
+            "a GPU for each, or run.device=cpu, would do"
+        )
+    elif placement.shares_gpus and not machine.nccl_shares_gpus:
+        reasons.append(
+            "its workers share a GPU and talk through its memory, which ends with them; "
+            "a GPU for each, or run.device=cpu, would do"
+        )
+    if config.run.listen:
+        reasons.append("run.listen connects workers on CPUs; run.device=cpu would do")
     return reasons
 
 
@@ -50,9 +66,10 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
             )
     if mirrored and wanted == "false":
         raise ConfigError(
-            "run.mirror = true, but run.elastic = false: mirrors are only of use to runs "
+            "run.mirror = true, but run.elastic = false: mirrors help only runs "
             "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:
-        return not reasons and (mirrored or not parts_without_replica(plan))
+        safe = placement.device == "cpu" and not parts_without_replica(plan)
+        return not reasons and (mirrored or safe)
     return wanted == "true"

@@ -202,7 +202,7 @@ class RemoteDepot:
 
 
 def _answer(connection: ssl.SSLSocket) -> dict[str, Any]:
-    """The launcher's answer; raise OSError if it could not do it."""
+    """Return the launcher's answer; raise OSError if the launcher reports an error."""
     answer = receive_frame(connection)
     if "error" in answer:
         raise OSError(str(answer["error"]))

@@ -54,7 +54,7 @@ class Guest:
         self.others: set[ssl.SSLSocket] = set()  # its connections to store and files
 
     def seat(self, **place: Any) -> None:
-        """Give it a place."""
+        """Give the worker a place in the crew."""
         self.place = place
         self.seated.set()
 

@@ -283,7 +283,8 @@ class Keeper:
         if isinstance(verdict, Verdict):
             return verdict
         worker.process.join()
-        self.lose(worker, f"failed: {verdict}")
+        # The worker has printed the rest, which can be long: CUDA adds advice to its errors.
+        self.lose(worker, f"failed: {verdict.splitlines()[0]}")
         return None
 
     def check_signs_of_life(self) -> None:

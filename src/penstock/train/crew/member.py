@@ -24,8 +24,13 @@ import torch.distributed as dist
 
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.runtime.comm.gloo import GlooComm
+from penstock.runtime.comm.nccl import NcclComm
 from penstock.runtime.comm.wire import WireComm
-from penstock.runtime.process.launch import end_with_parent, hear_signals
+from penstock.runtime.process.launch import (
+    end_with_parent,
+    hear_signals,
+    prepare_for_nccl,
+)
 from penstock.runtime.torch_internals import (
     MODULE_OF_OPTIMIZERS,
     PrefixStore,
@@ -123,18 +128,27 @@ class Member:
         return decision
 
     def connect(
-        self, decision: Decision, patience: float, exchange: Exchange | None = None
+        self,
+        decision: Decision,
+        patience: float,
+        exchange: Exchange | None = None,
+        on_gpu: bool = False,
     ) -> GlooComm:
-        """Connect to the other workers of a generation, encrypted if there is an exchange."""
+        """Connect to the other workers of a generation: encrypted, over NCCL, or over gloo."""
         broken = broken_key(decision.generation)
         name = f"g{decision.generation}"
         meeting = PrefixStore(name, self.own_connection())
         rank = decision.members.index(self.worker)
         ranks = len(decision.members)
 
-        def is_broken() -> bool:
-            return bool(self.store.check([broken]))
+        # Under NCCL, a thread asks all the time.
+        asked = self.own_connection() if on_gpu else self.store
 
+        def is_broken() -> bool:
+            return bool(asked.check([broken]))
+
+        if on_gpu:
+            return NcclComm(meeting, rank, ranks, patience, is_broken)
         if exchange is None:
             return GlooComm(meeting, rank, ranks, patience, is_broken)
         launch = self.store.get(LAUNCH).decode()
@@ -195,7 +209,11 @@ class Generations:
         self.show = show
         self.watch: WatchRow | None = None
         config = site.config()
-        torch.set_num_threads(launched_placement(config).threads)
+        placement = launched_placement(config)
+        torch.set_num_threads(placement.threads)
+        self.on_gpu = placement.device == "cuda"
+        if self.on_gpu:
+            prepare_for_nccl(member.worker)
         self.asked = threading.Event()
         if not site.is_elsewhere:  # Ctrl-C on another machine ends only its worker.
             listen(self.asked)
@@ -265,7 +283,7 @@ class Generations:
         if not decision.keep:
             self.trainer = None  # Its weights are of no use any more.
         patience = self.job.config.run.patience
-        comm = self.member.connect(decision, patience, self.site.exchange)
+        comm = self.member.connect(decision, patience, self.site.exchange, self.on_gpu)
         try:
             return self.train(decision, comm, before)
         finally:
