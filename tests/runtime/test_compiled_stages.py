@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hugging_face import decoder_sizes, gpt2_sizes
-from penstock import lower, make
+from penstock import Schedule, lower, make
 from penstock.errors import ProofError, ShapeError
 from penstock.models import split, token_loss
 from penstock.models.llama import LlamaLayer
@@ -159,17 +159,22 @@ def test_all_layers_of_all_parts_share_the_compiled_code():
 
 
 # ---------------------------------------------------------------- gradients
+def assert_exact_and_split(schedule: Schedule, model: nn.Module, data: Batch) -> None:
+    """Compiled stages compute what the unsplit model does, and leave weight gradients to W."""
+    losses, expected = unsplit(schedule, model, [data])
+    ours = piped(schedule, model, [data], prepare=compiled)
+    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
+    assert worst(ours, expected) < TOLERANCE
+    assert not any(e.stages_without_weight_work for e in ours.executors)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_compiled_stages_have_the_gradients_of_the_unsplit_model(name, caplog):
     """Also those of a tied weight; and no schedule splits a backward in vain."""
     schedule = SCHEDULES[name]
     model = gpt(schedule.parts) if name == "zb-h1" else llama(schedule.parts, tied=True)
     data = batch(len(schedule.microbatches))
-    losses, expected = unsplit(schedule, model, [data])
-    ours = piped(schedule, model, [data], prepare=compiled)
-    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
-    assert worst(ours, expected) < TOLERANCE
-    assert not any(e.stages_without_weight_work for e in ours.executors)
+    assert_exact_and_split(schedule, model, data)
     assert "weight gradients in I" not in caplog.text
 
 
@@ -407,11 +412,7 @@ def test_layers_of_transformers_compile_and_split(family, caplog):
     schedule = make("zb-h1", ranks=2, microbatches=2)
     model = without_float32(model.double())
     data = batch(2)
-    losses, expected = unsplit(schedule, model, [data])
-    ours = piped(schedule, model, [data], prepare=compiled)
-    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
-    assert worst(ours, expected) < TOLERANCE
-    assert not any(e.stages_without_weight_work for e in ours.executors)
+    assert_exact_and_split(schedule, model, data)
     assert "weight gradients in I" not in caplog.text
 
 

@@ -604,7 +604,7 @@ def test_a_sequence_of_another_length_is_cut_in_the_same_shares():
     for tokens in (4, 8, 21):
         assert_exact(schedule, llama(2), tokens=tokens)
     with pytest.raises(
-        ShapeError, match=r"2 tokens cannot be cut into 3 slices; the most is 2"
+        ShapeError, match=r"2 tokens cannot be cut into 3 slices; give at most 2"
     ):
         spans_of(schedule.microbatches[0], 2)
     with pytest.raises(
@@ -692,12 +692,10 @@ def test_seq1f1b_holds_its_share_of_1f1bs_activations_plus_keys_and_values(slice
     )
     share = (slices + ranks - 1) / (slices * ranks)
     flying = -(-(slices + ranks - 1) // slices)  # micro-batches, at most
-    keys = (
-        flying * 2 * 2 * 4 * 8 * tokens
-    )  # keys and values: 2 heads of 4 numbers of 8 bytes for each token
-    masks = (
-        flying * 8 * tokens * tokens
-    )  # of a slice: one for all layers, on a CPU only
+    # Keys and values: 2 heads of 4 numbers of 8 bytes for each token.
+    keys = flying * 2 * 2 * 4 * 8 * tokens
+    # The mask of a slice: one for all layers, on a CPU only.
+    masks = flying * 8 * tokens * tokens
     assert ours <= share * plain + keys + masks
     assert ours >= share * plain * 0.8
     assert share * plain + keys + masks < 0.9 * plain

@@ -260,7 +260,7 @@ def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, 
 def test_what_to_do_without_a_good_checkpoint_depends_on_whether_there_is_any(tmp_path):
     resumed = job_of(tmp_path, "1f1b", "run.steps=2", resume=True)
     with pytest.raises(
-        RunError, match=r"no good checkpoint in .*\n  start anew, without --resume"
+        RunError, match=r"no good checkpoint in .*\n  start without --resume"
     ):
         train(resumed)
     train(replace(resumed, resume=False))
@@ -269,6 +269,6 @@ def test_what_to_do_without_a_good_checkpoint_depends_on_whether_there_is_any(tm
     ).unlink()  # to start here would overwrite it, so that is not the advice
     with pytest.raises(
         RunError,
-        match=r"all are damaged or lack weights of this model\n  start anew in another",
+        match=r"all are damaged or lack weights of this model\n  start a new run in another",
     ):
         train(resumed)

@@ -14,6 +14,7 @@ from crews import Crew, Killed, MortalComm
 from penstock import Plan, make
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
+from penstock.ir.sum_plan import SumKind, SumPlan
 from penstock.plan.survivors import without_ranks
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip_paths import dealt
@@ -37,6 +38,15 @@ TWO_COPIES = Plan(
 )
 
 
+THREE_COPIES = Plan(
+    replicate(make("1f1b", ranks=2, microbatches=2), 3),
+    "1f1b copies=3",
+    (2, 2),
+    sums=(
+        SumPlan((0,), SumKind.DIRECT, (0, 2, 4), (0.6, 0.3, 0.1)),
+        SumPlan((1,), SumKind.TWO_LEVELS, (1, 3, 5), groups=((1, 3), (5,)), whole=True),
+    ),
+)
 ALONE = Plan(make("1f1b", ranks=3, microbatches=4), "1f1b", (2, 1, 1))
 
 
@@ -117,6 +127,24 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
         assert losses(rows) == expected, (victim, end, decision.step)
         last = folder / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json"
         assert last.is_file()
+
+
+def test_planned_sums_are_planned_again_when_a_rank_is_lost(started_with, tmp_path):
+    changes = ("data.batch=12", "run.accumulate=2")
+    crew = Crew(job_with(THREE_COPIES, tmp_path, *changes))
+    crew.run(
+        crew.decide(), lambda comm: MortalComm(comm, 40 if comm.rank == 2 else None)
+    )
+    assert 2 not in crew.reports
+    decision = crew.decide()
+    assert 0 < decision.step < STEPS
+    direct, groups = decision.plan.sums
+    assert direct.ranks == (0, 3)
+    assert direct.shares == pytest.approx((6 / 7, 1 / 7))
+    assert groups.groups == ((1, 2), (4,))
+    crew.run(decision)
+    rows = losses(read_rows(tmp_path))
+    assert rows == started_with(decision.step, (2,), THREE_COPIES, *changes)
 
 
 def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the_others(

@@ -117,7 +117,7 @@ def layout_of(pipeline: PipelineTerms) -> str:
 
 
 def layout_text(partition: tuple[int, ...]) -> str:
-    """The layout of parts with so many layers."""
+    """The layout of parts with these numbers of layers."""
     stages = [_layers_text(count) for count in partition]
     stages[0] = "E" + stages[0]
     stages[-1] += "L"

@@ -61,7 +61,7 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
-    from penstock.train.after.report import list_events
+    from penstock.train.after.report import list_comparisons, list_events
     from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name
     from penstock.train.data.mixture import describe_use
 
@@ -76,7 +76,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
         f"{ending} {verdict.step} steps in {seconds:,.0f} s: {loss}, "
         f"{summary.speed:,.0f} tokens/s"
     ]
-    lines += [kind.text for kind in summary.kinds if kind.text]
+    lines += list_comparisons(summary)
     for kind in summary.kinds:
         predicted = kind.predicted
         if predicted is None or kind.measured is None:

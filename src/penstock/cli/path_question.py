@@ -31,6 +31,8 @@ class PathQuestion:
     tokens: int
     gap: float = 0.0
     model: ModelParts | None = None
+    passes: int = 1  # of a step
+    on_gpu: bool = False  # whether the times are those of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class ConfigOptions:
     data_nodes: int | None
 
 
-def described_question(
+def question_from_options(
     cluster: Path,
     parts: int | None,
     microbatches: int | None,
@@ -76,7 +78,7 @@ def described_question(
     return PathQuestion(read_cluster(cluster), costs, microbatches, data_nodes, tokens)
 
 
-def config_question(options: ConfigOptions, rules: Rules) -> PathQuestion:
+def question_from_config(options: ConfigOptions, rules: Rules) -> PathQuestion:
     """Ask for paths through the model of a config, on the nodes of a cluster."""
     from penstock.cost.cluster import with_memory
     from penstock.formats import read_cluster
@@ -105,8 +107,9 @@ def config_question(options: ConfigOptions, rules: Rules) -> PathQuestion:
     hops = rules.hops(options.parts)
     wanted = replica_counts(len(nodes.nodes), options.parts, hops, options.data_nodes)
     given = options.data_nodes is not None
-    data = choose_data_nodes(config.data.batch, microbatches, wanted[0], given)
-    rows = config.data.batch // (data * microbatches)
+    batch = config.data.batch // config.run.accumulate  # of a pass
+    data = choose_data_nodes(batch, microbatches, wanted[0], given)
+    rows = batch // (data * microbatches)
     profile, origin = _profile_of(options, config, sizes, rows)
     model = model_parts(
         profile, options.parts, config.data.tokens, config.run.recompute, origin
@@ -121,6 +124,8 @@ def config_question(options: ConfigOptions, rules: Rules) -> PathQuestion:
         config.data.tokens,
         model.turn,
         model,
+        config.run.accumulate,
+        dict(profile.device).get("device") == "cuda",
     )
 
 
@@ -132,8 +137,8 @@ def _profile_of(
     from penstock.config import is_recording
     from penstock.cost.gpus import analytic_profile, gpu_of
     from penstock.plan.workload import Fixed, Workload
+    from penstock.train.own_models import config_of
     from penstock.train.placement import decide_placement
-    from penstock.train.weights import config_of
 
     if options.gpu is not None:
         if options.profile is not None:
@@ -167,6 +172,6 @@ def _profile_of(
 
 def _memory_of_gpu(name: str) -> float:
     from penstock.cost.gpus import gpu_of
-    from penstock.train.auto import USABLE_SHARE
+    from penstock.plan.workload import USABLE_SHARE
 
     return USABLE_SHARE * gpu_of(name).memory

@@ -45,7 +45,7 @@ def table_rows(found: PathResults) -> list[tuple[str, str]]:
 
     plan, full, full_step = found.plan, found.full, found.full_step
     rows = [
-        ("a step", write_time(plan.makespan)),
+        (_step_name(plan), write_time(plan.makespan)),
         ("no plan takes less than", write_time(plan.bound)),
         ("gap", f"{plan.gap:.1%}"),
         ("search", _describe_search(plan)),
@@ -66,10 +66,30 @@ def table_rows(found: PathResults) -> list[tuple[str, str]]:
         rows.append((name, f"{write_time(mean)} per step on average"))
     if found.rotation is not None:
         rows.append(("paths in turn", _describe_rotation(found.rotation)))
+    if plan.problem.has_sums:
+        rows.append(("sums of gradients", _describe_sums(plan)))
     for part, nodes in enumerate(plan.partitions):
         held = "nodes " + " ".join(map(str, nodes)) if nodes else "on no node: skipped"
         rows.append((f"part {part}", held))
     return rows
+
+
+def _step_name(plan: PathPlan) -> str:
+    """Name what the times are of: a step, or one of its passes."""
+    passes = plan.problem.passes
+    return "a step" if passes == 1 else f"a pass, of {passes} in a step"
+
+
+def _describe_sums(plan: PathPlan) -> str:
+    """Describe how gradients are summed, and how long a step waits for that."""
+    from penstock.plan.paths.planner import planned_sums_of
+    from penstock.view.numbers import write_time
+
+    timeline = plan.timeline
+    waited = timeline.makespan - float(timeline.end.max())
+    kinds = [sum_.kind.value for sum_ in planned_sums_of(plan)]
+    how = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+    return f"{how or 'rings'}; they end {write_time(waited)} after the last backward"
 
 
 def _describe_rotation(rotation: Rotation) -> str:

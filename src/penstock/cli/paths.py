@@ -11,8 +11,8 @@ from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted, interruptible
 from penstock.cli.options import AcceptError, ConfigChanges, JsonFlag, ProfileFile
 from penstock.cli.path_question import (
     ConfigOptions,
-    config_question,
-    described_question,
+    question_from_config,
+    question_from_options,
 )
 from penstock.cli.path_results import PathResults, json_facts, table_rows
 from penstock.cli.tables import print_json, print_table, progress, write
@@ -106,8 +106,21 @@ def paths_command(
     sums: Annotated[
         Optional[str],
         typer.Option(
-            help="How replicas sum gradients: ring, as gloo and NCCL do (the default for a config), "
-            "or planned: the quickest of ring, direct exchange and two levels."
+            help="How replicas sum gradients: planned, the quickest of ring, direct exchange and two levels, "
+            "which `penstock train` then does; or ring, as gloo and NCCL do (the default for GPUs)."
+        ),
+    ] = None,
+    sum_messages: Annotated[
+        str,
+        typer.Option(
+            help="Type in which planned sums of gradients travel: float32, bfloat16 or int8."
+        ),
+    ] = "float32",
+    accumulate: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Passes of a step, by default run.accumulate of the config, or 1. Replicas sum gradients once "
+            "a step, in its last pass, and all times are means of a pass.",
         ),
     ] = None,
     slots: Annotated[
@@ -184,6 +197,7 @@ def paths_command(
 
     Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --lost 7 -o without-7.json
     """
+    from penstock.cost.sum_bytes import sum_as
     from penstock.formats import dump_plan
     from penstock.plan.paths import full_steps, paths_plan, plan_paths, rule_faults
     from penstock.plan.paths import rotate as rotate_paths
@@ -196,7 +210,7 @@ def paths_command(
         message=message, held=held, weights=weights, gradients=gradients, slack=slack
     )
     _check_iterations(iterations)
-    _check_sums(sums)
+    _check_sums(sums, sum_messages)
     memory_bytes = None if memory is None else _bytes_in(memory)
     rules = rules_from([f"share={share!r}", *(rule or ())])
     described = {
@@ -208,7 +222,7 @@ def paths_command(
     }
     if cluster is None:
         _refuse_without_cluster(profile=profile, gpu=gpu, set=changes or None)
-        question = described_question(
+        question = question_from_options(
             source, parts, microbatches, data_nodes, slices, described
         )
     else:
@@ -224,9 +238,10 @@ def paths_command(
             microbatches,
             data_nodes,
         )
-        question = config_question(options, rules)
+        question = question_from_config(options, rules)
     nodes = _completed(question.cluster, memory_bytes, slots)
-    planned_sums = sums == "planned" if sums else cluster is None
+    planned_sums = sums == "planned" if sums else not question.on_gpu
+    passes = question.passes if accumulate is None else accumulate
     full = None
     full_step = None
     rotation = None
@@ -236,7 +251,7 @@ def paths_command(
     ):
         plan = plan_paths(
             nodes,
-            question.parts,
+            sum_as(question.parts, sum_messages),
             question.microbatches,
             rules,
             data_nodes=question.data_nodes,
@@ -244,6 +259,7 @@ def paths_command(
             slices=slices,
             waves=waves,
             planned_sums=planned_sums,
+            passes=passes,
             gap=question.gap,
             first_gap=question.gap,
             iterations=iterations,
@@ -265,7 +281,7 @@ def paths_command(
             )
     others = () if rotation is None else rotation.plans[1:]
     if output is not None:
-        written = paths_plan(plan, question.model, others, full_step)
+        written = paths_plan(plan, question.model, others, full_step, sum_messages)
         write(output, dump_plan(written), quiet=json)
     found = PathResults(plan, full, full_step, rotation)
     _show(found, interrupt.stopped, json)
@@ -318,9 +334,19 @@ def _refuse_beside_config(options: dict[str, float | None]) -> None:
             )
 
 
-def _check_sums(sums: str | None) -> None:
+def _check_sums(sums: str | None, messages: str) -> None:
+    from penstock.cost.sum_bytes import SUM_SHARES
+
     if sums not in (None, "ring", "planned"):
         raise ShapeError(f"--sums is ring or planned, not {sums!r}")
+    if messages not in SUM_SHARES:
+        known = ", ".join(SUM_SHARES)
+        raise ShapeError(f"--sum-messages is one of {known}, not {messages!r}")
+    if sums == "ring" and messages != "float32":
+        raise ShapeError(
+            f"--sum-messages {messages} is for planned sums; gloo and NCCL sum in float32\n"
+            "  leave out --sums ring, or --sum-messages"
+        )
 
 
 def _check_iterations(iterations: int) -> None:

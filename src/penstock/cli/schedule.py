@@ -221,6 +221,7 @@ def check_command(
     Example: penstock check hanayo --ranks 4 --microbatches 8 --waves 2
     """
     from penstock.ir import lower, verify
+    from penstock.ir.verify_sums import verify_sums
     from penstock.plan.paths.planner import check_rules
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
@@ -228,8 +229,10 @@ def check_command(
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
+    sum_messages = verify_sums(schedule, plan.sums)
     for other in plan.schedules[1:]:
         verify(lower(other))
+        verify_sums(other, plan.sums)
     trial = _try(schedule) if run else {}
     count = len(schedule.microbatches)
     if json:
@@ -240,6 +243,7 @@ def check_command(
             "actions": schedule.actions,
             "microbatches": count,
             "messages": len(transfers),
+            "sum_messages": sum_messages,
         }
         print_json({**facts, **trial})
         return
@@ -249,6 +253,11 @@ def check_command(
         f"Its {len(transfers)} messages cannot deadlock.",
         markup=False,
     )
+    if sum_messages:
+        console().print(
+            f"Neither can the {sum_messages} messages that sum gradients, "
+            "and every replica gets the same sum."
+        )
     if rules is not None:
         console().print("Its paths follow the rules.")
     if trial:

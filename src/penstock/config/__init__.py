@@ -25,6 +25,7 @@ from penstock.config.sections import (
     ScheduleConfig,
 )
 from penstock.config.values import (
+    AS_PLANNED,
     AUTO,
     BYTE_TOKENIZER,
     FULL_AS_PLANNED,
@@ -38,6 +39,7 @@ from penstock.config.values import (
 )
 
 __all__ = [
+    "AS_PLANNED",
     "AUTO",
     "BYTE_TOKENIZER",
     "FULL_AS_PLANNED",

@@ -23,6 +23,7 @@ from penstock.config.sections import (
     ScheduleConfig,
 )
 from penstock.config.values import (
+    AS_PLANNED,
     AUTO,
     DEVICES,
     MAX_DEFAULT_MICROBATCHES,
@@ -271,6 +272,11 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.reduction", config.run.reduction, REDUCTIONS),
         ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
+        (
+            "paths.sum_messages",
+            config.paths.sum_messages,
+            (*MESSAGE_TYPES, AS_PLANNED),
+        ),
     )
     faults = []
     for key, value, known in choices:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from penstock.config.values import (
+    AS_PLANNED,
     AUTO,
     FULL_AS_PLANNED,
     OptionValue,
@@ -261,6 +262,10 @@ class PathsConfig:
     mean: str = setting(
         "all",
         "tokens over which the gradient of a part is a mean: all, or visits, those that visited the part",
+    )
+    sum_messages: str = setting(
+        AS_PLANNED,
+        "type in which planned sums of gradients travel: float32, bfloat16, int8 with error feedback, or as planned",
     )
     share: float = setting(
         0.0,

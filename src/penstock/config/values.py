@@ -11,6 +11,7 @@ AUTO = "auto"  # the value of settings that Penstock decides itself
 MODEL_FAMILIES = ("llama", "gpt", "bert")  # model.family
 PARTIAL_SCHEDULES = ("skip",)  # schedule.name: those that leave out parts
 MEANS = ("all", "visits")  # paths.mean
+AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
 # optimizer.schedule
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 DEVICES = (AUTO, "cpu", "cuda")  # run.device

@@ -20,7 +20,12 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Op
-from penstock.ir.faults import count_others, draw_fault, draw_faults, drawn_ones
+from penstock.ir.faults import (
+    count_others,
+    draw_action_fault,
+    draw_action_faults,
+    drawn_ones,
+)
 from penstock.ir.lane_order import order_faults
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS, needed_slots
 from penstock.ir.table import Ints, Table, split_slots, tabulate
@@ -114,7 +119,7 @@ def _unsound_faults(schedule: Schedule, table: Table) -> list[str]:
     """Actions that name something that does not exist, or are on the wrong rank."""
     unsound = np.flatnonzero(~table.sound)
     others = "actions like these"
-    return draw_faults(schedule, table, unsound, _explain_unsound, others)
+    return draw_action_faults(schedule, table, unsound, _explain_unsound, others)
 
 
 def _explain_unsound(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
@@ -162,7 +167,7 @@ def _duplicate_faults(schedule: Schedule, table: Table) -> list[str]:
     holder = table.at[table.slots[sound]]
     duplicates = sound[holder != sound]
     others = "duplicate actions"
-    return draw_faults(schedule, table, duplicates, _explain_duplicate, others)
+    return draw_action_faults(schedule, table, duplicates, _explain_duplicate, others)
 
 
 def _explain_duplicate(
@@ -215,7 +220,7 @@ def _draw_needed(schedule: Schedule, table: Table, slot: int, user: int) -> str:
     what = f"{table.action(user)} needs {action}, which no rank ever runs"
     lacking = "F" if slot % 3 == FORWARD else "B (or I and W)"
     advice = f"every micro-batch needs one {lacking} on every stage of its path"
-    return draw_fault(schedule, table, user, what, advice)
+    return draw_action_fault(schedule, table, user, what, advice)
 
 
 def _draw_unneeded(schedule: Schedule, table: Table, slot: int) -> str:
@@ -227,11 +232,11 @@ def _draw_unneeded(schedule: Schedule, table: Table, slot: int) -> str:
     if kind == WEIGHTS:
         partner = table.action(before)
         what = f"{partner} has no {action}: the weight gradient is never computed"
-        return draw_fault(schedule, table, before, what, BACKWARD_RULE)
+        return draw_action_fault(schedule, table, before, what, BACKWARD_RULE)
     what = f"no rank ever runs {action}"
     if before >= 0:
         advice = "every F needs its backward: B, or I and W"
-        return draw_fault(schedule, table, before, what, advice)
+        return draw_action_fault(schedule, table, before, what, advice)
     rank = schedule.rank_of(action)
     place = f"it belongs in the lane of rank {rank}, which has stage {action.stage}"
     return f"{what}\n\n  {place}"
@@ -254,7 +259,7 @@ def _lonely_weight_faults(schedule: Schedule, table: Table) -> list[str]:
     has_backward = is_filled[BACKWARD::3]
     is_lonely = has_weights & has_backward & ~split_slots(table)
     lonely = table.at[WEIGHTS::3][is_lonely]
-    return draw_faults(schedule, table, lonely, _explain_lonely, "W without I")
+    return draw_action_faults(schedule, table, lonely, _explain_lonely, "W without I")
 
 
 def _explain_lonely(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:

@@ -40,7 +40,7 @@ def draw_lane(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
     return f"{left}{marked}{right}\n{' ' * len(left)}{'^' * len(marked)}"
 
 
-def draw_fault(
+def draw_action_fault(
     schedule: Schedule, table: Table, number: int, what: str, advice: str
 ) -> str:
     """The message for a faulty action."""
@@ -49,14 +49,14 @@ def draw_fault(
     return f"{what}\n\n{draw_lane(schedule.lanes, rank, index)}\n  {advice}"
 
 
-def draw_faults(
+def draw_action_faults(
     schedule: Schedule, table: Table, numbers: Ints, explain: Explain, others: str
 ) -> list[str]:
     """The messages for the first of these faulty actions, and the count of the others."""
     faults = []
     for number in drawn_ones(numbers):
         what, advice = explain(schedule, table, number)
-        faults.append(draw_fault(schedule, table, number, what, advice))
+        faults.append(draw_action_fault(schedule, table, number, what, advice))
     return faults + count_others(numbers, others)
 
 

@@ -80,7 +80,7 @@ def without_ranks(
     homes: Mapping[int, int] | None = None,
     paces: Sequence[float] = (),
 ) -> Schedule:
-    """Return the schedule for the ranks that are left, numbered anew in their order.
+    """Return the schedule for the ranks that are left, renumbered in their order.
 
     work: the work of each part, such as its layers; by default all have the same.
     homes: ranks (by their old numbers) that should take orphaned parts, if they are left.

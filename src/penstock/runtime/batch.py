@@ -117,7 +117,7 @@ def cut_batch(
     """Deal rows out to micro-batches; if they do not divide evenly, the first ones get one row more."""
     if microbatches > len(inputs):
         raise ShapeError(
-            f"{len(inputs)} rows cannot make {microbatches} micro-batches; the most is {len(inputs)}"
+            f"{len(inputs)} rows cannot make {microbatches} micro-batches; give at most {len(inputs)}"
         )
     for name, tensor in (named or {}).items():
         if tensor.dim() == 0 or len(tensor) != len(inputs):

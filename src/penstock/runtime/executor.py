@@ -22,6 +22,7 @@ from torch import nn
 
 from penstock.errors import PenstockError, ShapeError
 from penstock.ir.program import Program
+from penstock.ir.sum_plan import SumPlan
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch, NamedShapes
 from penstock.runtime.cast_weights import cast_weights
@@ -74,7 +75,8 @@ class Executor:
     actions and plays them in every step; all ranks have one, or none. `messages` is the type in which hidden states and
     their gradients travel between ranks, by default their own; torch.int8 rounds each row to 8 bits with a scale of its
     own. Gradients always add up over steps; say that a run `accumulates` them, and recordings will do so without a
-    second copy of them.
+    second copy of them. `sums` says how replicas sum their gradients; the backend sums what it does not have. Their
+    numbers travel in their own type, or in `sum_messages`: torch.bfloat16 or torch.int8.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Executor:
         reduction: str = "sum",
         messages: torch.dtype | None = None,
         accumulates: bool = False,
+        sums: Sequence[SumPlan] = (),
+        sum_messages: torch.dtype | None = None,
     ) -> None:
         schedule = program.schedule
         self.program = program
@@ -121,14 +125,14 @@ class Executor:
         self.shards = Shards(schedule, self.modules, comm.rank, tied)
         self.gradients = StepGradients(
             self.shards,
-            Replicas(schedule, self.modules, comm, tied),
+            Replicas(schedule, self.modules, comm, tied, sums, sum_messages),
             Visits(schedule, self.modules, mean, tied),
         )
         if not self.shards.parts:
             # Sharding saves memory, and keeping freed memory would spend it again.
             keep_freed_memory()
 
-        self.recorder = Recorder(schedule, comm)
+        self.recorder = Recorder(schedule, comm, sums)
         self.clock = Clock(self.modules.values())
         self.agreement: Agreement | None = None  # None before the first step
         # Whether the first step warns about weight gradients that cannot wait for W.
@@ -175,10 +179,18 @@ class Executor:
         self.reserve(self.cut(batch))
 
     # ------------------------------------------------------------ steps
-    def step(self, batch: Batch, timed: bool = False, outputs: bool = False) -> Result:
+    def step(
+        self,
+        batch: Batch,
+        timed: bool = False,
+        outputs: bool = False,
+        sums: bool = True,
+    ) -> Result:
         """Run the forward and backward of every micro-batch once, and add to the gradients.
 
         With `outputs`, the result has what the last stages returned. Such a step is computed, even if there is a tape.
+        With `sums=False`, replicas keep their gradients to themselves, and the next step without it sums them together
+        with its own: several steps then cost one sum. Recorded steps always sum.
         """
         self.check_lengths(batch)
         units = self.cut(batch)
@@ -209,6 +221,7 @@ class Executor:
             self.gradients,
             recordings,
             clock=self.clock if timed else None,
+            sums=sums,
         )
         result = walk.run(self.comm, self.recorder)
         result.outputs = self.outputs_of(values)

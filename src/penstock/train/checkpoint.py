@@ -430,7 +430,7 @@ def read_facts(path: Path) -> CheckpointFacts:
     if wrong:
         raise FileError(
             f"{NOTE} is not the note of a checkpoint: "
-            f"{' and '.join(wrong)} cannot be that"
+            f"its {' and '.join(wrong)} cannot be read"
         )
     return facts
 

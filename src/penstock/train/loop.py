@@ -274,10 +274,14 @@ class Trainer:
         executor = self.executor
         results = []
         self.work_seconds = 0.0
+        passes = self.job.config.run.accumulate
         for turn, batch in enumerate(self.loader.step()):
             first_row = self.loader.deal.first_row(turn)
+            sums = (
+                turn == passes - 1
+            )  # Replicas sum the gradients of all passes at once.
             with dropping(self.job.config.run.seed, self.step, first_row):
-                results.append(executor.step(batch, timed))
+                results.append(executor.step(batch, timed, sums=sums))
             self.work_seconds += executor.work_seconds
         drop_unvisited_gradients(self.holding, executor.program.schedule)
         # Reading the loss makes the host wait for the GPU, so what can be done before comes first.

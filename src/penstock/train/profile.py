@@ -55,11 +55,11 @@ from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
-from penstock.train import weights
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
+from penstock.train.own_models import sizes_of
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.train.worker import model_sizes
@@ -125,7 +125,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
     vocab = 0 if model.vocab else ByteTokenizer.vocab
-    return weights.sizes_of(model, vocab, tokens)
+    return sizes_of(model, vocab, tokens)
 
 
 def rounds_of(quick: bool) -> int:
@@ -245,7 +245,7 @@ def profile_rows(
     counts = tuple(sorted(set(rows)))
     if not counts or counts[0] < 1:
         raise ShapeError(
-            f"micro-batches of {list(rows)} rows cannot be measured; the least is 1"
+            f"micro-batches must have at least 1 row to be measured, not {list(rows)}"
         )
     on_cpu = _parse_device(request.device).type == "cpu"
     if on_cpu and "bfloat16" in (request.dtype, request.autocast):

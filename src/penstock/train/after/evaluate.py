@@ -23,7 +23,8 @@ from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.worker import CONFIG_FILE, corpus_of, with_kept_files
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.worker import corpus_of, with_kept_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,9 @@ def _questions(
                 f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
             )
     if batches < 1 or draws < 1:
-        raise ShapeError(f"{batches} batches and {draws} draws; the least is 1 of each")
+        raise ShapeError(
+            f"batches and draws must be at least 1, not {batches} and {draws}"
+        )
     return _Questions(shares, layers, tuple(exits), draws)
 
 

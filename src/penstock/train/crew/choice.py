@@ -66,7 +66,7 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
             )
     if mirrored and wanted == "false":
         raise ConfigError(
-            "run.mirror = true, but run.elastic = false: mirrors are only of use to runs "
+            "run.mirror = true, but run.elastic = false: mirrors help only runs "
             "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:

@@ -32,7 +32,7 @@ class Event:
 
 
 class EventLog:
-    """The file of events. A run that starts anew begins an empty one."""
+    """The file of events. A run that does not resume begins with an empty one."""
 
     def __init__(self, folder: Path, resume: bool) -> None:
         self.file = folder / EVENTS

@@ -147,7 +147,7 @@ class Decision:
 
     @property
     def handover(self) -> Handover | None:
-        """What the trainers of this generation go on with; None if they start anew."""
+        """What the trainers of this generation go on with; None if they start from the beginning."""
         if not self.keep:
             return None
         figures = self.figures if self.close else None

@@ -20,7 +20,9 @@ from types import MappingProxyType
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import fitting_sums
 from penstock.ir.verify import verify
+from penstock.ir.verify_sums import verify_sums
 from penstock.plan.seats import least_time, seats_to_change
 from penstock.plan.survivors import PacedCost, orphans, part_work, without_ranks
 from penstock.schedules.coverage import hold_every_part
@@ -68,8 +70,12 @@ def plan_without(
             else without_ranks(one, lost, work, adopted, pace)
         )
     )
+    # Sums are planned again: the ranks that are left divide what the lost ones did.
+    sums = fitting_sums(smaller.schedule, plan.sums, left)
+    smaller = replace(smaller, sums=sums)
     for schedule in smaller.schedules:
         verify(lower(schedule))
+        verify_sums(schedule, sums)
     name = plan.name
     if lost:
         name += f" without {' '.join(map(str, lost))}"

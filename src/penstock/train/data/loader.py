@@ -141,7 +141,7 @@ class Loader:
         self.prepared = (self.seen, batches)
 
     def _training_batch(self, numbers: list[Ticket], valid: int) -> Batch:
-        """One pass over these sequences of all shards, whose documents may be dealt out anew."""
+        """One pass over these sequences of all shards, whose documents may be dealt out in another way."""
         packs = None
         if self.dealer is not None:
             packs = self.dealer.deal(self._starts(numbers))

@@ -46,7 +46,9 @@ class TextStream:
         field: str = "text",
     ) -> None:
         if tokens < 1 or rows < 1:
-            raise ShapeError(f"{rows} rows of {tokens} tokens; the least is 1 of each")
+            raise ShapeError(
+                f"rows and tokens must be at least 1, not {rows} and {tokens}"
+            )
         refuse_others(dataset)
         if not hasattr(dataset, "state_dict") and not hasattr(dataset, "__getitem__"):
             raise FileError(
@@ -113,7 +115,7 @@ class TextStream:
 
     # ------------------------------------------------------------ the place in the dataset
     def _rewind(self) -> None:
-        """Begin a new epoch; a dataset that shuffles does so anew."""
+        """Begin a new epoch; a dataset that shuffles does so again."""
         dataset: Any = self.dataset
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.epoch)
