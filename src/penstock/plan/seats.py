@@ -54,9 +54,10 @@ def least_time(
 
 
 def seats_to_change(plan: Plan, empty: Collection[int]) -> dict[int, int]:
-    """Return which taken seats should be empty instead, each with the seat that its worker takes.
+    """Return which taken seats might be empty instead, each with the seat that its worker would take.
 
-    Every move makes the least time of a step shorter by a tenth or more.
+    Every move makes the least time of a step shorter by a tenth or more. Whether a step of the
+    best plan becomes shorter, too, is for the caller to find out.
     """
     work = part_work(plan)
 

@@ -486,8 +486,10 @@ class Keeper:
 
     def expects_workers(self, arrived: list[int]) -> bool:
         """Whether workers for empty seats are about to come, so that nobody should move there."""
+        if self.can_replace or (self.gate is not None and self.gate.waiting()):
+            return True
         newcomers = [worker for worker in self.workers.values() if worker.newcomer]
-        return self.can_replace or any(one.number not in arrived for one in newcomers)
+        return any(one.number not in arrived for one in newcomers)
 
     def leader_of(self, members: tuple[int, ...]) -> int:
         """The first rank whose worker is on this machine, where the files of the run are."""
