@@ -128,7 +128,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     return sizes_of(model, vocab, tokens)
 
 
-def rounds_of(quick: bool) -> int:
+def measuring_rounds(quick: bool) -> int:
     """Return how often a measurement visits each point."""
     return QUICK_ROUNDS if quick else PROFILE_ROUNDS
 
@@ -151,7 +151,7 @@ def request_of(
         placement.device,
         autocast=precision if precision != "float32" else None,
         threads=placement.threads,
-        rounds=rounds_of(quick),
+        rounds=measuring_rounds(quick),
         separate=config.data.apart,
         graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, _parse_device(placement.device)),
