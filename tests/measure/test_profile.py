@@ -136,9 +136,8 @@ def test_coefficients_are_not_negative_and_the_best_possible():
         a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
         x = least_squares(a, b)
         assert (x >= 0).all()
-        slope = (
-            a.T @ (a @ x - b)
-        )  # of the squares: nowhere to go, except where a coefficient would become negative
+        # The sum of squares cannot fall, except where a coefficient would become negative.
+        slope = a.T @ (a @ x - b)
         assert (np.abs(slope[x > 0]) < 1e-9).all()
         assert (slope[x == 0] > -1e-9).all()
 

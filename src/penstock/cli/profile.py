@@ -229,7 +229,7 @@ def profile_command(
             dtype or "float32",
             autocast,
             threads,
-            rounds=measuring.rounds_of(quick),
+            rounds=measuring.measuring_rounds(quick),
             graphs=graphs,
             quick=quick,
         )

@@ -31,9 +31,8 @@ class SharedGradients(NamedTuple):
     name: str
     parts: tuple[int, ...]
     ranks: tuple[int, ...]
-    ready: (
-        int  # the tick at which the last backward of these parts is done on all ranks
-    )
+    # The tick at which the last backward of these parts is done on all ranks.
+    ready: int
 
 
 def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
-from penstock.models.bert import BertConfig
-from penstock.models.gpt import GPTConfig
+from penstock.families import BertConfig, GPTConfig
 from penstock.models.hf_trial import small_config
 from penstock.models.split import find_anatomy
 

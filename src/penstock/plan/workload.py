@@ -20,6 +20,8 @@ from penstock.errors import ConfigError, ShapeError
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.
 MAX_TENSOR = 8
 MAX_DEVICES = 100_000  # more would take too long to divide in every way
+# The share of a memory that a plan may fill; activations of a moment need the rest.
+USABLE_SHARE = 0.9
 MIN_GRANULARITY = 16  # tokens; cuts are multiples of at least this many
 
 

@@ -162,10 +162,9 @@ def _cuts(y: Tensor, labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces
         return
     if counts.dim() > 2:  # further dimensions belong to a label
         counts = counts.flatten(2).all(2)
-    row, column = (
-        int(counts.sum(1).argmax()),
-        int(counts.sum(0).argmax()),
-    )  # with the most of them
+    # The row and the column with the most labels that count.
+    row = int(counts.sum(1).argmax())
+    column = int(counts.sum(0).argmax())
     places = counts[row].nonzero().flatten()[:MAX_LABELS_CHECKED]
     half = len(places) // 2
     if half:

@@ -88,9 +88,8 @@ __all__ = [
 
 # The first optimizer of a process loads this, which takes half a second.
 MODULE_OF_OPTIMIZERS = "torch._dynamo"
-MODULE_OF_NCCL = (
-    "torch.distributed"  # A torch without GPUs has no ProcessGroupNCCL there.
-)
+# A torch without GPUs has no ProcessGroupNCCL there.
+MODULE_OF_NCCL = "torch.distributed"
 
 
 # ---------------------------------------------------------------- autograd

@@ -37,12 +37,12 @@ from penstock.formats import read_row_profiles
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.plan.recipes import Limits
-from penstock.plan.workload import workload_of
+from penstock.plan.workload import USABLE_SHARE, workload_of
 from penstock.schedules.coverage import visits_all_parts
 from penstock.titan.attention import why_unsliceable
 from penstock.titan.modules import modules_of, partition_of, refuse_other_parallelism
 from penstock.titan.options import PenstockOptions
-from penstock.train.auto import USABLE_SHARE, plan_workload
+from penstock.train.auto import plan_workload
 from penstock.train.forecast import Forecast, forecast
 
 FIRST_RANK_NAME = "ZBVZeroBubble"  # torchtitan reads the loss on rank 0

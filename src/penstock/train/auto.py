@@ -18,9 +18,16 @@ from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import ProfilePricing
 from penstock.plan.recipes import Limits
 from penstock.plan.search import Landscape, SearchProgress, search
-from penstock.plan.workload import MIN_GRANULARITY, Workload, cells_of, workload_of
+from penstock.plan.workload import (
+    MIN_GRANULARITY,
+    USABLE_SHARE,
+    Workload,
+    cells_of,
+    workload_of,
+)
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.capacity import places_of
+from penstock.train.own_models import limits_of
 from penstock.train.placement import Placement, decide_placement
 from penstock.train.profile import (
     affordable,
@@ -28,13 +35,10 @@ from penstock.train.profile import (
     profile_config,
     request_of,
 )
-from penstock.train.weights import is_sliceable
 from penstock.train.worker import model_sizes
 from penstock.view.numbers import write_size
 
 MAX_MEASURED_ROWS = 3
-# The share of a memory that a plan may fill; activations of a moment need the rest.
-USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +147,7 @@ def rows_to_measure(workload: Workload) -> list[int]:
 
 def model_limits(config: Config, limits: Limits) -> Limits:
     """Return the limits without slices, if the model of a config cannot run slice by slice."""
-    if is_sliceable(model_sizes(config)):
-        return limits
-    return replace(limits, slices=1)
+    return limits_of(model_sizes(config), limits)
 
 
 def workload_limits(workload: Workload, limits: Limits) -> Limits:

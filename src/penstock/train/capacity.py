@@ -39,9 +39,10 @@ from penstock.train.optimizer import (
     ParameterNumbers,
     parameter_numbers,
 )
+from penstock.train.own_models import config_of
 from penstock.train.placement import Placement, uses_gpus
 from penstock.train.step_paths import step_paths
-from penstock.train.weights import Sizes, config_of
+from penstock.train.weights import Sizes
 from penstock.view.numbers import write_size
 
 RANKS_SHOWN = 4

@@ -44,7 +44,7 @@ from penstock.runtime.torch_internals import (
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX, newest
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import Corpus, open_validation
-from penstock.train.data.masking import bert_words, masking_of
+from penstock.train.data.masking import masking_of
 from penstock.train.data.mixture import open_text
 from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
@@ -52,11 +52,12 @@ from penstock.train.history import PLAN_FILE, ROOM, WatchRow
 from penstock.train.hub import read_sizes, settle_model
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
+from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
-from penstock.train.weights import Sizes, sizes_of
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.weights import Sizes
 
 # Files in the folder of a run.
-CONFIG_FILE = "config.toml"
 STOP_FILE = "stop"
 PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"
@@ -309,11 +310,7 @@ def with_guesses(config: Config, corpus: Corpus) -> Corpus:
 
 def model_sizes(config: Config) -> Sizes:
     """Return the sizes of a config's model, from its folder if it starts from one."""
-    tokenizer = tokenizer_of(config.data.tokenizer)
-    vocab = tokenizer.vocab
-    if config.model.family == "bert":
-        data = config.data
-        vocab = bert_words(tokenizer, data.tokenizer, data.segments).vocab
+    vocab = vocab_of(config)
     folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder), config.model.folder_key)

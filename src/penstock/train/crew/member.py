@@ -49,6 +49,7 @@ from penstock.train.crew.notes import (
     broken_key,
     change_key,
     decision_key,
+    left_key,
     load_decision,
     place_key,
     ready_key,
@@ -103,6 +104,7 @@ class Member:
     def report(self, report: Report) -> None:
         """Report at the end of a generation."""
         self.store.set(report_key(self.generation, self.worker), report.dump())
+        self.store.set(left_key(self.generation), "yes")
 
     def arrive(self) -> Decision | None:
         """Come during the run, and wait for a place; return None if the run is over."""
