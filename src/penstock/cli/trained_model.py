@@ -136,8 +136,8 @@ def eval_command(
 ) -> None:
     """Measure the perplexity of a trained model, with all parts and with some left out.
 
-    The text is that of the run's own evaluations (data.validation, or what was held out), or any other text. Every layer is a part of its own, counted from 0. The first
-    part always runs.
+    The text is that of the run's own evaluations (data.validation, or what was held out), or any other text. Every
+    layer is a part of its own, counted from 0. The first part always runs.
 
     Example: penstock eval runs/tiny --omit 0.25 --omit 0.5
 
