@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,25 +49,20 @@ class GlooComm(ProcessComm):
         self.connect_end = time.monotonic() + self.time_limit.total_seconds()
         everyone = tuple(range(ranks))
         world = self.connect(everyone, rank)
-        super().__init__(patience, group=world)
+        super().__init__(patience, torch.device("cpu"), world)
         self.store = store
 
     def uses_gpus(self) -> bool:
         """Gloo moves tensors through the CPU."""
         return False
 
-    def connect(
-        self, group: tuple[int, ...], rank: int, purpose: str = "group"
-    ) -> dist.ProcessGroup:
+    def connect(self, group: tuple[int, ...], rank: int) -> dist.ProcessGroup:
         """Connect some ranks, of which this is one.
-
-        Groups of the same ranks for different purposes do not meet each other.
 
         Torch cannot interrupt this, so it happens on a thread. If another rank is lost
         meanwhile, the thread is left to its own time limit.
         """
-        name = f"{purpose} {' '.join(map(str, group))}"
-        store = PrefixStore(name, self.meeting)
+        store = PrefixStore("group " + " ".join(map(str, group)), self.meeting)
         made: list[dist.ProcessGroup] = []
         errors: list[str] = []
 
