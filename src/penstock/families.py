@@ -151,7 +151,7 @@ def check_family_shares(sizes: FamilySizes, tensor: int) -> None:
             )
     if (tensor - 1) * words_of_share(sizes.vocab, tensor) >= sizes.vocab:
         raise ShapeError(
-            f"mesh.tensor = {tensor} is too large: with {sizes.vocab} words, a process would have none"
+            f"mesh.tensor = {tensor} is too large: with {sizes.vocab} words, some process would hold no word"
         )
 
 

@@ -545,7 +545,7 @@ def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
 
 def test_a_sum_that_is_said_to_be_a_mean_is_refused():
     with pytest.raises(
-        ShapeError, match="reduction='mean', but the loss is no mean over labels"
+        ShapeError, match="reduction='mean', but the loss is not a mean over labels"
     ):
         run(make("1f1b", ranks=2, microbatches=4), stages_of(2), reduction="mean")
     with pytest.raises(

@@ -36,7 +36,7 @@ class SharedGradients(NamedTuple):
 
 
 def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that hold a stage of these parts. A stage that no micro-batch visits gets the sum all the same."""
+    """The ranks that hold a stage of these parts. A stage that no micro-batch visits gets the sum too."""
     return tuple(
         sorted({stage.rank for stage in schedule.stages if stage.part in parts})
     )

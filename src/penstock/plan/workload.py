@@ -315,8 +315,8 @@ def _no_cell(workload: Workload) -> str:
     passages *= max(1, fixed.microbatches)
     fitting = -(-workload.batch // passages) * passages
     return (
-        f"data.batch = {workload.batch} sequences do not deal out to {passages} "
+        f"data.batch = {workload.batch} sequences cannot be dealt out evenly to {passages} "
         f"micro-batches (microbatches {max(1, fixed.microbatches)} x copies "
         f"{max(1, fixed.copies)} x shard {max(1, fixed.shard)} x accumulate "
-        f"{workload.passes}); {fitting} do"
+        f"{workload.passes}); {fitting} can"
     )

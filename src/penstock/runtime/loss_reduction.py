@@ -135,13 +135,14 @@ def _refuse(
         )
     if said is Reduction.MEAN and not is_mean:
         raise ShapeError(
-            f"reduction='mean', but the loss is no mean over labels: {both:.4g} of some labels, {first:.4g} and "
+            f"reduction='mean', but the loss is not a mean over labels: {both:.4g} of some labels, {first:.4g} and "
             f"{second:.4g} of their halves\n  leave out `reduction` if it is a sum; labels that do not count must be "
             f"{IGNORED_LABEL}"
         )
     if strict and not is_sum and said is Reduction.SUM:
         raise ShapeError(
-            f"the loss is no sum over labels: {both:.4g} of some labels, {first:.4g} and {second:.4g} of their halves\n"
+            f"the loss is not a sum over labels: {both:.4g} of some labels, {first:.4g} and "
+            f"{second:.4g} of their halves\n"
             "  token slices ask it for some labels of a sequence at a time; shift labels beforehand "
             "(penstock.models.shift_labels), or make the schedule with slices=1"
         )
