@@ -56,13 +56,18 @@ class GlooComm(ProcessComm):
         """Gloo moves tensors through the CPU."""
         return False
 
-    def connect(self, group: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+    def connect(
+        self, group: tuple[int, ...], rank: int, purpose: str = "group"
+    ) -> dist.ProcessGroup:
         """Connect some ranks, of which this is one.
+
+        Groups of the same ranks for different purposes do not meet each other.
 
         Torch cannot interrupt this, so it happens on a thread. If another rank is lost
         meanwhile, the thread is left to its own time limit.
         """
-        store = PrefixStore("group " + " ".join(map(str, group)), self.meeting)
+        name = f"{purpose} {' '.join(map(str, group))}"
+        store = PrefixStore(name, self.meeting)
         made: list[dist.ProcessGroup] = []
         errors: list[str] = []
 
