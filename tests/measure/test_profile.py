@@ -31,6 +31,12 @@ from penstock.measure.probe import Probe, Subject
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.partition import even_partition
 from penstock.schedules.transforms import slice_tokens
+from penstock.train.profile import (
+    ProfileRequest,
+    measure_rows_of,
+    subjects_of,
+    whole_sequence,
+)
 from penstock.view.numbers import write_time
 
 LAYER = {
@@ -648,6 +654,19 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
         )[0]
         == 0
     )
+
+
+def test_whole_sequences_alone_need_no_keys_of_earlier_slices():
+    """Otherwise a GPU would compile slices that nobody times."""
+    sizes = LlamaConfig(vocab=17, width=8, layers=2, heads=2, kv_heads=2, inner=8)
+    request = ProfileRequest(sizes, 32, rounds=1, quick=True)
+    assert subjects_of(request).layer.prefixes
+    request = replace(request, where=whole_sequence(request))
+    assert not subjects_of(request).layer.prefixes
+    profile = measure_rows_of(None, request, (1, 2)).measured[1]
+    assert profile.rows == 2
+    for measured in (profile.embed, profile.layer, profile.head):
+        assert [(point.tokens, point.prefix) for point in measured.points] == [(32, 0)]
 
 
 def test_several_ranks_measure_together_and_then_their_links(run):

@@ -343,10 +343,14 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         granularity=options.granularity,
         uneven=cluster is not None,
     )
-    profiles, origin = profiles_of(
-        options.profile, options.accept_error, workload, placement
-    )
     limits = workload_limits(workload, limits)
+    profiles, origin = profiles_of(
+        options.profile,
+        options.accept_error,
+        workload,
+        placement,
+        whole=limits.slices == 1,
+    )
     return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 
@@ -421,9 +425,16 @@ def _refuse_without_config(**options: object) -> None:
 
 
 def profiles_of(
-    file: Path | None, accept_error: bool, workload: Workload, placement: Placement
+    file: Path | None,
+    accept_error: bool,
+    workload: Workload,
+    placement: Placement,
+    whole: bool = False,
 ) -> tuple[RowProfiles, str]:
-    """Return the profiles of a config's model, and where they come from."""
+    """Return the profiles of a config's model, and where they come from.
+
+    With `whole`, nothing will be sliced, so that no slices need to be measured.
+    """
     from penstock.cost.profile import refuse_error
     from penstock.formats import read_row_profiles
     from penstock.train.auto import measure_workload
@@ -441,4 +452,5 @@ def profiles_of(
             )
         return profiles, str(file)
     with progress("timing a layer"):
-        return measure_workload(workload, placement), "measured on this machine"
+        profiles = measure_workload(workload, placement, whole=whole)
+    return profiles, "measured on this machine"

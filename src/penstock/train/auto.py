@@ -30,6 +30,7 @@ from penstock.train.capacity import places_of
 from penstock.train.own_models import limits_of
 from penstock.train.placement import Placement, decide_placement
 from penstock.train.profile import (
+    ProfileRequest,
     affordable,
     measure_rows_of,
     profile_config,
@@ -123,12 +124,16 @@ def measure_workload(
     workload: Workload,
     placement: Placement,
     watch: Callable[[str], None] = lambda text: None,
+    whole: bool = False,
 ) -> RowProfiles:
-    """Measure the model of a workload, with the numbers of rows that a plan may choose."""
+    """Measure the model of a workload, with the numbers of rows that a plan may choose.
+
+    With `whole`, no slices are measured. Nothing is sliced on one device either.
+    """
     config = workload.config
     assert config is not None, "only the model of a config can be measured"
-    rows = rows_to_measure(workload)
-    whole = workload.devices == 1  # There nothing is sliced (`workload_limits`).
+    rows = quick_rows(workload, request_of(config, placement, 1, True))
+    whole = whole or workload.devices == 1
     if under_launcher():  # Only one of the launched processes plans; the others wait.
         request, counts = affordable(request_of(config, placement, rows[0], True), rows)
         return measure_rows_of(None, request, counts, watch)
@@ -139,7 +144,24 @@ def measure_workload(
 
 def rows_to_measure(workload: Workload) -> list[int]:
     """Return the smallest and the largest number of rows of a cell, and one between them."""
-    rows = sorted({cell.rows for cell in cells_of(workload)})
+    return _few(_rows_of(workload))
+
+
+def quick_rows(workload: Workload, request: ProfileRequest) -> list[int]:
+    """Return such numbers of rows whose passes do not take too long.
+
+    Larger micro-batches are scaled from the largest one that is measured. A GPU is the more
+    efficient the larger they are, so it should be as large as possible.
+    """
+    _, rows = affordable(request, _rows_of(workload))
+    return _few(rows)
+
+
+def _rows_of(workload: Workload) -> list[int]:
+    return sorted({cell.rows for cell in cells_of(workload)})
+
+
+def _few(rows: list[int]) -> list[int]:
     if len(rows) <= MAX_MEASURED_ROWS:
         return rows
     return [rows[0], rows[len(rows) // 2], rows[-1]]

@@ -184,7 +184,7 @@ def profile_config(
     if quick:
         request, counts = affordable(request, counts)
     if whole:
-        request = replace(request, where=((request.tokens, 0),))
+        request = replace(request, where=whole_sequence(request))
     processes = placement.processors if ranks is None else ranks
     profiles = profile_rows(request, counts, processes, watch)
     tokens = config.data.tokens
@@ -192,6 +192,11 @@ def profile_config(
         return profiles
     enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
     return RowProfiles(tuple(enlarged))
+
+
+def whole_sequence(request: ProfileRequest) -> tuple[SlicePoint, ...]:
+    """Return the only slice of a measurement that needs no others."""
+    return ((request.tokens, 0),)
 
 
 def affordable(
@@ -339,6 +344,8 @@ def subjects_by_rows(
     optimizers = partial(
         optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
     )
+    # Keys and values of earlier slices are only for slices, which must be compiled.
+    prefixes = not middle.unsliceable and request.where != whole_sequence(request)
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
@@ -358,7 +365,7 @@ def subjects_by_rows(
                 middle,
                 hidden,
                 depth,
-                prefixes=not middle.unsliceable,
+                prefixes=prefixes,
                 autocast=autocast,
                 starts=starts,
                 optimizers=optimizers,

@@ -36,7 +36,7 @@ from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import end_with_parent, hear_signals
-from penstock.runtime.process.machine import own_gpu
+from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.torch_internals import (
     is_connection_error_text,
     is_memory_error_text,
@@ -231,7 +231,7 @@ def _prepare(
     """Return the trainer of this rank, and a function that says whether to stop."""
     config = read_config(folder / CONFIG_FILE)
     placement = launched_placement(config)
-    torch.set_num_threads(placement.threads)
+    use_threads(placement.threads)
     comm = join(config, placement)
     # Until now a signal ended the process at once, since it could not reach the others.
     asked = threading.Event()
