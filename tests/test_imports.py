@@ -47,7 +47,7 @@ ROOMS = {
     },
     "titan": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
-        *("carry", "runtime", "train", "errors"),
+        *("carry", "partition", "runtime", "train", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
