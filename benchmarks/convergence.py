@@ -4,6 +4,7 @@
     python benchmarks/convergence.py --quick        runs everything once, in seconds; writes nothing
     python benchmarks/convergence.py --gpu --out F  100 M parameters on one GPU; one JSON file per run in folder F
     python benchmarks/convergence.py --seeds-gpu --out F    22 M parameters, small enough for three seeds of each run
+    python benchmarks/convergence.py --seeds-100m --out F   100 M parameters, three seeds, shorter runs
     python benchmarks/convergence.py --merge F      writes tables and pictures from such a folder
 
 The name of a run is the percentage of parts left out, followed by its special features: 50-fixed, 33-swaps-full10.
@@ -13,6 +14,7 @@ The name of a run is the percentage of parts left out, followed by its special f
     visitors   the gradient of a part is the mean over the micro-batches that visited it; otherwise over all of them
     full10     every tenth step runs all parts
     recipe     visitors and full10, as in SkipPipe's later scripts, and all parts while the learning rate rises
+    rate       a part that was left out gets a higher learning rate: times (all micro-batches) / (its visitors)
     sgd        SGD with momentum; otherwise AdamW
 
 One process holds one model, and the micro-batches go through its parts along their paths. The gradients are those of
@@ -44,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
@@ -73,21 +75,28 @@ class Variant:
     full: int  # every so many steps all parts; 0: never
     sgd: bool
     recipe: bool = False
+    rate: bool = False  # whether the learning rate of a part follows its visits
 
     @property
     def on(self) -> bool:
         """Whether it goes on to equal time. The others take as long a step as the one they are compared with."""
-        special = self.fixed or self.swaps or self.sgd or self.mean is Mean.VISITS
+        special = (
+            self.fixed
+            or self.swaps
+            or self.sgd
+            or self.rate
+            or self.mean is Mean.VISITS
+        )
         return self.recipe or not special
 
 
 def variant(name: str) -> Variant:
     found = re.fullmatch(
-        r"(\d+)((?:-(?:fixed|swaps|visitors|full\d+|sgd|recipe))*)", name
+        r"(\d+)((?:-(?:fixed|swaps|visitors|full\d+|sgd|recipe|rate))*)", name
     )
     if found is None:
         raise SystemExit(
-            f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -recipe -sgd"
+            f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -recipe -rate -sgd"
         )
     words = set(found[2].split("-"))
     if "recipe" in words:
@@ -103,6 +112,7 @@ def variant(name: str) -> Variant:
         full,
         "sgd" in words,
         "recipe" in words,
+        "rate" in words,
     )
 
 
@@ -120,9 +130,8 @@ class Scale:
     runs: tuple[str, ...]
     seeds: int
     points: int = 12  # of a curve, up to equal tokens
-    held: int = (
-        64  # rows on which perplexity is measured, and half as many to search on
-    )
+    # Rows on which perplexity is measured, and half as many to search on.
+    held: int = 64
     draws: int = 8
     seed: int = 0  # the first
     device: str = "cpu"
@@ -205,6 +214,17 @@ SEEDS_GPU = replace(
     draws=4,
     omitted=(0.25,),
     rate=1e-3,
+    most=60_000_000,
+)
+SEEDS_100M = replace(
+    GPU,
+    name="gpu-100m",
+    runs=("0", "25", "33", "25-recipe", "33-recipe", "25-rate", "33-rate"),
+    steps=320,
+    seeds=3,
+    points=8,
+    draws=4,
+    omitted=(0.25,),
     most=60_000_000,
 )
 
@@ -291,11 +311,15 @@ def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
     return chain(repeat(whole, scale.warmup), steps)
 
 
-def optimizer_of(v: Variant, scale: Scale, model: Llama) -> torch.optim.Optimizer:
+def optimizer_of(
+    v: Variant, scale: Scale, parts: Sequence[nn.Module]
+) -> torch.optim.Optimizer:
+    """The optimizer, with a group of parameters for each part."""
+    groups = [{"params": list(part.parameters())} for part in parts]
     if v.sgd:
-        return torch.optim.SGD(model.parameters(), scale.sgd_rate, momentum=0.9)
+        return torch.optim.SGD(groups, scale.sgd_rate, momentum=0.9)
     return torch.optim.AdamW(
-        model.parameters(), scale.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        groups, scale.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
 
 
@@ -322,7 +346,7 @@ class Run:
         self.v, self.scale, self.held = v, scale, held
         self.model = Llama(scale.config).to(scale.device)
         self.parts = split(self.model, [1] * scale.parts + [0])
-        self.optimizer = optimizer_of(v, scale, self.model)
+        self.optimizer = optimizer_of(v, scale, self.parts)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.feed, self.paths = batches(text, scale, seed), paths_of(v, scale, seed)
         self.step = 0
@@ -351,8 +375,11 @@ class Run:
         """A step; the share of a full step's work."""
         batch, paths = next(self.feed), next(self.paths)
         warm = min(1.0, (self.step + 1) / self.scale.warmup)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * warm
+        # Adam forgets the scale of gradients, so only the rate can make up for few visitors.
+        visits = visit_scales(len(self.parts), paths, [1] * len(paths))
+        for number, group in enumerate(self.optimizer.param_groups):
+            rise = visits[number] if self.v.rate else 1.0
+            group["lr"] = self.rates[number] * warm * rise
         with numbers(self.scale):
             loss = token_loss(
                 torch.cat(run_along_paths(self.parts, batch.inputs, paths)),
@@ -404,6 +431,7 @@ class Run:
                 self.record |= {
                     "omission": [asdict(row) for row in rows],
                     "spent": spent,
+                    "work": spent,
                 }
         if self.record["curve"][-1][0] != self.step:
             self.note(spent)
@@ -466,6 +494,7 @@ def say(line: str) -> None:
 def scale_of(given: argparse.Namespace) -> Scale:
     scale = QUICK if given.quick else GPU if given.gpu else CPU
     scale = SEEDS_GPU if given.seeds_gpu else scale
+    scale = SEEDS_100M if given.seeds_100m else scale
     runs = scale.runs
     if given.shares:
         percents = {round(100 * float(share)) for share in given.shares.split(",")}
@@ -503,6 +532,11 @@ def main() -> None:
         "--seeds-gpu",
         action="store_true",
         help="about 22 M parameters on one NVIDIA GPU, in bf16, three seeds",
+    )
+    parser.add_argument(
+        "--seeds-100m",
+        action="store_true",
+        help="about 100 M parameters on one NVIDIA GPU, in bf16, three seeds",
     )
     parser.add_argument(
         "--data",
@@ -561,10 +595,11 @@ def main() -> None:
         pairs = [one.split("=") for one in given.step_time.split(",") if one]
         times = {round(100 * float(share)): float(ratio) for share, ratio in pairs}
         found = all_runs(scale, out, BEGAN + 60 * given.minutes, times)
-    done = [record for record in found if record["finished"]]
+    # A run that has no time left may lack its end at equal time, but not the one at equal tokens.
+    done = [record for record in found if "omission" in record]
     if not done:
         raise SystemExit("no run was finished; give more --minutes, or fewer --steps")
-    if given.gpu or given.seeds_gpu:
+    if (given.gpu or given.seeds_gpu or given.seeds_100m) and not given.merge:
         return  # a machine with a GPU may lack what draws: it leaves its folder, which is merged elsewhere
     import convergence_page as page  # noqa: PLC0415
 

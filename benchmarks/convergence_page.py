@@ -17,12 +17,14 @@ HEADS = {
     "cpu": "One CPU core",
     "gpu": "One GPU",
     "gpu-seeds": "One GPU, three seeds and the paper's recipe",
+    "gpu-100m": "One GPU, 100 M parameters and three seeds",
     "quick": "A few steps",
 }
 COMMANDS = {
     "cpu": "python benchmarks/convergence.py",
     "gpu": "python benchmarks/convergence.py --gpu --out FOLDER`, and `--merge FOLDER",
     "gpu-seeds": "python benchmarks/convergence.py --seeds-gpu --out FOLDER`, and `--merge FOLDER",
+    "gpu-100m": "python benchmarks/convergence.py --seeds-100m --out FOLDER`, and `--merge FOLDER",
     "quick": "python benchmarks/convergence.py --quick",
 }
 PLAIN = ("0", "25", "33", "50")
@@ -53,7 +55,29 @@ all micro-batches, unless the name says otherwise:
 | `visitors` | The gradient of a part is the mean over the micro-batches that visited it. |
 | `full10` | Every tenth step runs all parts, so at equal tokens it computes more than its share of parts says. |
 | `recipe` | `visitors` and `full10`, as in SkipPipe's later scripts, and all parts run while the learning rate rises. |
+| `rate` | The learning rate of a part is multiplied by (all micro-batches) / (those that visited it), in every step. |
 | `sgd` | SGD with momentum replaces AdamW. |
+
+## Verdict
+
+SkipPipe says that leaving out parts hardly changes convergence. Three seeds with 22 M and with 100 M parameters say
+when that holds here, with AdamW and a constant learning rate:
+
+- *At equal tokens* it does not hold. The perplexity of the whole model is 1.14 and 1.15 times that of full training
+  with 25% left out, and 1.27 and 1.26 times with 33%, and every seed is worse. One seed with 100 M parameters and
+  800 steps instead of 320 had 1.06 and 1.08, so the gap seems to shrink as runs get longer.
+- *At equal time* it holds. With 100 M parameters the ratios are 0.96 with 25% and 0.96 with 33%, and all three
+  seeds are better than full training, by more than the noise with 33%. With 22 M they are 0.99 and 1.01. This
+  counts a step as (parts run) / (parts), as in a pipeline that is always busy.
+- *The recipe* of the paper's later scripts differs from plain skipping by no more than the noise at equal tokens,
+  with both sizes.
+- *A higher learning rate* for parts that were left out does not help: the ratios at equal tokens are 1.24 and 1.49.
+  That is within the noise of plain skipping for 25%, and worse for 33%. Adam divides the size of a gradient out, so
+  parts that are left out already move as far in a step as the others. Their gradients are means over fewer tokens,
+  and a higher rate most likely adds to that noise.
+
+So skipping is worth its price where time counts and text is plentiful. Where text is what is scarce, train all
+parts.
 
 """
 
@@ -132,7 +156,7 @@ def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
             for word in words
             if word != "sgd"
         ]
-        if name != "0" and (not words or "recipe" in words):
+        if name != "0" and (not words or {"recipe", "rate"} & set(words)):
             others.append("0")
         made += [
             found for other in others if (found := difference(records, name, other))

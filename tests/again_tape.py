@@ -21,7 +21,7 @@ class Again:
         work()
 
     def record(self, work, prepare=None):
-        first = work()
+        first = work() or ()
         number, order, at = len(self.order), self.order, self.next
         order.append(number)
         self.recorded += 1
@@ -30,8 +30,13 @@ class Again:
             assert at[0] == number, f"action {at[0]} of this take is due, not {number}"
             at[0] = (number + 1) % len(order)
             self.plays += 1
-            made = work()
-            if first is not None:
-                first.copy_(made)
+            leave_in_place(first, work() or ())
 
         return first, play
+
+
+def leave_in_place(first, made) -> None:
+    """Copy results to where they were the first time, except for those that are only passed on."""
+    for place, result in zip(first, made, strict=True):
+        if place.data_ptr() != result.data_ptr():
+            place.copy_(result)

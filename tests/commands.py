@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import pytest
 import penstock
 from forked import Command
 from penstock.cli.app import main
-from penstock.train.history import read_rows
+from penstock.train.history import StepRow, read_rows
 
 SMALL_CONFIG = """
 [model]
@@ -42,6 +43,13 @@ forecast = false
 """
 
 
+def write_text_run(folder: Path, text: str) -> None:
+    """Write a small config.toml that trains on a file of this text."""
+    (folder / "text.txt").write_text(text)
+    config = SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
+    (folder / "config.toml").write_text(config)
+
+
 def called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
 ) -> tuple[int, str, str]:
@@ -63,6 +71,23 @@ def environment(**more: str) -> dict[str, str]:
         | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"}
         | more
     )
+
+
+def train_elsewhere(folder: Path, *settings: str) -> tuple[str, list[StepRow]]:
+    """Train in a fresh process, which may use GPUs; return what it printed and its steps."""
+    line = [sys.executable, "-m", "penstock", "train", "--sample", "0"]
+    for setting in (*settings, f"run.folder={folder}"):
+        line += ["--set", setting]
+    done = subprocess.run(
+        line,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr, read_rows(folder)
 
 
 def torchrun(

@@ -10,7 +10,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -65,6 +67,29 @@ def _same_log() -> Iterator[None]:
     yield
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[[str], tuple[int, str, str]]:
+    """Run a command line in an empty folder; return exit code, stdout, stderr."""
+    from commands import called  # noqa: PLC0415
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return partial(called, monkeypatch, capsys)
+
+
+@pytest.fixture
+def no_onednn() -> Iterator[None]:
+    """Use torch's own bf16 kernels: some virtual machines advertise AMX but fault on it."""
+    from torch.backends import mkldnn  # noqa: PLC0415
+
+    before = mkldnn.is_available() and mkldnn.set_flags(False)
+    yield
+    if before:
+        mkldnn.set_flags(*before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -64,11 +64,13 @@ class Crew:
         self.trainers: dict[int, Trainer] = {}
         self.reports = {n: Report(n) for n in range(job.plan.schedule.ranks)}
         self.generation = 0
+        self.seats: dict[int, int] = {}  # of the generation before
+        self.moving = False  # whether workers may change their seats
         self.change_at = 0  # the step after which all leave, because somebody has come
 
     def decide(self) -> Decision:
         self.generation += 1
-        return decide(
+        decision = decide(
             self.job.plan,
             self.reports,
             self.generation,
@@ -76,7 +78,11 @@ class Crew:
             self.job.config.run.mirror != "false",
             lambda: good_step(self.job.checkpoints),
             written=lambda: last_step(self.job.folder),
+            seats=self.seats,
+            moving=self.moving,
         )
+        self.seats = decision.seat_of
+        return decision
 
     def run(
         self,

@@ -344,6 +344,10 @@ def draw_own_settings(
                 "hidden_dropout": plain["attention_dropout"],
                 "hidden_act": "gelu",
             }
+            rope = plain["rope_parameters"]
+            if rope["rope_type"] == "dynamic":
+                # transformers divides by the number of rotated features minus two.
+                own["rope_parameters"] = {**rope, "partial_rotary_factor": 1.0}
         case "mixtral":
             own = {"sliding_window": window, "head_dim": heads, **experts}
         case "qwen3_moe":

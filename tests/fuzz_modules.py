@@ -32,6 +32,7 @@ from penstock.carry import Slice
 from penstock.ir import Op
 from penstock.pipeline import cut_into_parts
 from penstock.runtime import Batch, Executor, add_loss, batch_of, run_threads
+from pipelines import own_stages
 
 WORDS, WIDTH, CLASSES = 11, 4, 5
 BATCH_NAMES = ("mask", "scale")
@@ -382,11 +383,7 @@ def run_pipeline(
 
     def work(comm):
         parts = cut_into_parts(models[comm.rank], schedule.parts, case.partition)
-        stages = {
-            number: parts[stage.part]
-            for number, stage in enumerate(schedule.stages)
-            if stage.rank == comm.rank
-        }
+        stages = own_stages(schedule, parts, comm.rank)
         executor = Executor(
             program,
             stages,

@@ -6,9 +6,11 @@ import copy
 
 import torch
 
-from penstock import lower, make
+import branching_workers as branching
+from penstock import Pipeline, lower, make
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
+from pipelines import own_stages
 
 CASES = (
     ("1f1b", {}),
@@ -41,11 +43,7 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
     for name, shape in CASES:
         schedule = make(name, ranks=comm.ranks, microbatches=len(tokens), **shape)
         parts = split(copy.deepcopy(whole), [layers // schedule.parts] * schedule.parts)
-        mine = {
-            n: parts[s.part]
-            for n, s in enumerate(schedule.stages)
-            if s.rank == comm.rank
-        }
+        mine = own_stages(schedule, parts, comm.rank)
         executor = Executor(
             lower(schedule),
             mine,
@@ -68,6 +66,38 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
                 worst[name] = max(
                     worst[name], float((parameter.grad - other).norm() / other.norm())
                 )
+    return worst
+
+
+def passes_several_tensors(comm: Comm, recorded: bool = True) -> dict[str, float]:
+    """Return the largest error of a loss or gradient for each schedule of layers that pass several tensors.
+
+    The layers return tuples and dicts, ask for tensors of the batch, and add losses. The second step has other
+    numbers than the first one, in which actions are recorded.
+    """
+    given = branching.batch()
+    loss, gradients, _ = branching.in_one_piece(2)
+    worst: dict[str, float] = {}
+    for name, recompute in (("1f1b", False), ("zb-v", False), ("hanayo", True)):
+        schedule = make(name, ranks=comm.ranks, microbatches=2)
+        pipeline = Pipeline(
+            branching.layers(),
+            schedule,
+            branching.summed,
+            comm=comm,
+            device="cuda",
+            graphs=recorded,
+            recompute=recompute,
+        )
+        pipeline.step(**{key: torch.zeros_like(one) for key, one in given.items()})
+        pipeline.zero_grad()
+        found = [abs(pipeline.step(**given).loss - loss)]
+        for key, parameter in pipeline.named_parameters():
+            assert parameter.grad is not None
+            found.append(float((parameter.grad.cpu() - gradients[key]).abs().max()))
+        recordings = pipeline.executor.recordings
+        assert (recordings is not None) == recorded
+        worst[name] = max(found)
     return worst
 
 

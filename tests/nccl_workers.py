@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import time
 from collections.abc import Callable
 
@@ -23,6 +25,7 @@ from penstock.models.split import shared_names
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
 from penstock.runtime.gradients import Tied
 from penstock.schedules.transforms import slice_tokens
+from pipelines import own_stages
 
 WORDS, WIDTH, TOKENS = 97, 64, 64
 
@@ -92,11 +95,7 @@ def error_of(
     ties = {
         name: Tied(where, named[name]) for name, where in shared_names(parts).items()
     }
-    stages = {
-        number: parts[stage.part]
-        for number, stage in enumerate(schedule.stages)
-        if stage.rank == comm.rank
-    }
+    stages = own_stages(schedule, parts, comm.rank)
     executor = Executor(
         lower(schedule),
         stages,
@@ -131,7 +130,15 @@ def blunder(_: Tensor) -> None:
     raise IndexError("out of cheese")
 
 
-TRICKS: dict[str, Callable[[Tensor], None]] = {"sleep": sleep, "raise": blunder}
+def die(_: Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+TRICKS: dict[str, Callable[[Tensor], None]] = {
+    "sleep": sleep,
+    "raise": blunder,
+    "kill": die,
+}
 
 
 class Tricky(nn.Module):

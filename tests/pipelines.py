@@ -79,6 +79,17 @@ def _is_skip(schedule: Schedule) -> bool:
     return len(schedule.stages) == schedule.ranks + 1
 
 
+def own_stages(
+    schedule: Schedule, parts: Sequence[nn.Module], rank: int
+) -> dict[int, nn.Module]:
+    """Return the parts that a rank runs, by their stages."""
+    return {
+        number: parts[stage.part]
+        for number, stage in enumerate(schedule.stages)
+        if stage.rank == rank
+    }
+
+
 def data(microbatches: int, tokens: int = TOKENS, seed: int = 0) -> Batch:
     """Return micro-batches of one and two rows in turn; some labels do not count."""
     draw = torch.Generator().manual_seed(seed)
@@ -146,11 +157,7 @@ def piped(
 
     def work(comm):
         parts = split(copies[comm.rank], partition)
-        mine = {
-            n: parts[s.part]
-            for n, s in enumerate(schedule.stages)
-            if s.rank == comm.rank
-        }
+        mine = own_stages(schedule, parts, comm.rank)
         named = dict(copies[comm.rank].named_parameters())
         tied = {
             name: Tied(where, named[name])

@@ -7,6 +7,7 @@ import copy
 import torch
 import transformers
 
+from hugging_face import gpt2_sizes
 from penstock import Schedule, lower
 from penstock.models import (
     even_partition,
@@ -23,18 +24,8 @@ STEPS = 3
 def gpt2() -> torch.nn.Module:
     """Return a small model whose head is tied to its embedding."""
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=37,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=True,
-    )
-    return transformers.GPT2LMHeadModel(config).double()
+    sizes = gpt2_sizes(37, layers=2, heads=2, positions=16, tie_word_embeddings=True)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double()
 
 
 def batches(microbatches: int) -> list[Batch]:

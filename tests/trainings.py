@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from penstock.config import (
     ScheduleConfig,
 )
 from penstock.formats.config_toml import apply_changes
-from penstock.runtime import run_threads
+from penstock.runtime import Batch, Executor, Result, run_threads
 from penstock.train.data.corpus import Corpus, cut_corpus
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job, RunOutcome
@@ -91,6 +92,20 @@ def outcomes(
         lambda comm: Trainer(job, comm).run(stop(comm.rank)),
         patience=300,
     )
+
+
+def watch_batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Return a list to which every step and evaluation adds the batch that rank 0 gets."""
+    seen: list[Batch] = []
+    step = Executor.step
+
+    def spy(executor: Executor, batch: Batch, timed: bool = False) -> Result:
+        if executor.comm.rank == 0:
+            seen.append(batch)
+        return step(executor, batch, timed)
+
+    monkeypatch.setattr(Executor, "step", spy)
+    return seen
 
 
 def losses(rows: list[StepRow]) -> list[float]:

@@ -11,7 +11,8 @@ Every rank builds the same model and passes the same batch. A rank keeps only it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -27,6 +28,7 @@ from penstock.models import Part, layer_count, part_parameters, split, token_los
 from penstock.partition import even_partition
 from penstock.runtime import (
     Batch,
+    CudaTape,
     Executor,
     Proof,
     Result,
@@ -51,7 +53,8 @@ class Pipeline:
     `reduction` is "mean".
 
     `partition` says how many layers each part has; by default the plan's, or as even as possible. `comm` connects the
-    ranks; by default those that torchrun has started.
+    ranks; by default those that torchrun has started. With `graphs`, actions on a GPU are recorded in the first step
+    and then played (CUDA graphs).
     """
 
     def __init__(
@@ -67,12 +70,19 @@ class Pipeline:
         recompute: bool = False,
         autocast: torch.dtype | None = None,
         compile: bool = False,  # as torch names it
+        graphs: bool = False,
     ) -> None:
         self.schedule = plan.schedule if isinstance(plan, Plan) else plan
         self.comm = init(device=device) if comm is None else comm
         partition = partition or (plan.partition if isinstance(plan, Plan) else ())
         parts = cut_into_parts(model, self.schedule.parts, partition)
         self.device = torch.device(device or "cpu")
+        if graphs and self.device.type != "cuda":
+            raise ShapeError(
+                f"graphs=True records the launches of a GPU, but the device is {self.device}\n"
+                '  say device="cuda", or leave graphs out'
+            )
+        self.graphs = graphs
         self.stages: dict[int, nn.Module] = {}
         mine: dict[int, nn.Module] = {}
         for number, stage in enumerate(self.schedule.stages):
@@ -115,17 +125,20 @@ class Pipeline:
         return self.executor.step(self.cut(x, y, named), timed, outputs)
 
     def evaluate(self, x: Tensor, y: Tensor, **named: Tensor) -> float:
-        """Return the mean loss of a batch, without gradients."""
-        return self.executor.evaluate(self.cut(x, y, named))
+        """Return the mean loss of a batch, without gradients and with all modules in the mode of `eval()`."""
+        with _in_eval_mode(self.parts.values()):
+            return self.executor.evaluate(self.cut(x, y, named))
 
     def predict(self, x: Tensor, **named: Tensor) -> Any:
         """Return what the last layer returns for a batch, without gradients: on the rank that holds it, else None.
 
-        If several ranks hold the last layer, each has the rows of its own micro-batches. All ranks call this.
+        All modules are in the mode of `eval()` meanwhile. If several ranks hold the last layer, each has the rows of
+        its own micro-batches. All ranks call this.
         """
         rows = torch.zeros(len(x), 1, dtype=torch.long, device=self.device)
         batch = replace(self.cut(x, rows, named), labels=())
-        found = [y for y in self.executor.predict(batch) if y is not None]
+        with _in_eval_mode(self.parts.values()):
+            found = [y for y in self.executor.predict(batch) if y is not None]
         return join_rows(found) if found else None
 
     def prove(self, x: Tensor, y: Tensor, **named: Tensor) -> Proof:
@@ -175,6 +188,7 @@ class Pipeline:
             recompute=self.recompute,
             autocast=self.autocast,
             reduction=self.reduction,
+            tape=CudaTape() if self.graphs else None,
         )
 
     # ------------------------------------------------------------ parameters
@@ -191,21 +205,38 @@ class Pipeline:
             yield parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights of this rank, by their names in the whole model."""
-        return {name: one.detach() for name, one in self.named_parameters()}
+        """Return the weights and saved buffers of this rank, by their names in the whole model."""
+        saved: dict[str, Tensor] = dict(self.named_parameters())
+        for part in self.parts.values():
+            held = part.state_dict(keep_vars=True)
+            saved |= {k: x for k, x in held.items() if not isinstance(x, nn.Parameter)}
+        return {name: tensor.detach() for name, tensor in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy the weights of this rank out of a state, which may be that of the whole model."""
+        """Copy the weights and buffers of this rank out of a state, which may be that of the whole model."""
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
+            for name, tensor in self.state_dict().items():
                 if name not in state:
                     raise ShapeError(f"the state has no {name}, which this rank holds")
-                parameter.copy_(state[name])
+                tensor.copy_(state[name])
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for parameter in self.parameters():
             parameter.grad = None
+
+
+@contextmanager
+def _in_eval_mode(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch modules to the mode of `eval()`, in which nothing is dropped, and back to what each of them had."""
+    modes = [(module, module.training) for part in parts for module in part.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 # ---------------------------------------------------------------- parts

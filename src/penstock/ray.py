@@ -12,26 +12,34 @@ workers must see the folder of the run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray.train import Checkpoint, report
+try:
+    from ray.train import Checkpoint, report
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"penstock.ray needs Ray Train: {error}\n  pip install 'penstock[ray]'",
+        name=error.name,
+    ) from None
 
 from penstock.config import Config, check_config, is_plan_file
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import read_config, written_keys
+from penstock.ir import Plan
 from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_name
 from penstock.train.launcher import forget_previous_end
-from penstock.train.lock import Lock, locking
+from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
-from penstock.train.session import plan_config
-from penstock.train.start import check_sources, find_run, prepare_run
-from penstock.train.worker import CONFIG_FILE, STOP_FILE, job_of, join
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.session import kept_plan, plan_and_prepare
+from penstock.train.start import check_sources, find_run
+from penstock.train.worker import STOP_FILE, job_of, join
 
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop
 
@@ -49,7 +57,16 @@ def train_loop(settings: Mapping[str, Any]) -> None:
     given = written_keys(source, changes)
     resume = bool(newest(folder / CHECKPOINTS_FOLDER))
     with locking() as lock:
-        after_first(comm, lambda: prepare(config, folder, resume, lock, given))
+
+        def prepare() -> None:
+            check_sources(config)
+            kept = fitting_plan(config, folder, comm.ranks) if resume else None
+            plan_and_prepare(
+                config, folder, resume, lock, given, kept, launched=comm.ranks
+            )
+            forget_previous_end(folder)
+
+        after_first(comm, prepare)
         train(folder, resume, comm)
 
 
@@ -68,7 +85,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[Path, list[str]]:
 def fit_ranks(config: Config, workers: int) -> Config:
     """Return the config with a rank for each worker, or for each mesh of workers."""
     if is_plan_file(config.schedule.name):
-        return config  # It has its own ranks; `prepare` compares them.
+        return config  # It has its own ranks, which are compared later.
     schedule = config.schedule
     each = max(1, schedule.copies) * config.mesh.size
     if workers % each:
@@ -80,21 +97,12 @@ def fit_ranks(config: Config, workers: int) -> Config:
     return check_config(replace(config, schedule=schedule))
 
 
-def prepare(
-    config: Config, folder: Path, resume: bool, lock: Lock, given: Collection[str]
-) -> None:
-    """Plan the run and write the files that every worker reads; the first worker does it."""
-    check_sources(config)
-    config, plan, _ = plan_config(config, given)
-    placement = launched_placement(config)
-    needed = plan.schedule.ranks * config.mesh.size
-    if needed != placement.processes:
-        raise ConfigError(
-            f"{plan.name} has {config.mesh.over(plan.schedule.ranks)}, but Ray has started {placement.processes} "
-            f"workers\n  set num_workers of the ScalingConfig to {needed}"
-        )
-    prepare_run(config, plan, placement, folder, resume, lock, lambda done, total: None)
-    forget_previous_end(folder)
+def fitting_plan(config: Config, folder: Path, workers: int) -> Plan | None:
+    """The plan that auto has made for a run before, if it is for as many workers as there are now."""
+    kept = kept_plan(config, folder, ())
+    if kept is None or kept.schedule.ranks * config.mesh.size != workers:
+        return None
+    return kept
 
 
 def train(folder: Path, resume: bool, comm: ProcessComm) -> None:

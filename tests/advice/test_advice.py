@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from commands import called
 from penstock import UnitCost, make, simulate
 from penstock.advice.advise import FRAMEWORKS, advise, framework_of
 from penstock.advice.deepspeed import borders_of
@@ -231,13 +230,6 @@ def test_a_framework_that_can_run_nothing_says_why(small):
 
 
 # ---------------------------------------------------------------- the command line
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    return partial(called, monkeypatch, capsys)
-
-
 ASKED = "plan --ranks 2 --microbatches 4 --comm 0.05 --stages 2"
 
 

@@ -18,10 +18,10 @@ import pytest
 
 from penstock import make
 from penstock.advice.advise import FRAMEWORKS
-from penstock.advice.automodel import module_names as automodel_names
+from penstock.advice.automodel import hugging_face_names
 from penstock.advice.megatron import layout_of
 from penstock.advice.pipeline import PipelineTerms
-from penstock.advice.torchtitan import module_names as torchtitan_names
+from penstock.advice.torchtitan import torchtitan_names
 from penstock.partition import even_partition
 
 STEM = Path("plan")
@@ -228,7 +228,7 @@ def test_automodel_parses_the_yaml_and_places_the_stages_as_planned(
     advice = FRAMEWORKS["automodel"].advise(plan, STEM)
     parsed = yaml.safe_load(advice.text)
     options = config.PipelineConfig(**parsed["distributed"]["pipeline"])
-    assert options.module_fqns_per_model_part == automodel_names(plan)
+    assert options.module_fqns_per_model_part == hugging_face_names(plan)
     assert options.pp_batch_size // options.pp_microbatch_size == plan.microbatches
     assert options.pp_batch_size == parsed["step_scheduler"]["local_batch_size"]
     chosen = torch_schedules.get_schedule_class(options.pp_schedule)
@@ -250,7 +250,7 @@ def test_automodel_finds_every_module_of_an_even_split() -> None:
         4, 8, include_multimodal_encoders=False
     )
     plan = replace(pipeline(*SHAPES[0]), partition=(2, 2, 2, 2))
-    assert automodel_names(plan) == theirs
+    assert hugging_face_names(plan) == theirs
 
 
 # ---------------------------------------------------------------- torch

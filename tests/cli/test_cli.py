@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -16,22 +15,11 @@ from xml.etree import ElementTree
 import pytest
 import typer
 
-from commands import called
 from penstock import REGISTRY, make
 from penstock.cli.app import app
 from penstock.cli.options import PRESET_NAMES
 from penstock.config import PRESETS, Config
 from penstock.formats import load_torch_csv, read_plan
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    return partial(called, monkeypatch, capsys)
-
 
 HANAYO = "hanayo --ranks 4 --microbatches 4 --waves 2"
 
@@ -120,6 +108,8 @@ def test_plan_ranks_the_schedules_and_writes_the_best(run):
     assert (code, "is a valid schedule" in out) == (0, True)
     code, out, _ = run("check plan.json --json")
     assert json.loads(out)["ok"] is True
+    code, out, _ = run("check hanayo --ranks 2 --microbatches 2 --waves 2 --json")
+    assert (code, json.loads(out)["actions"]) == (0, 32)
 
 
 @pytest.mark.parametrize("source", ["plan.json", "x.csv"])
@@ -221,10 +211,10 @@ MISTAKES = {
     "simulate hanyo --ranks 4 --microbatches 4": "did you mean 'hanayo'?",
     "simulate chimera --ranks 5 --microbatches 4": "the nearest is 6",
     "simulate 1f1b --ranks 4": "1f1b needs microbatches",
-    "simulate 1f1b --ranks 0 --microbatches 4": "ranks 0 is too few; the least is 1",
+    "simulate 1f1b --ranks 0 --microbatches 4": "ranks must be at least 1, not 0",
     "simulate 1f1b --ranks 4 --microbatches 4 --waves 2": "1f1b has no waves",
-    "simulate 1f1b --ranks 4 --microbatches 4 --slices 0": "slices 0 is too few",
-    "simulate 1f1b --ranks 4 --microbatches 4 --copies 0": "copies 0 is too few",
+    "simulate 1f1b --ranks 4 --microbatches 4 --slices 0": "slices must be at least 1, not 0",
+    "simulate 1f1b --ranks 4 --microbatches 4 --copies 0": "copies must be at least 1, not 0",
     "simulate 1f1b --ranks 4 --microbatches 4 --comm -1": "--comm must be at least 0 and at most 1e+12, not -1",
     "simulate 1f1b --ranks 4 --microbatches 4 --forward nan": "--forward must be above 0 and at most 1e+12, not nan",
     "simulate skip --ranks 4 --microbatches 4 --skips 3": "at most 2 can be left out",
@@ -236,7 +226,7 @@ MISTAKES = {
     "check missing.json": "cannot read missing.json",
     "check .": "cannot read .",
     "plan --ranks 4 --microbatches 4 --memory 0.01": "nothing fits into a memory of 0.01",
-    "plan --ranks 0 --microbatches 4": "ranks 0 is too few",
+    "plan --ranks 0 --microbatches 4": "ranks must be at least 1, not 0",
     "plan --ranks 2 --microbatches 2 --memory nan": "--memory is a number of micro-batches above 0, such as 4, not nan",
     "plan --ranks 2 --microbatches 2 --memory -1": "--memory is a number of micro-batches above 0, such as 4, not -1",
     "draw 1f1b --ranks 2 --microbatches 2 --comm 1e308": "--comm must be at least 0 and at most 1e+12, not 1e+308",
@@ -314,7 +304,7 @@ def test_it_runs_as_a_program():
 def test_an_absurd_size_is_refused_with_the_number_of_actions(run, line):
     code, out, err = run(line)
     assert (code, out) == (2, "")
-    assert "actions; the most is 4,000,000" in err
+    assert "actions; at most 4,000,000 are possible" in err
     assert "Traceback" not in err
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import called
 from penstock import Plan, UnitCost, make, simulate, write_plan
 from penstock.config import ModelConfig
 from penstock.cost.gpus import analytic_profile
@@ -19,14 +17,6 @@ from penstock.ir.timeline import MEASURED_UNITS
 from penstock.train.history import write_timeline
 
 MEASURED = "runs/x/timeline.json"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    return partial(called, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -64,7 +54,10 @@ def test_a_measured_step_is_drawn_in_its_own_units(run, measured):
 
 def test_a_plan_is_compared_with_its_measured_step(run, measured):
     assert run(f"compare runs/x/plan.json {MEASURED} -o both.html")[0] == 0
-    assert "measured, step 7" in Path("both.html").read_text()
+    page = Path("both.html").read_text()
+    assert "simulated from measured times" in page
+    assert "measured, step 7" in page
+    assert (page.count('"seconds":true'), page.count('"seconds":false')) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +66,14 @@ def test_a_plan_is_compared_with_its_measured_step(run, measured):
         (f"draw {MEASURED} --ranks 4", "has its own shape; leave out --ranks"),
         (f"simulate {MEASURED}", "draw or compare it, or name runs/x/plan.json"),
         ("draw runs/y/timeline.json", "a run writes it when it times a step"),
+        (
+            f"compare 1f1b {MEASURED} --ranks 2 --microbatches 2 -o x.html",
+            "there are no times for 1f1b `penstock profile config.toml` measures them",
+        ),
+        (
+            f"compare runs/x/plan.json {MEASURED} --comm 0.1 -o x.html",
+            "leave out --comm, or give --profile",
+        ),
     ],
 )
 def test_a_mistake_with_a_measured_step_says_what_to_do(run, measured, line, words):
@@ -102,6 +103,16 @@ def test_draw_and_compare_take_a_profile(run, profile):
     code, _, _ = run(f"compare 1f1b gpipe {shape} --profile profile.json -o both.html")
     assert code == 0
     assert '"seconds":true,"inBytes":true' in Path("both.html").read_text()
+
+
+def test_a_schedule_is_compared_with_a_measured_step_by_the_profile_of_the_run(
+    run, measured, profile
+):
+    Path("profile.json").rename("runs/x/profile.json")
+    line = f"compare 1f1b {MEASURED} --ranks 2 --microbatches 2 -o both.html"
+    assert run(line)[0] == 0
+    page = Path("both.html").read_text()
+    assert (page.count('"seconds":true'), page.count('"seconds":false')) == (2, 0)
 
 
 def test_a_profile_that_does_not_fit_the_options_is_refused(run, profile):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
 import sys
-from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
 
 import penstock
-from commands import called
 from penstock import REGISTRY
 from penstock.cli.app import app
 from penstock.errors import ConfigError, nearest_name
@@ -23,14 +22,6 @@ from penstock.train import doctor
 from penstock.train.doctor import State, examine
 
 ACCELERATORS = "penstock.train.accelerators"
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in an empty folder; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-    return partial(called, monkeypatch, capsys)
 
 
 def test_penstock_alone_names_commands_that_exist(run):
@@ -170,6 +161,15 @@ def test_a_command_says_how_to_install_what_it_lacks(
     assert code == 2
     assert f"this command needs {package}, which is not installed" in err
     assert f"pip install 'penstock[{extra}]'" in err
+
+
+def test_penstock_in_ray_says_how_to_install_ray(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.delitem(sys.modules, "penstock.ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)  # importing it now fails
+    monkeypatch.setitem(sys.modules, "ray.train", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'penstock\[ray\]'"):
+        importlib.import_module("penstock.ray")
 
 
 def test_packages_of_no_extra_are_not_explained():

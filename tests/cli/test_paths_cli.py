@@ -8,12 +8,10 @@ import re
 import signal
 import threading
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import called
 from penstock import make, simulate
 from penstock.cost import Cluster, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
@@ -36,12 +34,11 @@ TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsi
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in a folder with a cluster.toml; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run, monkeypatch):
+    """Run a command line in a folder with a cluster.toml."""
     monkeypatch.setenv("COLUMNS", "120")
     write_cluster(Cluster.geo(CITIES), "cluster.toml")
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 def test_a_plan_is_shown_with_its_bound_and_written(run):
@@ -154,7 +151,10 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
     [
         ("--forward 1", "--forward describes a model without a config"),
         ("--parts 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
-        ("--microbatches 5", "12 sequences do not deal out to 2 data nodes with 5"),
+        (
+            "--microbatches 5",
+            "12 sequences cannot be dealt out evenly to 2 data nodes with 5",
+        ),
         ("--sums fast", "--sums is ring or planned, not 'fast'"),
         ("--gpu b900", "b900"),
     ],
@@ -178,6 +178,25 @@ def test_options_that_are_missing_or_need_a_config_are_named(run):
         code, _, err = run(f"paths cluster.toml {words}")
         assert code == 2
         assert says in err
+
+
+def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
+    sizes = SIZES.replace("500", "50") + " --gradients 4e8 --rule full=0 -o plan.json"
+    steps = []
+    for options in ("", "--sum-messages int8", "--sum-messages int8 --accumulate 3"):
+        code, out, _ = run(f"paths cluster.toml {sizes} {options}")
+        assert code == 0
+        assert re.search(r"sums of gradients .* after the last backward", out)
+        assert ("a pass, of 3 in a step" in out) is ("accumulate" in options)
+        steps.append(read_plan("plan.json").facts["makespan"])
+    assert steps == sorted(steps, reverse=True)
+    plan = read_plan("plan.json")
+    assert (plan.facts["sum_messages"], plan.facts["passes"]) == ("int8", 3)
+    assert len(plan.sums) == 4
+    out = run("check plan.json")[1]
+    assert re.search(r"Neither can the \d+ messages that sum gradients", out)
+    code, _, err = run(f"paths cluster.toml {sizes} --sums ring --sum-messages int8")
+    assert (code, "int8 is for planned sums" in err) == (2, True)
 
 
 def test_the_same_command_writes_the_same_plan(run):
@@ -382,25 +401,28 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
     ("words", "says"),
     [
         ("--share 1.5", "a path cannot leave out a share of 1.5 of the parts"),
-        ("--share 0.9", "a path over 0 of 4 parts; leave out less"),
-        ("--parts 9", "8 nodes cannot hold 9 parts; the least is 9 nodes"),
+        ("--share 0.9", "a path over 0 of 4 parts; leave out fewer parts"),
+        ("--parts 9", "8 nodes cannot hold 9 parts; give at least 9 nodes"),
         ("--microbatches 0", "microbatches"),
         ("--forward 0", "--forward must be above 0, not 0"),
         ("--message -1", "--message must be at least 0, not -1"),
         ("--seconds 0", "--seconds must be above 0, not 0"),
         ("--iterations 0", "--iterations must be at least 1, not 0"),
         ("--slices 0", "slices"),
-        ("--slices 99999999", "actions; the most is 4,000,000"),
-        ("--microbatches 99999999", "actions; the most is 4,000,000"),
-        ("--parts 99999999", "actions; the most is 4,000,000"),
+        ("--slices 99999999", "actions; at most 4,000,000 are possible"),
+        ("--microbatches 99999999", "actions; at most 4,000,000 are possible"),
+        ("--parts 99999999", "actions; at most 4,000,000 are possible"),
         ("--slots 0", "a node at 'Paris' has 0 slots, but it needs at least 1"),
-        ("--data-nodes 7", "7 data nodes of 8 nodes and 4 parts; from 1 to 5 fit"),
+        (
+            "--data-nodes 7",
+            "7 data nodes do not fit 8 nodes and 4 parts; give from 1 to 5",
+        ),
         ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),
         ("--rule ahead", "a rule is NAME=VALUE, like ahead=4; not 'ahead'"),
         ("--rule ahead=x", "the rule ahead is 'x', not a number"),
         ("--rule swaps=1.5", "the rule swaps is 1.5, not a whole number"),
-        ("--rule ahead=0", "ahead is 0: no path could go on"),
-        ("--rule wait=-1", "wait is -1.0 seconds"),
+        ("--rule ahead=0", "ahead must be at least 1, not 0: no path could go on"),
+        ("--rule wait=-1", "wait must be at least 0 seconds, not -1.0"),
     ],
 )
 def test_a_wrong_option_gives_one_clear_message(run, words, says):

@@ -41,7 +41,12 @@ def text(tmp_path):
 def planned():
     """Paths for six nodes and four parts, with further paths and full steps on the same nodes."""
     plan = plan_paths(
-        Cluster.even(6, 0.01, slots=4), even_parts(4, 0.1), 2, RULES, iterations=100
+        Cluster.even(6, 0.01, 1e8, slots=4),
+        even_parts(4, 0.1),
+        2,
+        RULES,
+        iterations=100,
+        gradients=2e7,
     )
     return plan, (random_paths(plan, seed=1),), full_steps(plan, iterations=100)
 
@@ -72,14 +77,24 @@ def test_planned_paths_are_trained_as_they_are_and_compared_with_the_plan(
         expected = f"a {kind} step took .*, predicted .*, planned for the cluster {made.makespan:.3g}"
         assert re.search(expected, out), out
         assert re.search(f"step \\d, a {kind} step, had a bubble", out)
+        tail = made.timeline.makespan - made.timeline.end.max()
+        expected = (
+            f"the sums of gradients of a {kind} step ended .* after its last backward, "
+            f"predicted .*, planned for the cluster {1000 * tail:.3g} ms"
+        )
+        assert re.search(expected, out), out
     page = (folder / "report.html").read_text()
     assert "Predicted and measured" in page
     assert "a full step took" in page
     kept = read_plan(folder / "plan.json")
     assert kept.schedules == paths_plan(plan, None, others, full).schedules
+    assert kept.sums == paths_plan(plan).sums
     assert read_config(folder / "config.toml").paths.full == 3
     _, step, timeline = read_measured(folder / "timeline-full.json")
     assert (step, timeline.schedule) == (6, full.schedule)
+    assert {one.ranks for one in timeline.sums} == {
+        tuple(sorted(one.ranks)) for one in kept.sums
+    }
     for file in (folder / "checkpoints" / "step-00000006").iterdir():
         file.unlink()  # as if it had been killed in step 5
     run(text, f"train {folder} --resume --sample 0")

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from commands import SMALL_CONFIG, called
+from commands import SMALL_CONFIG
 
 MISTAKES = {
     "plan": "name a config.toml, or give --ranks and --microbatches",
     "plan --ranks 2 --microbatches 2 --memory 80GB": "is a number of micro-batches above 0",
     "plan --ranks 2 --microbatches 2 --memory -1": "is a number of micro-batches above 0",
-    "plan --ranks 5000 --microbatches 5000": "50,000,000 actions; the most is 4,000,000",
-    "plan --ranks 2 --microbatches 2 --top 0": "top 0 is too few; the least is 1",
+    "plan --ranks 5000 --microbatches 5000": "50,000,000 actions; at most 4,000,000 are possible",
+    "plan --ranks 2 --microbatches 2 --top 0": "top must be at least 1, not 0",
     "plan --ranks 2 --microbatches 2 --devices 4": "--devices needs a config",
-    "plan config.toml --gpu h100 --slices 0": "slices 0 is too few; the least is 1",
-    "plan config.toml --gpu h100 --devices 0": "devices 0 is too few; the least is 1",
-    "plan config.toml --gpu h100 --granularity 0": "granularity 0 is too few",
+    "plan config.toml --gpu h100 --slices 0": "slices must be at least 1, not 0",
+    "plan config.toml --gpu h100 --devices 0": "devices must be at least 1, not 0",
+    "plan config.toml --gpu h100 --granularity 0": "granularity must be at least 1, not 0",
     "plan config.toml --gpu h100 --devices 1000000": "from 1 to 100,000 devices",
     "plan config.toml --gpu h100 --memory abc": "a size above 0, such as 80GiB, not abc",
     "plan config.toml --gpu h100 --set schedule.ranks=16": "4 layers cannot fill 16 ranks",
     "plan config.toml --gpu h100 --devices 2 --set mesh.tensor=4": "4 processes, but there are only 2",
     "plan config.toml --gpu h100 --devices 2 --set data.batch=7 --set schedule.microbatches=4": (
-        "7 sequences do not deal out to 4 micro-batches"
+        "7 sequences cannot be dealt out evenly to 4 micro-batches"
     ),
     "simulate 1f1b --ranks 2 --microbatches 2 --cluster c.toml": "--cluster needs the times",
 }
@@ -33,12 +32,11 @@ NEEDS_TORCH = "config.toml"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command line in a folder with a config; return exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
+def run(run, monkeypatch):
+    """Run a command line in a folder with a config."""
     monkeypatch.setenv("COLUMNS", "80")
     Path("config.toml").write_text(SMALL_CONFIG)
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 @pytest.mark.parametrize("line", MISTAKES)

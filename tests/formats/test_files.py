@@ -215,7 +215,7 @@ def test_every_format_reports_an_unreadable_file_in_the_same_way(
         raise PermissionError(EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(FileError, match="Permission denied\n  allow yourself to read"):
+    with pytest.raises(FileError, match="Permission denied\n  check the permissions"):
         read(path)
 
 

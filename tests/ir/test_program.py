@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from message_queues import never_run
 from penstock.errors import ProgramError, ScheduleError
 from penstock.ir import (
     Action,
@@ -33,7 +34,7 @@ from penstock.ir.program import (
     Send,
     lower,
 )
-from penstock.ir.verify import run_channels, verify
+from penstock.ir.verify import verify
 from penstock.schedules import REGISTRY, make
 from random_schedules import broken, named_schedules, random_schedule
 
@@ -558,15 +559,15 @@ def test_what_verify_accepts_runs_with_queues_of_messages():
     for seed in range(60):
         lowered = lower(random_schedule(np.random.default_rng([11, seed])))
         verify(lowered)
-        assert run_channels(lowered) == []
-        assert run_channels(lowered, separate=True) == []
+        assert never_run(lowered) == []
+        assert never_run(lowered, separate=True) == []
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_named_schedule_runs_with_queues_of_messages(name):
     for schedule in named_schedules(name):
-        assert run_channels(lower(schedule)) == []
-        assert run_channels(lower(schedule), separate=True) == []
+        assert never_run(lower(schedule)) == []
+        assert never_run(lower(schedule), separate=True) == []
 
 
 def test_queues_find_the_actions_that_wait_for_a_message_in_vain(program):
@@ -575,5 +576,5 @@ def test_queues_find_the_actions_that_wait_for_a_message_in_vain(program):
     sends = [each for each in ours if isinstance(each, Send)]
     swapped = dict(zip(sends, reversed(sends), strict=True))
     changed = tuple(swapped.get(each, each) for each in ours)
-    stuck = run_channels(replace(program, lanes=(changed, theirs)))
+    stuck = never_run(replace(program, lanes=(changed, theirs)))
     assert parse_action("1F0") in stuck

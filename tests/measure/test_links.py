@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 import pytest
 
-from commands import called, environment
+from commands import environment
 from forked import Command
 from machines import limit, two_machines
 from penstock import Network
@@ -86,12 +85,6 @@ def test_pairs_measured_at_the_same_time_share_no_host():
 
 
 # ---------------------------------------------------------------- as a user does it
-@pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    return partial(called, monkeypatch, capsys)
-
-
 def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
     code, out, err = run("profile --links --ranks 3 --slots 2")
     assert (code, err) == (0, "wrote cluster.toml\n")

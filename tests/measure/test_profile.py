@@ -6,17 +6,16 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from commands import called
+from hugging_face import decoder_sizes
 from penstock import Network, Seconds, make, portfolio, simulate
 from penstock.cost import CorrectedCurve, Profile, ProfileCost, RowProfiles
-from penstock.cost.fit import Fit, fit, fit_formula, least_squares
+from penstock.cost.fit import Fit, fit_curve, fit_formula, least_squares
 from penstock.cost.profile import Point, block
 from penstock.errors import FileError, ShapeError
 from penstock.formats import (
@@ -32,6 +31,11 @@ from penstock.measure.probe import Probe, Subject
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.partition import even_partition
 from penstock.schedules.transforms import slice_tokens
+from penstock.train.profile import (
+    ProfileRequest,
+    subjects_of,
+    whole_sequence,
+)
 from penstock.view.numbers import write_time
 
 LAYER = {
@@ -122,7 +126,7 @@ def test_too_short_a_sequence_is_refused():
 def test_the_fit_recovers_known_coefficients_from_noisy_points(op):
     rng, curve = np.random.default_rng(1), LAYER[op]
     seen, unseen = measuring_points(2048)
-    found = fit(noisy(curve, seen, rng), noisy(curve, unseen, rng))
+    found = fit_curve(noisy(curve, seen, rng), noisy(curve, unseen, rng))
     assert found.form == "formula"
     assert found.worst < 0.05
     for i, j in ((16, 0), (100, 1900), (700, 1000), (2000, 0)):
@@ -137,9 +141,8 @@ def test_coefficients_are_not_negative_and_the_best_possible():
         a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
         x = least_squares(a, b)
         assert (x >= 0).all()
-        slope = (
-            a.T @ (a @ x - b)
-        )  # of the squares: nowhere to go, except where a coefficient would become negative
+        # The sum of squares cannot fall, except where a coefficient would become negative.
+        slope = a.T @ (a @ x - b)
         assert (np.abs(slope[x > 0]) < 1e-9).all()
         assert (slope[x == 0] > -1e-9).all()
 
@@ -179,7 +182,7 @@ def test_stepped_times_choose_a_table_of_what_was_measured():
         for j in (0, 300)
         if i + j <= 1024
     ]
-    found = fit(seen, unseen)
+    found = fit_curve(seen, unseen)
     assert found.form == "table"
     assert isinstance(found.curve, CorrectedCurve)
     for i, j, seconds in seen:
@@ -218,7 +221,7 @@ def test_errors_are_measured_on_held_out_points():
     curve = LAYER[Op.F]
     seen = [(i, 0, curve.of(i, 0)) for i in (16, 64, 256, 1024)]
     twice = [(100, 0, 2.0 * curve.of(100, 0)), (500, 0, curve.of(500, 0))]
-    found = fit(seen, twice)
+    found = fit_curve(seen, twice)
     assert found.worst == pytest.approx(0.5, abs=1e-6)
     assert found.median == pytest.approx(0.25, abs=1e-6)
     assert found.curve.of(100, 0) == pytest.approx(
@@ -468,13 +471,10 @@ def test_neither_a_plan_nor_an_empty_file_is_a_profile(tmp_path):
 
 # ---------------------------------------------------------------- on the command line, without torch
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Runs a command line in a folder with a profile; gives exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
+def run(run):
+    """Run a command line in a folder with a profile."""
     write_profile(profile(), "p.json")
-
-    return partial(called, monkeypatch, capsys)
+    return run
 
 
 def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
@@ -655,6 +655,17 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
     )
 
 
+def test_whole_sequences_alone_need_no_keys_of_earlier_slices():
+    """Otherwise a GPU would compile slices that nobody times."""
+    sizes = LlamaConfig(vocab=17, width=8, layers=2, heads=2, kv_heads=2, inner=8)
+    request = ProfileRequest(sizes, 32)
+    assert Probe(subjects_of(request).layer).carry.rows
+    request = replace(request, where=whole_sequence(request))
+    assert not subjects_of(request).layer.prefixes
+    probe = Probe(subjects_of(request).layer)
+    assert not probe.carry.rows, "nothing has run slice by slice"
+
+
 def test_several_ranks_measure_together_and_then_their_links(run):
     code, out, err = run(
         f"profile {TINY} --tokens 16 --threads 1 --rounds 1 --ranks 2 --links -o mine.json"
@@ -670,15 +681,8 @@ def test_several_ranks_measure_together_and_then_their_links(run):
 
 
 def test_a_hugging_face_folder_is_measured_by_its_config(run):
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-    )
+    sizes = decoder_sizes(64, layers=5, width=32, inner=48, max_position_embeddings=64)
+    config = transformers.LlamaConfig(**sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained("folder")
     code, _, err = run(
@@ -779,4 +783,4 @@ def test_a_profile_whose_layer_takes_no_time_is_refused():
 
 def test_a_formula_that_is_zero_at_a_point_is_not_corrected_by_a_table():
     noisy = [(4, 5, 0.9728), (12, 0, 718.4), (16, 1, 0.13388)]
-    assert fit(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"
+    assert fit_curve(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"

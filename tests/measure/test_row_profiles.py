@@ -139,7 +139,7 @@ def test_profiles_that_do_not_belong_together_are_refused():
         RowProfiles((made_profile(2), made_profile(2)))
     with pytest.raises(ShapeError, match="one model and one length"):
         RowProfiles((made_profile(1), made_profile(2, tokens=32)))
-    with pytest.raises(ShapeError, match="0 rows is empty"):
+    with pytest.raises(ShapeError, match="at least 1 row, not 0"):
         PROFILES.at(0)
 
 

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hugging_face import NO_MARKS, decoder_sizes
 from penstock.carry import Carry
 from penstock.errors import PenstockError, ShapeError
 from penstock.models import (
@@ -32,7 +33,7 @@ from penstock.models import (
     token_loss,
     valid_tokens,
 )
-from penstock.models.bert import bert_from_hf, bert_to_hf
+from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
 from penstock.models.llama import llama_from_hf, llama_to_hf
 from pipelines import without_float32
@@ -56,8 +57,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }
-QUIET = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-GATED = {**SIZES, **QUIET, "intermediate_size": 64, "num_key_value_heads": 2}
+GATED = decoder_sizes(96, width=32, inner=64, **NO_MARKS)
 MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
@@ -119,6 +119,18 @@ class Conversion(NamedTuple):
     to_hf: Callable[..., dict[str, Tensor]]
 
 
+def bert_from_hf(state: dict[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+    """What a run reads of a folder of theirs: every tensor of ours, under the name that we would save it with."""
+    with torch.device("meta"):
+        names = Bert(config).state_dict()
+    ours = {}
+    for name, blank in names.items():
+        embedding = "bert.embeddings.word_embeddings.weight"  # the head is tied to it
+        theirs = next(iter(bert_to_hf({name: blank}, config)), embedding)
+        ours[name] = state[theirs]
+    return ours
+
+
 LLAMA_NAMES = Conversion(llama_from_hf, llama_to_hf)
 GPT_NAMES = Conversion(gpt_from_hf, gpt_to_hf)
 BERT_NAMES = Conversion(bert_from_hf, bert_to_hf)
@@ -134,7 +146,7 @@ def llama_pair(kv_heads: int = 2, tied: bool = False):
 
 def gpt_pair(tied: bool = True):
     theirs = transformers.GPT2Config(
-        **SIZES, **QUIET, n_inner=64, n_positions=TOKENS, tie_word_embeddings=tied
+        **SIZES, **NO_MARKS, n_inner=64, n_positions=TOKENS, tie_word_embeddings=tied
     )
     return (
         GPT(GPTConfig(96, 32, 4, 4, 64, TOKENS, tied=tied)),
@@ -145,7 +157,7 @@ def gpt_pair(tied: bool = True):
 
 def bert_pair(tied: bool = True):
     theirs = transformers.BertConfig(
-        **SIZES | QUIET | {"pad_token_id": 0},
+        **SIZES | NO_MARKS | {"pad_token_id": 0},
         intermediate_size=64,
         max_position_embeddings=TOKENS,
         tie_word_embeddings=tied,
@@ -797,7 +809,7 @@ def test_an_encoder_decoder_is_refused():
 
 def test_a_decoder_that_does_more_than_parts_do_is_refused():
     model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**SIZES, **QUIET, add_cross_attention=True)
+        transformers.GPT2Config(**SIZES, **NO_MARKS, add_cross_attention=True)
     )
     with pytest.raises(PenstockError, match="add_cross_attention=True"):
         split(model, (2, 2))

@@ -219,7 +219,7 @@ def test_cut_choices_leave_out_what_has_more_slices_than_the_limit():
     few = cut_choices(3, 1, 1024, LONG, 32, limit=4)
     assert few == [choice for choice in every if len(choice.cuts) <= 5]
     assert every[0] == ("whole", (0, 1024))
-    with pytest.raises(ShapeError, match="limit 0 is too few"):
+    with pytest.raises(ShapeError, match="limit must be at least 1, not 0"):
         sliced_plans(3, 1, 1024, LONG, 32, limit=0)
 
 

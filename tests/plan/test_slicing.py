@@ -810,16 +810,16 @@ def invalid_calls() -> list[tuple[str, Callable[[], object]]]:
             lambda: times_from_table(square, np.ones((3, 3))),
         ),
         (
-            r"a slice of 2 points after 2 takes -3 seconds; the least is 0",
+            r"a slice of 2 points after 2 takes -3 seconds; a time must be at least 0",
             lambda: times_from_table(wrong),
         ),
         (r"takes nan seconds", lambda: times_from_table(np.full((2, 2), np.nan))),
         (
-            r"0 stages are too few; the least is 1",
+            r"at least 1 stage, not 0",
             lambda: best_cuts(times_from_table(square), 0),
         ),
         (
-            r"4 points cannot have 5 slices; the least is 1, the most 4",
+            r"4 points cannot have 5 slices; give from 1 to 4",
             lambda: best_cuts(times_from_table(square), 2, slices=5),
         ),
         (
@@ -847,7 +847,10 @@ def invalid_calls() -> list[tuple[str, Callable[[], object]]]:
             r"the cost has 2 parts; for 3 ranks it must have 3",
             lambda: sliced_plans(3, 1, 64, cost, 8),
         ),
-        (r"waves 0 is too few", lambda: sliced_plans(2, 1, 64, cost, 8, waves=(0,))),
+        (
+            r"waves must be at least 1, not 0",
+            lambda: sliced_plans(2, 1, 64, cost, 8, waves=(0,)),
+        ),
         (
             r"these are \[\(2, 3, 3\), \(2, 2, 2\)",
             lambda: uneven_cuts(stage_tables(3, 2)),
@@ -861,15 +864,15 @@ def invalid_calls() -> list[tuple[str, Callable[[], object]]]:
             lambda: sliced_plans(2, 1, 1000, cost, 64),
         ),
         (
-            r"0 micro-batches are too few; the least is 1",
+            r"at least 1 micro-batch, not 0",
             lambda: uneven_cuts(stage_tables(3, 3), 0),
         ),
         (
-            r"document 1 has 65 tokens; the least is 1, the most here 64",
+            r"document 1 has 65 tokens; it must have from 1 to 64 here",
             lambda: plan_documents(planner, [3, 65]),
         ),
         (
-            r"0 documents are too few; the least is 1",
+            r"at least 1 document, not 0",
             lambda: plan_documents(planner, []),
         ),
         (
@@ -888,7 +891,7 @@ def invalid_calls() -> list[tuple[str, Callable[[], object]]]:
             r"the cuts make 2 slices, but the schedule has 3",
             lambda: recut(three, (0, 4, 8)),
         ),
-        (r"a part cannot be cut into 0 pieces", lambda: finer(cost, 0)),
+        (r"a part must be cut into at least 1 piece, not 0", lambda: finer(cost, 0)),
     ]
 
 

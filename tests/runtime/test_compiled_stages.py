@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import lower, make
+from hugging_face import decoder_sizes, gpt2_sizes
+from penstock import Schedule, lower, make
 from penstock.errors import ProofError, ShapeError
 from penstock.models import split, token_loss
 from penstock.models.llama import LlamaLayer
@@ -158,17 +159,22 @@ def test_all_layers_of_all_parts_share_the_compiled_code():
 
 
 # ---------------------------------------------------------------- gradients
+def assert_exact_and_split(schedule: Schedule, model: nn.Module, data: Batch) -> None:
+    """Compiled stages compute what the unsplit model does, and leave weight gradients to W."""
+    losses, expected = unsplit(schedule, model, [data])
+    ours = piped(schedule, model, [data], prepare=compiled)
+    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
+    assert worst(ours, expected) < TOLERANCE
+    assert not any(e.stages_without_weight_work for e in ours.executors)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_compiled_stages_have_the_gradients_of_the_unsplit_model(name, caplog):
     """Also those of a tied weight; and no schedule splits a backward in vain."""
     schedule = SCHEDULES[name]
     model = gpt(schedule.parts) if name == "zb-h1" else llama(schedule.parts, tied=True)
     data = batch(len(schedule.microbatches))
-    losses, expected = unsplit(schedule, model, [data])
-    ours = piped(schedule, model, [data], prepare=compiled)
-    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
-    assert worst(ours, expected) < TOLERANCE
-    assert not any(e.stages_without_weight_work for e in ours.executors)
+    assert_exact_and_split(schedule, model, data)
     assert "weight gradients in I" not in caplog.text
 
 
@@ -397,28 +403,16 @@ def test_layers_of_transformers_compile_and_split(family, caplog):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(4)
     if family == "GPT2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=4
-        )
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        config = transformers.GPT2Config(**gpt2_sizes(VOCAB, layers=2))
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-        )
+        sizes = decoder_sizes(VOCAB, layers=2, kv_heads=4)
+        config = transformers.LlamaConfig(**sizes)
         model = transformers.LlamaForCausalLM(config)
     schedule = make("zb-h1", ranks=2, microbatches=2)
     model = without_float32(model.double())
     data = batch(2)
-    losses, expected = unsplit(schedule, model, [data])
-    ours = piped(schedule, model, [data], prepare=compiled)
-    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
-    assert worst(ours, expected) < TOLERANCE
-    assert not any(e.stages_without_weight_work for e in ours.executors)
+    assert_exact_and_split(schedule, model, data)
     assert "weight gradients in I" not in caplog.text
 
 
@@ -426,15 +420,7 @@ def test_slices_of_transformers_run_uncompiled():
     """Their layers change Python objects while they run a slice, for which torch would compile again and again."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(4)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-    )
+    config = transformers.Qwen3Config(**decoder_sizes(VOCAB, layers=2, head_dim=4))
     model = without_float32(transformers.Qwen3ForCausalLM(config).double())
     schedule = make("seq1f1b", ranks=2, microbatches=2, slices=2)
     data = batch(2)

@@ -143,17 +143,6 @@ def test_recomputed_activations_give_the_same_gradients(name):
     assert worst(ours, unsplit(schedule, whole, [batch])[1]) <= 1e-15
 
 
-@pytest.fixture
-def no_onednn():
-    """Some processors announce instructions for bf16 that their machine forbids; torch's own kernels do without."""
-    before = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.set_flags(
-        False
-    )
-    yield
-    if before:
-        torch.backends.mkldnn.set_flags(*before)
-
-
 def test_half_precision_runs_close_to_the_whole_model(no_onednn):
     schedule = make("interleaved-zb", ranks=2, microbatches=3)
     whole, batch = llama(schedule.parts), data(3)

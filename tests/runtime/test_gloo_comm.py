@@ -1,4 +1,4 @@
-"""Connections that are made anew after a loss; ranks are threads that talk through real sockets."""
+"""Connections that are made again after a loss; ranks are threads that talk through real sockets."""
 
 from __future__ import annotations
 

@@ -1,28 +1,24 @@
 """Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
 
 They are skipped outside of such a testbed. A testbed that has lost ranks in the middle of a kernel may turn others
-away from then on, so give the two cases of the last test a testbed each: -k raise, -k sleep.
+away from then on, so give each case of the last test a testbed of its own: -k raise, -k sleep, -k kill.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-import penstock
+from commands import train_elsewhere
 from gpu_workers import kind_of
 from mesh_workers import Case
 from mesh_workers import gradients as mesh_gradients
 from nccl_workers import goes_wrong, trains_every_schedule
 from penstock.config import MeshConfig
-from penstock.errors import RunError, StuckError
+from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.runtime import spawn
 
 RANKS = 4
@@ -96,8 +92,8 @@ def test_a_mesh_has_the_gradients_of_the_unsplit_model():
 
 def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
     """Two ranks of two processes each, as `penstock train` starts them."""
-    line = [sys.executable, "-m", "penstock", "train"]
-    for option in (
+    text, rows = train_elsewhere(
+        tmp_path / "run",
         "run.device=cuda",
         "run.steps=4",
         "run.log=1",
@@ -111,23 +107,9 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
         "schedule.ranks=2",
         "schedule.microbatches=4",
         "mesh.shard=2",
-        f"run.folder={tmp_path / 'run'}",
-    ):
-        line += ["--set", option]
-    source = str(Path(penstock.__file__).parents[1])
-    done = subprocess.run(
-        line,
-        env=os.environ | {"PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 processes on 1 GPU, NCCL, side by side" in done.stdout + done.stderr
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
-    assert losses[3] < losses[0]
+    assert "4 processes on 1 GPU, NCCL, side by side" in text
+    assert rows[3].loss < rows[0].loss
 
 
 @pytest.mark.parametrize(
@@ -135,6 +117,7 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
     [
         ("raise", RunError, "rank 1 has failed"),
         ("sleep", StuckError, "rank 1 is at 1F"),
+        ("kill", PeerLostError, "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):

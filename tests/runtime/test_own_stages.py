@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, RunError, ShapeError
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, batch_of, cut_batch, run_threads, spawn
 from penstock.schedules.transforms import slice_tokens
-from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
+from pipelines import data, gpt, layers_of, llama, own_stages, piped, unsplit, worst
 
 VOCAB, WIDTH = 11, 8
 
@@ -460,11 +460,7 @@ def test_threads_that_share_one_model_count_each_gradient_once(name, copies):
     for number, given in enumerate(tied_workers.batches(count)):
 
         def work(comm, given=given):
-            mine = {
-                n: parts[s.part]
-                for n, s in enumerate(schedule.stages)
-                if s.rank == comm.rank
-            }
+            mine = own_stages(schedule, parts, comm.rank)
             return Executor(lower(schedule), mine, comm, token_loss).step(given).loss
 
         optimizer.zero_grad()
@@ -487,11 +483,7 @@ def test_copies_that_differ_from_the_start_are_refused(copies, what):
 
     def work(comm):
         parts = split(models[comm.rank], (1, 1))
-        mine = {
-            n: parts[s.part]
-            for n, s in enumerate(schedule.stages)
-            if s.rank == comm.rank
-        }
+        mine = own_stages(schedule, parts, comm.rank)
         return (
             Executor(lower(schedule), mine, comm, token_loss)
             .step(data(2 * copies))
@@ -534,9 +526,8 @@ def test_a_mean_that_is_taken_for_a_sum_is_refused(loss):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced", "recorded"])
 def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
     schedule = make("zb-h1" if name == "zb-h1" else "1f1b", ranks=2, microbatches=4)
-    schedule = (
-        slice_tokens(schedule, (0, 1, 6)) if name == "sliced" else schedule
-    )  # slices without a label
+    if name == "sliced":
+        schedule = slice_tokens(schedule, (0, 1, 6))  # some slices have no label
     given = batch(rows=6)
     given.labels[1][:] = -100
     given = batch_of(given.inputs, given.labels)
@@ -554,7 +545,7 @@ def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
 
 def test_a_sum_that_is_said_to_be_a_mean_is_refused():
     with pytest.raises(
-        ShapeError, match="reduction='mean', but the loss is no mean over labels"
+        ShapeError, match="reduction='mean', but the loss is not a mean over labels"
     ):
         run(make("1f1b", ranks=2, microbatches=4), stages_of(2), reduction="mean")
     with pytest.raises(

@@ -11,19 +11,22 @@ from torch import Tensor, nn
 import branching_workers as workers
 from again_tape import Again
 from penstock import Pipeline, lower, make
-from penstock.errors import ShapeError
+from penstock.errors import RunError, ShapeError
 from penstock.models import token_loss
+from penstock.pipeline import cut_into_parts
 from penstock.runtime import (
     Executor,
     add_loss,
     collected_losses,
     cut_batch,
     prove,
+    replay,
     run_threads,
     spawn,
 )
 from penstock.runtime.passed_values import LayerChain, passed_by
 from penstock.schedules.transforms import slice_tokens
+from pipelines import own_stages
 
 pytestmark = pytest.mark.numerics
 
@@ -332,7 +335,6 @@ def ask(comm, middle: nn.Module, schedule=None, last=None, **options):
             {"last": nn.Linear(3, 3)},
             r"stage 2 \(Linear\) does not fit: .* too many positional arguments",
         ),
-        (Uses(), {"tape": Again()}, "recorded actions know only one tensor"),
     ],
 )
 def test_what_cannot_be_passed_is_refused_on_every_rank(middle, options, words):
@@ -412,37 +414,76 @@ class Balanced(nn.Linear):
         return super().forward(x)
 
 
-def test_an_added_loss_cannot_be_recorded():
-    x = torch.ones(2, 3)
-    stage = Balanced(3, 2)
-    stage.weight.grad = earlier = torch.ones(2, 3)
+# ---------------------------------------------------------------- recorded actions
+@pytest.mark.parametrize("memory", ["of a lane", "of takes"])
+@pytest.mark.parametrize(
+    ("name", "partition", "recompute"),
+    [
+        ("1f1b", (1, 7), ()),
+        ("zb-v", (1, 3, 2, 2), ()),
+        ("hanayo", (2, 2, 2, 2), range(4)),
+    ],
+)
+def test_recorded_actions_pass_several_tensors(
+    name, partition, recompute, memory, monkeypatch
+):
+    """Tuples, travelling and named tensors and added losses, in steps on other numbers than the recorded ones."""
+    if memory == "of takes":
+        monkeypatch.setattr(replay, "MAX_RECORDED_ACTIONS", 0)
+    schedule = make(name, ranks=2, microbatches=2)
+    given = workers.batch()
+    x, y = given.pop("x"), given.pop("y")
+    blank = {key: torch.zeros_like(one) for key, one in given.items()}
+    tapes = [Again(), Again()]
 
     def work(comm):
-        program = lower(make("1f1b", ranks=1, microbatches=2))
-        stages = {0: stage}
-        executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=Again())
-        executor.step(cut_batch(x, torch.ones(2), 2))
+        parts = cut_into_parts(workers.layers(), schedule.parts, partition)
+        stages = own_stages(schedule, parts, comm.rank)
+        executor = Executor(
+            lower(schedule),
+            stages,
+            comm,
+            workers.summed,
+            recompute=frozenset(recompute) & stages.keys(),
+            tape=tapes[comm.rank],
+        )
+        executor.step(cut_batch(torch.zeros_like(x), y, 2, named=blank))
+        for part in stages.values():
+            part.zero_grad()
+        loss = executor.step(cut_batch(x, y, 2, named=given)).loss
+        named = {key: one for p in stages.values() for key, one in p.named_parameters()}
+        return loss, {key: one.grad for key, one in named.items()}
 
-    with pytest.raises(
-        ShapeError, match=r"(?s)adds a loss of its own .*without a tape"
-    ):
-        run_threads(1, work)
-    assert stage.weight.grad is earlier  # nothing is left of the attempt
-    assert stage.bias.grad is None
+    loss, gradients, _ = workers.in_one_piece(2)
+    seen = set()
+    for found, held in run_threads(2, work):
+        assert found == pytest.approx(loss, abs=1e-12)
+        seen |= set(held)
+        for key, gradient in held.items():
+            torch.testing.assert_close(gradient, gradients[key], rtol=0, atol=1e-12)
+    assert seen == set(gradients)
+    assert sum(tape.plays for tape in tapes) == 2 * schedule.actions
+
+
+class Refuses(Again):
+    def record(self, work, prepare=None):
+        raise RuntimeError("not now")
 
 
 def test_a_recording_that_one_rank_refuses_is_refused_on_all():
     program = lower(make("1f1b", ranks=2, microbatches=2))
     layers = [nn.Linear(3, 3), Balanced(3, 2)]
+    layers[0].weight.grad = earlier = torch.ones(3, 3)
 
     def work(comm):
         stages = {comm.rank: layers[comm.rank]}
-        executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=Again())
-        with pytest.raises(ShapeError, match=r"adds a loss of its own"):
+        tape = Refuses() if comm.rank else Again()
+        executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=tape)
+        with pytest.raises(RunError, match=r"F0 cannot be recorded: not now"):
             executor.step(cut_batch(torch.ones(2, 3), torch.ones(2), 2))
         return [parameter.grad for parameter in layers[comm.rank].parameters()]
 
-    assert run_threads(2, work, patience=20) == [[None, None], [None, None]]
+    assert run_threads(2, work, patience=20) == [[earlier, None], [None, None]]
 
 
 # ---------------------------------------------------------------- slices

@@ -115,6 +115,47 @@ def test_a_decoder_of_transformers_with_tied_weights_trains_as_in_one_piece():
         assert norm == pytest.approx(squares**0.5, rel=1e-6)
 
 
+def test_evaluation_drops_nothing_and_buffers_are_saved():
+    """As with eval() and state_dict() of the unsplit model; the modes of the layers are left as they were."""
+
+    def layers():
+        torch.manual_seed(3)
+        norm, frozen = nn.BatchNorm1d(4), nn.Dropout(0.5).eval()
+        return [nn.Linear(4, 4), norm, nn.Dropout(0.5), frozen, nn.Linear(4, 3)]
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(8) % 3
+    whole = nn.Sequential(*layers())
+    for rows in x.tensor_split(2):
+        whole[:2](rows)
+    whole.eval()
+    expected = whole(x)
+
+    def work(comm):
+        mine = layers()
+        pipeline = Pipeline(
+            mine,
+            make("1f1b", ranks=2, microbatches=2),
+            nn.CrossEntropyLoss(reduction="sum"),
+            comm=comm,
+        )
+        pipeline.step(x, y)
+        found = pipeline.evaluate(x, y), pipeline.predict(x), pipeline.state_dict()
+        assert [one.training for one in mine] == [True, True, True, False, True]
+        return found
+
+    (loss, _, first), (_, outputs, last) = run_threads(2, work)
+    assert loss == pytest.approx(nn.functional.cross_entropy(expected, y).item())
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(first | last, dict(whole.state_dict()))
+
+
+def test_graphs_need_a_gpu():
+    one = make("1f1b", ranks=1, microbatches=1)
+    with pytest.raises(ShapeError, match=r"graphs=True records .* the device is cpu"):
+        run_threads(1, lambda comm: Pipeline(layers(), one, comm=comm, graphs=True))
+
+
 def test_weights_are_loaded_out_of_those_of_the_whole_model():
     weights = nn.Sequential(*layers()).state_dict()
     changed = {name: tensor + 1 for name, tensor in weights.items()}

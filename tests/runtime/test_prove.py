@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import leaking_workers
 from again_tape import Again
 from commands import called
+from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock import REGISTRY, Schedule, lower, make
 from penstock.carry import Slice
 from penstock.errors import ProofError
@@ -96,17 +97,6 @@ def prove_stages(
     return proofs[0]
 
 
-@pytest.fixture
-def no_onednn():
-    """Use torch's own bf16 kernels: some virtual machines advertise AMX but fault on it."""
-    before = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.set_flags(
-        False
-    )
-    yield
-    if before:
-        torch.backends.mkldnn.set_flags(*before)
-
-
 def shaped(
     name: str, ranks: int = 2, microbatches: int = 3, sliced: bool = False
 ) -> Schedule:
@@ -118,25 +108,11 @@ def shaped(
 def hugging_face(kind: str = "Llama", **more: object) -> nn.Module:
     torch.manual_seed(3)
     if kind == "GPT2":
-        sizes = {
-            "vocab_size": VOCAB,
-            "n_embd": 16,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 16,
-        }
-        sizes |= {"bos_token_id": None, "eos_token_id": None}
+        dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+        sizes = gpt2_sizes(VOCAB, layers=2, positions=16, **NO_MARKS) | dropout
     else:
-        sizes = {
-            "vocab_size": VOCAB,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 16,
-            "initializer_range": 0.3,
-        }
+        wild = {"max_position_embeddings": 16, "initializer_range": 0.3}
+        sizes = decoder_sizes(VOCAB, layers=2, **wild)
     config = getattr(transformers, f"{kind}Config")(**sizes | more)
     return getattr(
         transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel"

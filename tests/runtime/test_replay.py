@@ -9,7 +9,7 @@ import torch
 from test_executor import shape_for
 from torch import Tensor
 
-from again_tape import Again
+from again_tape import Again, leave_in_place
 from penstock import REGISTRY, lower, make
 from penstock.errors import RunError
 from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
@@ -146,8 +146,7 @@ class Overwriting(Again):
             for p, place in zip(made, places, strict=True):
                 place.copy_(p.grad)
                 p.grad = place
-            if first is not None:
-                first.copy_(result)
+            leave_in_place(first, result)
 
         self.kept = [*getattr(self, "kept", []), first, work]  # their memory stays
         return first, play
@@ -207,10 +206,11 @@ def test_a_stage_has_as_many_takes_as_it_has_micro_batches_in_flight(name, takes
 def test_a_take_serves_only_micro_batches_that_are_alike():
     schedule = make("1f1b", ranks=1, microbatches=4)
     places = stage_visits(lane_turns(lower(schedule), 0))
-    alike = assign_takes(places, [(1, 7)] * 4)
+    alike = assign_takes(places, dict.fromkeys(places, (1, 7)))
     assert {number for _, number in alike.values()} == {0}
     assert len(set(alike.values())) == 1
-    assert len(set(assign_takes(places, [(1, 7), (2, 7)] * 2).values())) == 2
+    unlike = {(stage, number): (number % 2, 7) for stage, number in places}
+    assert len(set(assign_takes(places, unlike).values())) == 2
 
 
 def test_batches_of_another_shape_and_packed_documents_run_as_without_a_tape():

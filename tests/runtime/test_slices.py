@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from hugging_face import decoder_sizes, gpt2_sizes
 from penstock import REGISTRY, lower, make
 from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
@@ -199,14 +200,7 @@ class Gathered:
 
 
 # ---------------------------------------------------------------- Hugging Face's own models
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-GATED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+GATED = decoder_sizes(VOCAB, width=32, inner=48)
 THEIRS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED)),
     "mistral, window": lambda: transformers.MistralForCausalLM(
@@ -214,15 +208,7 @@ THEIRS = {
     ),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GATED)),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            n_inner=48,
-            n_positions=32,
-            **QUIET,
-        )
+        transformers.GPT2Config(**gpt2_sizes(VOCAB, width=32, n_inner=48))
     ),
 }
 
@@ -618,7 +604,7 @@ def test_a_sequence_of_another_length_is_cut_in_the_same_shares():
     for tokens in (4, 8, 21):
         assert_exact(schedule, llama(2), tokens=tokens)
     with pytest.raises(
-        ShapeError, match=r"2 tokens cannot be cut into 3 slices; the most is 2"
+        ShapeError, match=r"2 tokens cannot be cut into 3 slices; give at most 2"
     ):
         spans_of(schedule.microbatches[0], 2)
     with pytest.raises(
@@ -706,12 +692,10 @@ def test_seq1f1b_holds_its_share_of_1f1bs_activations_plus_keys_and_values(slice
     )
     share = (slices + ranks - 1) / (slices * ranks)
     flying = -(-(slices + ranks - 1) // slices)  # micro-batches, at most
-    keys = (
-        flying * 2 * 2 * 4 * 8 * tokens
-    )  # keys and values: 2 heads of 4 numbers of 8 bytes for each token
-    masks = (
-        flying * 8 * tokens * tokens
-    )  # of a slice: one for all layers, on a CPU only
+    # Keys and values: 2 heads of 4 numbers of 8 bytes for each token.
+    keys = flying * 2 * 2 * 4 * 8 * tokens
+    # The mask of a slice: one for all layers, on a CPU only.
+    masks = flying * 8 * tokens * tokens
     assert ours <= share * plain + keys + masks
     assert ours >= share * plain * 0.8
     assert share * plain + keys + masks < 0.9 * plain

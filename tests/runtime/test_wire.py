@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, FileError, PeerLostError
+from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.runtime.cell_format import CellFormat
 from penstock.runtime.comm.wire import WireComm
+from penstock.runtime.planned_sums import PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
 from penstock.runtime.wire import door
@@ -305,6 +308,13 @@ def test_messages_and_sums_arrive_also_from_a_rank_that_nobody_can_reach(connect
             expected = [comm.receive(one, torch.bfloat16, 0) for one in shapes]
             arrived = [one.wait() for one in reversed(expected)]
             assert [one.sum().item() for one in arrived] == [0, 16000, 15]
+        # Planned sums have messages of their own between the same ranks.
+        plan = SumPlan((0,), SumKind.RING, (2, 0, 1))
+        how = CellFormat(torch.float32)
+        thread = SumThread(comm.apart(), [PlannedSum(plan, rank, 4097, how)])
+        flat = torch.full((4097,), rank + 1.0)
+        thread.put(flat).wait()
+        assert (flat == 6).all()
         comm.barrier()
         comm.abandon()
         return sums

@@ -121,7 +121,7 @@ def test_it_can_be_sliced_split_and_copied(name):
     "shape", [{"ranks": 0, "microbatches": 4}, {"ranks": 4, "microbatches": 0}]
 )
 def test_zero_ranks_or_micro_batches_are_refused(name, shape):
-    with pytest.raises(ShapeError, match="too few; the least is 1"):
+    with pytest.raises(ShapeError, match="must be at least 1, not"):
         make(name, **shape)
 
 
@@ -384,7 +384,7 @@ def test_absurd_sizes_are_refused_before_anything_is_built(word):
     name = {"chunks": "interleaved", "waves": "hanayo"}.get(word, "1f1b")
     with pytest.raises(
         ShapeError,
-        match=rf"{word}=1000000000000.* has [0-9,]+ actions; the most is {MAX_ACTIONS:,}",
+        match=rf"{word}=1000000000000.* has [0-9,]+ actions; at most {MAX_ACTIONS:,} are possible",
     ):
         make(name, **{"ranks": 4, "microbatches": 4, word: 10**12})
 

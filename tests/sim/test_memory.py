@@ -118,11 +118,11 @@ def test_recordings_are_the_takes_of_the_runtime(shape):
     lane = pytest.importorskip("penstock.runtime.lane")
     schedule = make(**shape, ranks=4, microbatches=6)
     program = lower(schedule)
-    shapes = [(1, 1, *one.cuts) for one in schedule.microbatches]
     found = np.zeros(len(schedule.stages), dtype=int)
     for rank in range(schedule.ranks):
         visits = takes.stage_visits(lane.lane_turns(program, rank))
-        for (stage, _), (_, number) in takes.assign_takes(visits, shapes).items():
+        cuts = {visit: schedule.microbatches[visit[1]].cuts for visit in visits}
+        for (stage, _), (_, number) in takes.assign_takes(visits, cuts).items():
             found[stage] = max(found[stage], number + 1)
     assert recordings_of(schedule).tolist() == found.tolist()
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from commands import called
 from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, simulate
 from penstock.cost import NoisyCost, Profile
 from penstock.cost.allreduce import ring_seconds
@@ -187,11 +185,6 @@ def test_pictures_without_sums_do_not_mention_them():
 
 
 # ---------------------------------------------------------------- the command line
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return partial(called, monkeypatch, capsys)
-
-
 def test_simulate_takes_the_time_of_sums(run):
     one = "simulate 1f1b --ranks 4 --microbatches 8"
     two = f"{one} --copies 2 --sum 1.5"
@@ -201,7 +194,7 @@ def test_simulate_takes_the_time_of_sums(run):
     assert "sums" not in alone
     groups = [each["ranks"] for each in copied["sums"]]
     assert groups == [[3, 7], [2, 6], [1, 5], [0, 4]]
-    assert "4; the last ends 1.5 after the last action" in run(two)[1]
+    assert "4; the last ends 1.5 forwards after the last action" in run(two)[1]
 
 
 def test_draw_and_compare_take_the_time_of_sums(run, tmp_path):

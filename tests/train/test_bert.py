@@ -13,7 +13,8 @@ import tokenizers
 import torch
 import transformers
 
-from commands import SMALL_CONFIG, called
+from commands import write_text_run
+from hugging_face import bert_sizes
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError
@@ -229,33 +230,21 @@ def test_rows_of_segments_are_those_of_hugging_faces_tokenizer(segments, tmp_pat
 
 # ---------------------------------------------------------------- the command line
 @pytest.fixture
-def penstock(monkeypatch, capsys, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
-    (tmp_path / "config.toml").write_text(
-        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
-    )
-    monkeypatch.chdir(tmp_path)
+def penstock(run, tmp_path):
+    """Run a command line in a folder with some text; return exit code and output."""
+    write_text_run(tmp_path, TEXT)
 
-    def run(line: str) -> tuple[int, str]:
-        code, out, err = called(monkeypatch, capsys, line)
+    def run_line(line: str) -> tuple[int, str]:
+        code, out, err = run(line)
         return code, out + err
 
-    return run
+    return run_line
 
 
 def theirs(vocab_size: int = 257) -> transformers.BertForMaskedLM:
     torch.manual_seed(1)
-    config = transformers.BertConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.2,
-    )
+    sizes = bert_sizes(vocab_size, initializer_range=0.2)
+    config = transformers.BertConfig(**sizes)
     return transformers.BertForMaskedLM(config).eval()
 
 

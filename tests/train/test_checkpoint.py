@@ -210,10 +210,10 @@ DAMAGES = {
         lambda p: (p.parent / "checkpoint.json").write_text("[]"),
         "is not the note of a checkpoint",
     ),
-    "its version": (lambda p: rewrite(p, version="2"), "version cannot be that"),
-    "its step": (lambda p: rewrite(p, step="x"), "step cannot be that"),
-    "its model": (lambda p: rewrite(p, model=[]), "model cannot be that"),
-    "its files": (lambda p: rewrite(p, files={p.name: {}}), "files cannot be that"),
+    "its version": (lambda p: rewrite(p, version="2"), "its version cannot be read"),
+    "its step": (lambda p: rewrite(p, step="x"), "its step cannot be read"),
+    "its model": (lambda p: rewrite(p, model=[]), "its model cannot be read"),
+    "its files": (lambda p: rewrite(p, files={p.name: {}}), "its files cannot be read"),
 }
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from commands import SMALL_CONFIG, called
+from hugging_face import decoder_sizes
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError
@@ -207,16 +208,9 @@ def test_the_loss_of_a_run_is_the_mean_over_all_answers(
 ):
     """The judge is transformers: each conversation alone, with labels where its own mask says so."""
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=FileTokenizer(str(home / "tokenizer.json")).vocab,
-            hidden_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=48,
-            initializer_range=0.2,
-        )
-    ).eval()
+    vocab = FileTokenizer(str(home / "tokenizer.json")).vocab
+    sizes = decoder_sizes(vocab, width=32, kv_heads=4, inner=48, initializer_range=0.2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     model.save_pretrained(tmp_path / "start")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "start" / name).write_bytes((home / name).read_bytes())

@@ -29,7 +29,7 @@ from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoint import (
     NOTE,
     Saver,
-    is_complete,
+    is_complete_checkpoint,
     newest,
     newest_good,
     prune,
@@ -250,8 +250,8 @@ def test_a_rank_that_is_ahead_and_saves_already_is_not_swept_away(tmp_path):
 
 def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, caplog):
     path = save_all(tmp_path, 5)
-    assert is_complete(path, ["a", "b"])
-    assert not is_complete(path, ["a", "lost", "more"])
+    assert is_complete_checkpoint(path, ["a", "b"])
+    assert not is_complete_checkpoint(path, ["a", "lost", "more"])
     assert newest_good(tmp_path, names=["a", "b"]) == path
     assert newest_good(tmp_path, names=["a", "lost", "more"]) is None
     assert "it has no lost and 1 other weights" in caplog.text
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, 
 def test_what_to_do_without_a_good_checkpoint_depends_on_whether_there_is_any(tmp_path):
     resumed = job_of(tmp_path, "1f1b", "run.steps=2", resume=True)
     with pytest.raises(
-        RunError, match=r"no good checkpoint in .*\n  start anew, without --resume"
+        RunError, match=r"no good checkpoint in .*\n  start without --resume"
     ):
         train(resumed)
     train(replace(resumed, resume=False))
@@ -269,6 +269,6 @@ def test_what_to_do_without_a_good_checkpoint_depends_on_whether_there_is_any(tm
     ).unlink()  # to start here would overwrite it, so that is not the advice
     with pytest.raises(
         RunError,
-        match=r"all are damaged or lack weights of this model\n  start anew in another",
+        match=r"all are damaged or lack weights of this model\n  start a new run in another",
     ):
         train(resumed)

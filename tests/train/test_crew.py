@@ -14,9 +14,10 @@ from crews import Crew, Killed, MortalComm
 from penstock import Plan, make
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
+from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.plan.survivors import without_ranks
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip_paths import dealt
-from penstock.schedules.survivors import without_ranks
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
@@ -37,6 +38,15 @@ TWO_COPIES = Plan(
 )
 
 
+THREE_COPIES = Plan(
+    replicate(make("1f1b", ranks=2, microbatches=2), 3),
+    "1f1b copies=3",
+    (2, 2),
+    sums=(
+        SumPlan((0,), SumKind.DIRECT, (0, 2, 4), (0.6, 0.3, 0.1)),
+        SumPlan((1,), SumKind.TWO_LEVELS, (1, 3, 5), groups=((1, 3), (5,)), whole=True),
+    ),
+)
 ALONE = Plan(make("1f1b", ranks=3, microbatches=4), "1f1b", (2, 1, 1))
 
 
@@ -117,6 +127,24 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
         assert losses(rows) == expected, (victim, end, decision.step)
         last = folder / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json"
         assert last.is_file()
+
+
+def test_planned_sums_are_planned_again_when_a_rank_is_lost(started_with, tmp_path):
+    changes = ("data.batch=12", "run.accumulate=2")
+    crew = Crew(job_with(THREE_COPIES, tmp_path, *changes))
+    crew.run(
+        crew.decide(), lambda comm: MortalComm(comm, 40 if comm.rank == 2 else None)
+    )
+    assert 2 not in crew.reports
+    decision = crew.decide()
+    assert 0 < decision.step < STEPS
+    direct, groups = decision.plan.sums
+    assert direct.ranks == (0, 3)
+    assert direct.shares == pytest.approx((6 / 7, 1 / 7))
+    assert groups.groups == ((1, 2), (4,))
+    crew.run(decision)
+    rows = losses(read_rows(tmp_path))
+    assert rows == started_with(decision.step, (2,), THREE_COPIES, *changes)
 
 
 def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the_others(
@@ -333,6 +361,35 @@ def test_a_run_survives_ten_losses_at_random_moments_and_as_many_joins(tmp_path)
     assert kills >= 10
 
 
+def test_a_worker_moves_to_a_part_with_too_few_and_the_next_one_takes_its_seat(
+    started_with, tmp_path
+):
+    # The first part has twice the work of the second one.
+    plan = replace(TWO_COPIES, partition=(3, 1))
+    crew = Crew(job_with(plan, tmp_path, "run.save=0"))
+    crew.moving = True
+    crew.change_at = 2
+    crew.run(crew.decide())
+    del crew.reports[0]
+    decision = crew.decide()
+    assert decision.seat_of == {1: 1, 2: 2, 3: 0}
+    assert decision.transfers == ((0, 2, 0),)
+    assert load_decision(decision.dump()) == decision
+    crew.change_at = 3
+    crew.run(decision)
+    crew.reports[0] = Report(0, newcomer=True)
+    decision = crew.decide()
+    assert decision.seat_of == {0: 3, 1: 1, 2: 2, 3: 0}
+    assert (decision.whole, decision.transfers) == (True, ((1, 1, 3),))
+    crew.change_at = 0
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    # An empty second seat in the second copy is what a run without worker 3 has.
+    assert losses(rows)[:3] == started_with(2, (3,), plan)[:3]
+    assert losses(rows) == pytest.approx(started_with(STEPS, (), plan), rel=1e-5)
+
+
 # ---------------------------------------------------------------- decisions
 def test_a_step_that_nobody_has_committed_is_done_again():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 2)}
@@ -395,6 +452,9 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
     assert is_elastic(wanted, alone, placement_on("cpu"))
     with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* GPUs"):
         is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
+    testbed = replace(placement_on("cuda"), machine=Machine(4, 1, 4))
+    with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* through MPS"):
+        is_elastic(wanted, TWO_COPIES, testbed)
     joined = replace(SMALL, run=replace(SMALL.run, listen="10.0.0.1:29500"))
     assert is_elastic(joined, alone, placement_on("cpu"))
     with pytest.raises(
@@ -412,13 +472,13 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
-    event = Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5)
+    event = Event(2, "lost", 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5, 0.6)
     log.put(event)
     assert read_events(tmp_path) == [event]
     (line,) = list_events(summarize_run(tmp_path))
     assert line.startswith(
         "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms, "
-        "planned at 50% of the full speed; "
+        "planned at 50% of the full speed (at most 60% is possible); "
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line

@@ -235,6 +235,23 @@ def test_going_on_with_other_data_is_refused(change):
         loader.resume(loader.state() | change)
 
 
+def test_batches_that_are_read_ahead_are_those_of_the_next_step():
+    """Reading ahead counts nothing, and what it has read is dropped if another step comes next."""
+    plain = Loader(corpus_of(), Deal(2, 3), 5)
+    ahead = Loader(corpus_of(), Deal(2, 3), 5)
+    for number in range(4):
+        expected = [batch.inputs for batch in plain.step()]
+        ahead.prepare()
+        ahead.prepare()
+        assert ahead.seen == ahead.state()["seen"] == 6 * number
+        found = [batch.inputs for batch in ahead.step()]
+        assert torch.equal(torch.cat(*found), torch.cat(*expected))
+    ahead.prepare()
+    ahead.seen = plain.seen = 0
+    (one,), (other,) = ahead.step(), plain.step()
+    assert torch.equal(torch.cat(one.labels), torch.cat(other.labels))
+
+
 def test_a_mean_over_passes_counts_the_labels_of_all():
     passes = Loader(corpus_of(), Deal(rows=1, microbatches=2, passes=3), seed=0).step()
     assert [batch.valid for batch in passes] == [60, 60, 60]
@@ -608,6 +625,24 @@ def test_a_tokenizer_with_gaps_has_a_place_for_every_number(tmp_path):
     assert tokenizer_of(str(tmp_path / "tokenizer.json")).vocab == 1000
 
 
+def test_a_tokenizer_is_read_once_until_its_files_change(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"a": 0, "<unk>": 1}
+    for word, folder in (("b", "one"), ("c", "two")):
+        (tmp_path / folder).mkdir()
+        model = tokenizers.models.WordLevel(words | {word: 2}, unk_token="<unk>")
+        tokenizers.Tokenizer(model).save(str(tmp_path / folder / "tokenizer.json"))
+    path = tmp_path / "one" / "tokenizer.json"
+    first = tokenizer_of(str(path))
+    assert tokenizer_of(str(path)) is first
+    assert tokenizer_of(str(tmp_path / "two" / "tokenizer.json")).decode([2]) == "c"
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert (first.end, tokenizer_of(str(path)).end) == (None, 2)
+    content = path.read_text()
+    path.write_text(content.replace('"b"', '"bb"'))
+    assert tokenizer_of(str(path)).decode([2]) == "bb"
+
+
 def test_a_cache_is_for_all_who_may_read_files(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 10)
     open_corpus(
@@ -655,6 +690,22 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
     assert large < len(line) * 1500 / 2
 
 
+def test_rows_are_copied_from_the_file_and_outlive_it(tmp_path):
+    """Whoever touches a mapped file maps much of it, which would count as memory of the process."""
+    (tmp_path / "a.txt").write_text("0123456789" * 5)
+    data = DataConfig(sources=(str(tmp_path / "a.txt"),), tokens=10, held_out=0.0)
+    corpus = open_corpus(data, tmp_path / "cache")
+    assert isinstance(corpus.tokens, np.memmap)
+    rows = [corpus.sequence(number) for number in range(5)]
+    assert not any(isinstance(row, np.memmap) for row in rows)
+    for file in (tmp_path / "cache").iterdir():
+        file.unlink()
+    for number, row in enumerate(rows):
+        expected = corpus.tokens[10 * number : 10 * number + 11]
+        assert row.tolist() == expected.tolist()
+        assert corpus.sequence(number).tolist() == expected.tolist()
+
+
 def test_a_stream_reads_anything_that_has_examples():
     """A list of mappings will do; the library `datasets` has tests of its own."""
     texts = [{"text": f"text {n} " * (n % 5)} for n in range(40)] + [{"text": None}]
@@ -667,6 +718,22 @@ def test_a_stream_reads_anything_that_has_examples():
     for (x, y), (ours, labels) in zip(again, batches[1:], strict=True):
         assert torch.equal(x, ours)
         assert torch.equal(y, labels)
+    bare = [one["text"] for one in texts[:-1]]
+    for (x, _), (ours, _) in zip(TextStream(bare, 5, 2), batches, strict=True):
+        assert torch.equal(x, ours)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ((text for text in ["a", "b"]), "train with `fit`"),
+        ({"train": ["a"]}, r"hand over one of them, such as dataset\['train'\]"),
+        ([["a"]], "neither a text nor a mapping, but list"),
+    ],
+)
+def test_what_a_stream_cannot_read_is_refused(dataset, words):
+    with pytest.raises(FileError, match=words):
+        list(TextStream(dataset, tokens=5, rows=2))
 
 
 def test_of_a_saved_dataset_with_splits_only_one_is_read(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from commands import SMALL_CONFIG, called
+from commands import SMALL_CONFIG
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.train.data.corpus import open_corpus
@@ -43,9 +43,7 @@ def streamed(tmp_path) -> datasets.IterableDataset:
     )
 
 
-def test_a_folder_of_save_to_disk_is_trained_on_and_only_its_own_split(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_folder_of_save_to_disk_is_trained_on_and_only_its_own_split(run, tmp_path):
     both = datasets.DatasetDict({"train": stored(), "test": stored().select([0])})
     both.save_to_disk(tmp_path / "both")
     data = DataConfig(sources=(str(tmp_path / "both"),), tokens=16)
@@ -53,12 +51,10 @@ def test_a_folder_of_save_to_disk_is_trained_on_and_only_its_own_split(
     with pytest.raises(FileError, match="no split 'dev'; it has test, train"):
         source_files(DataConfig(sources=(str(tmp_path / "both"),), split="dev"))
     (tmp_path / "config.toml").write_text(SMALL_CONFIG)
-    monkeypatch.chdir(tmp_path)
-    line = (
+    code, out, err = run(
         "train config.toml --set data.sources=both --set run.folder=run --set run.steps=1 "
         "--set data.tokens=8 --set schedule.ranks=1 --set schedule.name=1f1b --sample 0"
     )
-    code, out, err = called(monkeypatch, capsys, line)
     assert code == 0, err
     assert f"{len(ALL):,} tokens" in out + err
 

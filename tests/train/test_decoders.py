@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +15,21 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from commands import SMALL_CONFIG, called
+from commands import write_text_run
+from hugging_face import NO_MARKS, decoder_sizes
 from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
-from penstock.models.decoder import build_decoder, check_positions, decoder_of
+from penstock.models.decoder import (
+    build_decoder,
+    check_positions,
+    decoder_of,
+    load_whole,
+)
 from penstock.plan.recipes import Limits
+from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
 from penstock.train.auto import model_limits
@@ -30,18 +39,7 @@ from penstock.train.hub import read_sizes
 from penstock.train.weights import draw_parameters, hold_whole
 from penstock.train.worker import job_of
 
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = decoder_sizes(256, width=32, inner=48, max_position_embeddings=64, **NO_MARKS)
 SCALED = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -75,20 +73,31 @@ def folder_of(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture
-def penstock(monkeypatch, capsys, tmp_path):
-    """Run a command line in a folder with some text."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    (tmp_path / "config.toml").write_text(
-        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
-    )
-    monkeypatch.chdir(tmp_path)
+def penstock(run, tmp_path):
+    """Run a command line in a folder with some text; return its output."""
+    write_text_run(tmp_path, TEXT)
 
-    def run(line: str) -> str:
-        code, out, err = called(monkeypatch, capsys, line)
+    def run_line(line: str) -> str:
+        code, out, err = run(line)
         assert code == 0, err
         return out + err
 
-    return run
+    return run_line
+
+
+def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
+    """transformers replaces `tie_weights` of all models meanwhile; two at once would leave the replacement behind."""
+    sizes = decoder_of(CONFIGS["gemma3"])
+    inside = threading.Semaphore(1)
+
+    def read(*_, **__) -> torch.nn.Module:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.05)
+        inside.release()
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    assert len(run_threads(2, lambda comm: load_whole(tmp_path, sizes))) == 2
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,11 @@ from penstock import make
 from penstock.errors import ShapeError
 from penstock.models import document_starts
 from penstock.plan.slices import equal_work_cuts
-from penstock.runtime import Executor
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import cut_units
 from penstock.train.data.documents import DocumentCutter
 from penstock.train.rank_setup import cutter_of
-from trainings import apart, job_of, train
+from trainings import apart, job_of, train, watch_batches
 
 CPU = torch.device("cpu")
 
@@ -110,15 +109,7 @@ def test_a_batch_may_bring_cuts_of_its_own():
 def test_the_trainer_cuts_each_step_by_its_documents_and_learns_the_same(
     tmp_path, monkeypatch
 ):
-    seen = []
-    step = Executor.step
-
-    def spy(executor, batch, timed=False):
-        if executor.comm.rank == 0:
-            seen.append(batch)
-        return step(executor, batch, timed)
-
-    monkeypatch.setattr(Executor, "step", spy)
+    seen = watch_batches(monkeypatch)
     changes = ("data.separate=true", "data.tokens=64", "run.steps=4")
     job = job_of(tmp_path / "sliced", "seq1f1b", *changes, slices=4)
     rows = train(job)

@@ -21,12 +21,11 @@ from penstock.plan.slices.packs import (
     step_clock,
     works_of_rows,
 )
-from penstock.runtime import Executor
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.documents import document_ends
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.rank_setup import dealer_of
-from trainings import apart, corpus, job_of, losses, train
+from trainings import apart, corpus, job_of, losses, train, watch_batches
 
 CPU = torch.device("cpu")
 WORK = DocumentWork(token=300, call=100)
@@ -152,15 +151,7 @@ def test_documents_end_where_the_next_one_or_the_next_row_begins():
 def test_dealt_documents_train_like_the_rows_they_came_from(
     name, changes, shape, tmp_path, monkeypatch
 ):
-    seen = []
-    step = Executor.step
-
-    def spy(executor, batch, timed=False):
-        if executor.comm.rank == 0:
-            seen.append(batch)
-        return step(executor, batch, timed)
-
-    monkeypatch.setattr(Executor, "step", spy)
+    seen = watch_batches(monkeypatch)
     dealt = train(job_of(tmp_path / "dealt", name, *LONG, *changes, **shape))
     assert any(batch.shapes[0][0] == 1 for batch in seen)  # A pack is one row.
     keep = ("data.balance=false", *changes)

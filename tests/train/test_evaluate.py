@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from commands import called
+from hugging_face import bert_sizes
 from penstock.errors import FileError, ShapeError
 from penstock.train.after.evaluate import evaluate_run, evaluate_text
 
@@ -115,14 +116,8 @@ def test_the_run_of_a_model_says_how_text_is_read(model, tmp_path):
 
 def test_a_bert_is_evaluated_on_words_that_it_guesses(tmp_path):
     torch.manual_seed(1)
-    config = transformers.BertConfig(
-        vocab_size=257,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=64,
-    )
+    sizes = bert_sizes(257, layers=2, width=16, heads=2, inner=24, positions=64)
+    config = transformers.BertConfig(**sizes)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     (tmp_path / "text.txt").write_text(TEXT)
     found = evaluate_text(tmp_path / "bert", [str(tmp_path / "text.txt")])
@@ -138,5 +133,5 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
         evaluate_run(model, [])
     with pytest.raises(FileError, match="there is no such file"):
         evaluate_text(model, [str(tmp_path / "b.txt")])
-    with pytest.raises(ShapeError, match="0 batches"):
+    with pytest.raises(ShapeError, match="at least 1, not 0 and 8"):
         evaluate_text(model, [str(tmp_path / "a.txt")], batches=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,16 @@ from commands import SMALL_CONFIG
 from penstock import fit
 from penstock.config import DataConfig
 from penstock.errors import ConfigError, FileError
-from penstock.formats.config_toml import read_config
+from penstock.formats.config_toml import read_config, written_keys
+from penstock.train import session
+from penstock.train.after.evaluate import evaluate_run
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.forecast import known_forecast
+from penstock.train.lock import locking
+from penstock.train.session import kept_plan, plan_and_prepare
+from penstock.train.start import find_run
 from penstock.train.worker import job_of
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
@@ -129,3 +136,34 @@ def test_fit_trains_on_a_dataset_and_its_run_needs_it_no_more(tmp_path, monkeypa
     assert bytes(job.validation.tokens.tolist()) == b"tests " * 20 + b"\0"
     with pytest.raises(ConfigError, match=r"data\.sources or data\.mixture names text"):
         fit("run", TEXTS, resume=True)
+    examined = evaluate_run(run.folder, ())  # on the validation set, as the run itself
+    assert (examined.available, examined.sequences) == (3, 3)
+    perplexity = examined.rows[0].perplexity
+    assert perplexity == pytest.approx(math.exp(row.evaluation), rel=1e-5)
+
+
+def test_auto_keeps_its_profiles_and_its_plan_before_workers_start(
+    tmp_path, monkeypatch
+):
+    """So the forecast needs no second measurement, and a run that is resumed has the plan of the first one."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(TEXTS))
+    Path("config.toml").write_text(SMALL_CONFIG)
+    changes = ["schedule.name=auto", "schedule.ranks=1", "model.layers=1"]
+    changes += ["data.sources=text.txt", "data.tokens=16", "run.folder=run"]
+    Path("run").mkdir()  # A folder that was there before is kept.
+    given = written_keys(Path("config.toml"), changes)
+    config, folder = find_run(Path("config.toml"), None, changes, exists=False)
+    with locking() as lock:
+        first = plan_and_prepare(config, folder, False, lock, given)
+    predicted = known_forecast(folder, first.config, first.plan)
+    assert predicted is not None
+    assert predicted.seconds > 0
+    monkeypatch.delattr(session, "measure_workload")
+    kept = kept_plan(config, folder, ["run.steps=9"])
+    with locking() as lock:
+        again = plan_and_prepare(config, folder, False, lock, given, kept)
+        with pytest.raises(ConfigError, match="has 1 ranks, but 3 were launched"):
+            plan_and_prepare(config, folder, False, lock, given, kept, launched=3)
+    assert again.plan == first.plan
+    assert kept_plan(config, folder, ["data.batch=4"]) is None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from crews import Crew
+from hugging_face import decoder_sizes, gpt2_sizes
 from penstock.config import LoraConfig, OptimizerConfig
 from penstock.errors import ConfigError, RunError
 from penstock.measure.footprint import footprint
@@ -39,45 +40,18 @@ RECIPE = (
 
 
 def llama() -> torch.nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    config = transformers.LlamaConfig(**decoder_sizes(VOCAB))
+    return transformers.LlamaForCausalLM(config)
 
 
 def gpt2() -> torch.nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=16,
-            n_layer=4,
-            n_head=4,
-            n_positions=8,
-            attn_pdrop=0.0,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-        )
-    )
+    config = transformers.GPT2Config(**gpt2_sizes(VOCAB, positions=8))
+    return transformers.GPT2LMHeadModel(config)
 
 
 def qwen2() -> torch.nn.Module:
-    return transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-    )
+    sizes = decoder_sizes(VOCAB, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
 
 
 def job(folder: Path, base: Path, name: str, *changes: str, **shape):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from commands import SMALL_CONFIG, called
+from commands import SMALL_CONFIG
 from penstock import Plan, make
 from penstock.config import DataConfig, MixtureSource
 from penstock.errors import ConfigError, FileError
@@ -159,17 +159,15 @@ def test_a_mixture_that_is_none_is_refused(text, words):
         load_config(text)
 
 
-def test_a_run_on_a_mixture_says_what_it_has_read(tmp_path, monkeypatch, capsys):
+def test_a_run_on_a_mixture_says_what_it_has_read(run, tmp_path):
     (tmp_path / "web.txt").write_text("web text " * 4000)
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("x = 1\n" * 300)
     (tmp_path / "config.toml").write_text(SMALL_CONFIG + TABLES)
-    monkeypatch.chdir(tmp_path)
-    line = (
+    code, out, err = run(
         "train config.toml --set run.folder=run --set run.steps=2 --set data.batch=64 "
         "--set schedule.name=1f1b --set schedule.ranks=1 --sample 0"
     )
-    code, out, err = called(monkeypatch, capsys, line)
     assert code == 0, err
     web, programs = read_use(tmp_path / "run")
     assert (web.name, web.weight) == ("web.txt", 0.75)
@@ -179,7 +177,7 @@ def test_a_run_on_a_mixture_says_what_it_has_read(tmp_path, monkeypatch, capsys)
     )
     assert f"programs: {programs.tokens:,} tokens" in out + err
     assert "Text by source" in (tmp_path / "run" / "report.html").read_text()
-    code, out, err = called(monkeypatch, capsys, "eval run --batches 1")
+    code, out, err = run("eval run --batches 1")
     assert code == 0, err
 
 

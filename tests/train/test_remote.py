@@ -118,3 +118,9 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     code, _, err = called(monkeypatch, capsys, f"{line} --resume")
     assert code == 2
     assert "no good checkpoint" in err
+    other = f"train {file} --set run.folder={tmp_path}/other"
+    code, _, err = called(
+        monkeypatch, capsys, f"{other} --set run.checkpoints=nonsense://bucket"
+    )
+    assert (code, (tmp_path / "other").exists()) == (2, False)
+    assert "cannot open nonsense://bucket" in err

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from html import unescape
 from html.parser import HTMLParser
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ from penstock.plan.recipes import Limits
 from penstock.plan.search import CANNOT_WIN, Landscape, search
 from penstock.plan.workload import Fixed, Workload
 from penstock.view import svg
-from penstock.view.landscape import render_landscape
-from penstock.view.numbers import name_time, write_size, write_time
+from penstock.view.landscape import Dot, Front, _figure, render_landscape
+from penstock.view.numbers import Scale, name_time, write_size, write_time
 
 TOKENS = 64
 VOID_TAGS = {"meta", "link", "br"}
@@ -438,3 +439,29 @@ def test_the_table_has_the_best_twenty_rows() -> None:
     times = [float(row[3].replace(",", "")) for row in page.rows]
     assert times[1:] == sorted(times[1:])
     assert page.rows[0][3] + " ms" == write_time(landscape.best.candidate.step)
+
+
+def test_labels_cover_neither_dots_nor_numbers_nor_each_other():
+    """Three plans on the front that lie as close together as in the plan of a tiny model."""
+    crowd = [(3.4, 1.057, "1F1B"), (3.59, 1.054, ""), (3.66, 1.036, "chosen")]
+    dots = [
+        Dot(size, time, "", group=0, place=place, label=label)
+        for place, (size, time, label) in enumerate(crowd, start=1)
+    ]
+    dots += [Dot(3.66, 1.036, "", group=0, label="best fixed order")]
+    dots += [Dot(6.3, 1.28, "", group=0)]
+    count = Scale("", 1.0)
+    drawn = _figure(Front(tuple(dots), ("any",), count, count, "size", "time"), dots)
+    number = r"([\d.]+)"
+    circles = re.findall(f'<circle class="g0" cx="{number}" cy="{number}" r="5"', drawn)
+    boxes = []
+    for x, y, label in re.findall(f'"halo" x="{number}" y="{number}">(.+?)<', drawn):
+        left, base = float(x), float(y)
+        boxes.append((left, base - 9, left + 6 * len(label), base))
+    assert len(boxes) == 3
+    for x, y in circles:
+        boxes.append((float(x) - 5, float(y) - 5, float(x) + 5, float(y) + 5))
+    for one, other in combinations(boxes, 2):
+        apart = one[2] <= other[0] or other[2] <= one[0]
+        same = one[:2] == other[:2]  # two plans in one place
+        assert apart or same or one[3] <= other[1] or other[3] <= one[1]

@@ -84,11 +84,11 @@ class Automodel(TorchFramework):
 
 def _module_lines(pipeline: PipelineTerms) -> Iterator[str]:
     yield "    module_fqns_per_model_part:"
-    for names in module_names(pipeline):
+    for names in hugging_face_names(pipeline):
         yield f"    - [{', '.join(names)}]"
 
 
-def module_names(pipeline: PipelineTerms) -> list[list[str]]:
+def hugging_face_names(pipeline: PipelineTerms) -> list[list[str]]:
     """The modules of each stage, by the names of Hugging Face's Llama.
 
     Every stage needs the rotary embedding.

@@ -14,14 +14,13 @@ from pathlib import Path
 from penstock.advice.orders import order_of
 from penstock.advice.pipeline import (
     NO_PIPELINE,
+    OPTION_BREAK,
     Advice,
     PipelineTerms,
     refuse_idle_order,
     refuse_mixed_recomputation,
 )
 from penstock.plan.recipes import Limits
-
-CONTINUED = " \\\n"  # between two options
 
 
 class Megatron:
@@ -84,12 +83,12 @@ class Megatron:
         name = "as interleaved 1F1B" if pipeline.stages_per_rank > 1 else "as 1F1B"
         if pipeline.ranks == 1:
             name = NO_PIPELINE
-        text = CONTINUED.join(options)
+        text = OPTION_BREAK.join(options)
         return Advice(name, f"{text}\n", {}, self._notes(pipeline))
 
     def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:
         notes = [
-            f"Megatron computes the {pipeline.microbatches} micro-batches of a step, in "
+            f"Megatron computes the number of micro-batches of a step, {pipeline.microbatches} in "
             f"{pipeline.replicas} data-parallel group{'s' * (pipeline.replicas > 1)}, from the "
             "batch sizes and the number of devices."
         ]
@@ -118,7 +117,7 @@ def layout_of(pipeline: PipelineTerms) -> str:
 
 
 def layout_text(partition: tuple[int, ...]) -> str:
-    """The layout of parts with so many layers."""
+    """The layout of parts with these numbers of layers."""
     stages = [_layers_text(count) for count in partition]
     stages[0] = "E" + stages[0]
     stages[-1] += "L"

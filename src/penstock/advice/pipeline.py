@@ -141,6 +141,7 @@ class Advice:
     notes: tuple[str, ...] = ()
 
 
+OPTION_BREAK = " \\\n"  # between two options of a command line
 NO_PIPELINE = "without a pipeline"  # the schedule of a single rank
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.advice.pipeline import NO_PIPELINE, Advice, PipelineTerms
+from penstock.advice.pipeline import NO_PIPELINE, OPTION_BREAK, Advice, PipelineTerms
 from penstock.advice.torch_stages import (
     TorchFramework,
     torch_csv,
     torch_name,
     torch_notes,
 )
-
-CONTINUED = " \\\n"  # between two options
 
 
 class Torchtitan(TorchFramework):
@@ -52,12 +50,12 @@ class Torchtitan(TorchFramework):
                 options.append(("parallelism.pipeline_parallel_schedule_csv", file))
                 files[csv_file.name] = torch_csv(pipeline)
             if pipeline.partition:
-                names = " ".join(map(",".join, module_names(pipeline)))
+                names = " ".join(map(",".join, torchtitan_names(pipeline)))
                 options.append(("parallelism.module_fqns_per_model_part", names))
         words = [f"--{name} {value}" for name, value in options]
         # A choice between classes of configs is a word of its own, after all options.
         policy = "full" if pipeline.recomputes else "none"
-        text = CONTINUED.join([*words, f"activation-checkpoint:{policy}"])
+        text = OPTION_BREAK.join([*words, f"activation-checkpoint:{policy}"])
         name = f"as {schedule}" if pipeline.ranks > 1 else NO_PIPELINE
         return Advice(name, f"{text}\n", files, self._notes(pipeline))
 
@@ -71,7 +69,7 @@ class Torchtitan(TorchFramework):
         return tuple(notes)
 
 
-def module_names(pipeline: PipelineTerms) -> list[list[str]]:
+def torchtitan_names(pipeline: PipelineTerms) -> list[list[str]]:
     """The modules of each stage, by the names of torchtitan's decoders."""
     names = [[f"layers.{layer}" for layer in layers] for layers in pipeline.layers]
     names[0].insert(0, "tok_embeddings")

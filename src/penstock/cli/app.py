@@ -5,14 +5,17 @@ Each command imports the rooms that it needs when it runs, so `penstock --help` 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from penstock.cli.doctor import doctor_command, print_first_steps
+from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted
 from penstock.cli.join import join_command
-from penstock.cli.paths import INTERRUPTED, SearchInterrupted, paths_command
+from penstock.cli.paths import paths_command
 from penstock.cli.plan import plan_command
 from penstock.cli.profile import profile_command
 from penstock.cli.schedule import (
@@ -87,24 +90,34 @@ def begin(
         print_first_steps()
 
 
-app.command("list")(list_command)
-app.command("draw")(draw_command)
-app.command("simulate")(simulate_command)
-app.command("plan")(plan_command)
-app.command("check")(check_command)
-app.command("compare")(compare_command)
-app.command("paths")(paths_command)
-app.command("profile")(profile_command)
-app.command("testbed")(run_testbed)
-app.command("train")(train_command)
-app.command("join")(join_command)
-app.command("init")(init_command)
-app.command("export")(export_command)
-app.command("generate")(generate_command)
-app.command("report")(report_command)
-app.command("eval")(eval_command)
-app.command("tokenizer")(tokenizer_command)
-app.command("doctor")(doctor_command)
+def _add(name: str, command: Callable[..., None]) -> None:
+    """Add a command, whose docstring is its help.
+
+    Typer keeps the line breaks of a docstring, so each paragraph becomes one line here and wraps as the terminal needs.
+    """
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    help_text = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    app.command(name, help=help_text)(command)
+
+
+_add("list", list_command)
+_add("draw", draw_command)
+_add("simulate", simulate_command)
+_add("plan", plan_command)
+_add("check", check_command)
+_add("compare", compare_command)
+_add("paths", paths_command)
+_add("profile", profile_command)
+_add("testbed", run_testbed)
+_add("train", train_command)
+_add("join", join_command)
+_add("init", init_command)
+_add("export", export_command)
+_add("generate", generate_command)
+_add("report", report_command)
+_add("eval", eval_command)
+_add("tokenizer", tokenizer_command)
+_add("doctor", doctor_command)
 
 
 def main() -> None:

@@ -61,9 +61,10 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
-    from penstock.train.after.report import list_events
+    from penstock.train.after.report import list_comparisons, list_events
     from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name
     from penstock.train.data.mixture import describe_use
+    from penstock.view.numbers import write_time
 
     first = summary.rows[0]
     last = summary.rows[-1]
@@ -73,10 +74,10 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
     if summary.evaluation is not None:
         loss += f", held-out loss {summary.evaluation:.4f}"
     lines = [
-        f"{ending} {verdict.step} steps in {seconds:,.0f} s: {loss}, "
+        f"{ending} {verdict.step} steps in {write_time(seconds, digits=3)}: {loss}, "
         f"{summary.speed:,.0f} tokens/s"
     ]
-    lines += [kind.text for kind in summary.kinds if kind.text]
+    lines += list_comparisons(summary)
     for kind in summary.kinds:
         predicted = kind.predicted
         if predicted is None or kind.measured is None:

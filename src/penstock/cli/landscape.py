@@ -160,12 +160,12 @@ def _notes(
     """Return the explanations under the table."""
     from penstock.plan.search import row_title
     from penstock.schedules.coverage import visits_all_parts
-    from penstock.view.numbers import write_size, write_time
+    from penstock.view.numbers import name_size, name_time
 
     def visits_all(row: Row) -> bool:
         return visits_all_parts(row.candidate.schedule)
 
-    bound = write_time(landscape.bound, question.units, digits=4)
+    bound = name_time(landscape.bound, question.units, digits=4)
     gap = ""
     if math.isfinite(landscape.gap):
         gap = f"; the best one is {landscape.gap:.1%} above it"
@@ -180,7 +180,10 @@ def _notes(
             f"times are in {seconds}; peak: what the fullest device holds, in {sizes}"
         )
     else:
-        notes.append("peak: the activations of the fullest rank, in micro-batches")
+        notes.append(
+            "times are in forwards of a micro-batch on a rank; peak: the activations of the "
+            "fullest rank, in micro-batches"
+        )
     cuts = landscape.best.candidate.schedule.microbatches[0].cuts
     if len(cuts) > 2 and seconds:
         notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
@@ -189,10 +192,10 @@ def _notes(
         notes.append(f"{hidden} more candidates fit; --top shows more rows")
     if landscape.too_large:
         name, peak = landscape.too_large[0]
-        limit = write_size(question.workload.memory or 0.0, question.units, 4)
+        limit = name_size(question.workload.memory or 0.0, question.units, 4)
         notes.append(
             f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
-            f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
+            f"the smallest of them is {name} ({name_size(peak, question.units, 4)})"
         )
     if landscape.left_out:
         notes.append(
@@ -207,7 +210,7 @@ def _notes(
         )
         whole = next((r for r in landscape.rows if visits_all(r)), None)
         if whole is not None:
-            step = write_time(whole.candidate.step, question.units, digits=4)
+            step = name_time(whole.candidate.step, question.units, digits=4)
             notes.append(
                 f"the best plan that leaves out nothing is {row_title(whole, landscape)}: {step}"
             )

@@ -180,9 +180,21 @@ def simulate_command(
 
 
 def check_command(
-    file: Annotated[
-        Path, typer.Argument(help="A plan.json, or a CSV file from torch.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A plan.json, a CSV file from torch, or the name of a schedule (see `penstock list`).",
+            autocompletion=complete_schedule,
+        ),
     ],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    waves: Waves = None,
+    chunks: Chunks = None,
+    slices: Slices = None,
+    skips: Skips = None,
+    copies: Copies = None,
+    split: Split = False,
     run: Annotated[
         bool,
         typer.Option(
@@ -205,35 +217,47 @@ def check_command(
     An error names the broken rule and its micro-batches.
 
     Example: penstock check plan.json --run
+
+    Example: penstock check hanayo --ranks 4 --microbatches 8 --waves 2
     """
     from penstock.ir import lower, verify
+    from penstock.ir.verify_sums import verify_sums
     from penstock.plan.paths.planner import check_rules
 
-    plan = _read(file)
+    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
+    plan = _plan(source, shape)
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
+    sum_messages = verify_sums(schedule, plan.sums)
     for other in plan.schedules[1:]:
         verify(lower(other))
+        verify_sums(other, plan.sums)
     trial = _try(schedule) if run else {}
-    microbatches = len(schedule.microbatches)
+    count = len(schedule.microbatches)
     if json:
         facts = {
             "ok": True,
-            "file": str(file),
+            "file": source,
             "ranks": schedule.ranks,
             "actions": schedule.actions,
-            "microbatches": microbatches,
+            "microbatches": count,
             "messages": len(transfers),
+            "sum_messages": sum_messages,
         }
         print_json({**facts, **trial})
         return
     console().print(
-        f"{file} is a valid schedule: {schedule.ranks} ranks, {microbatches} "
+        f"{source} is a valid schedule: {schedule.ranks} ranks, {count} "
         f"micro-batches and {schedule.actions} actions, in an order that can run. "
         f"Its {len(transfers)} messages cannot deadlock.",
         markup=False,
     )
+    if sum_messages:
+        console().print(
+            f"Neither can the {sum_messages} messages that sum gradients, "
+            "and every replica gets the same sum."
+        )
     if rules is not None:
         console().print("Its paths follow the rules.")
     if trial:
@@ -270,22 +294,25 @@ def compare_command(
     """Show two schedules one above the other on one page.
 
     Each schedule takes the shape options that it knows. The timeline.json in the folder of a run is shown as it was
-    measured.
+    measured. The other schedule is then simulated with the profile of that run, or with the times of the measured
+    actions if the run has no profile.
 
     Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2 -o report.html
     """
     from penstock.view import page
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
     if output.suffix.lower() != ".html":
         raise FileError(
             f"cannot write the comparison to {output}: its name must end in .html"
         )
-    timelines = []
-    for source in (first, second):
-        plan, timeline = _timeline(source, _own_shape(source, shape), price)
-        timelines.append((plan.name, timeline))
+    sources = (first, second)
+    price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
+    if profile is None:
+        units = {"forward": forward, "backward": backward, "comm": comm, "sum": sum_}
+        timelines = _in_one_unit(sources, shape, price, units)
+    else:
+        timelines = [_titled(source, shape, price) for source in sources]
     names = [name for name, _ in timelines]
     write(output, page(timelines, " and ".join(names)))
 
@@ -363,6 +390,54 @@ def _timeline(
         raise _own_shape_error(source, shape)
     plan, step, timeline = read_measured(path)
     return replace(plan, name=f"{plan.name}, measured, step {step}"), timeline
+
+
+def _titled(source: str, shape: dict[str, int], price: Price) -> tuple[str, Timeline]:
+    """Return the name of a plan and its timeline, with the shape options that it knows."""
+    plan, timeline = _timeline(source, _own_shape(source, shape), price)
+    return plan.name, timeline
+
+
+def _in_one_unit(
+    sources: tuple[str, str],
+    shape: dict[str, int],
+    price: Price,
+    units: dict[str, float | None],
+) -> list[tuple[str, Timeline]]:
+    """Return two timelines; beside a measured one, the other is simulated in seconds, too."""
+    from penstock.sim.own_times import simulate_own_times
+    from penstock.train.forecast import PROFILE
+    from penstock.train.history import is_timeline, read_measured
+
+    measured = [Path(source) for source in sources if is_timeline(Path(source))]
+    if len(measured) != 1:
+        return [_titled(source, shape, price) for source in sources]
+    file = measured[0]
+    in_forwards = [f"--{name}" for name, value in units.items() if value is not None]
+    if in_forwards:
+        raise ShapeError(
+            f"times in forwards cannot be compared with {file}, which was measured in seconds\n"
+            f"  leave out {' and '.join(in_forwards)}, or give --profile profile.json instead"
+        )
+    profile = file.with_name(PROFILE)
+    if profile.is_file():
+        own = price_of(None, None, None, profile, accept_error=True)
+        return [_titled(source, shape, own) for source in sources]
+    _, _, timeline = read_measured(file)
+    found = [_titled(source, shape, price) for source in sources]
+    for number, (name, other) in enumerate(found):
+        if other.units.seconds:
+            continue
+        if other.schedule != timeline.schedule:
+            raise ShapeError(
+                f"{file} was measured in seconds, but there are no times for {name}\n"
+                "  `penstock profile config.toml` measures them: add --profile profile.json"
+            )
+        found[number] = (
+            f"{name}, simulated from measured times",
+            simulate_own_times(timeline),
+        )
+    return found
 
 
 def _own_shape_error(source: str, shape: dict[str, int]) -> ShapeError:
@@ -481,7 +556,7 @@ def _simulation_rows(
     price: Price, timeline: Timeline, bound: float, step: StepFacts | None
 ) -> list[tuple[str, str]]:
     """Return the results of a simulation as the table shows them."""
-    from penstock.view.numbers import short, write_sizes, write_time
+    from penstock.view.numbers import name_time, short, write_sizes, write_time
 
     units = timeline.units
     schedule = timeline.schedule
@@ -489,9 +564,9 @@ def _simulation_rows(
         ("ranks", str(schedule.ranks)),
         ("micro-batches", str(len(schedule.microbatches))),
         ("actions", str(schedule.actions)),
-        ("makespan", write_time(timeline.makespan, units, 6)),
+        ("makespan", name_time(timeline.makespan, units, 6)),
         ("bubble", f"{timeline.bubble:.2%}"),
-        ("lower bound", write_time(bound, units, 6)),
+        ("lower bound", name_time(bound, units, 6)),
         ("peak activations", write_sizes(timeline.peak_activations.tolist(), units)),
         ("messages", str(_message_count(timeline))),
     ]
@@ -525,10 +600,10 @@ def _sum_facts(one: Sum) -> dict[str, object]:
 
 def _describe_sums(timeline: Timeline) -> str:
     """Return the number of sums, and how much of the makespan lies after the last action because of them."""
-    from penstock.view.numbers import write_time
+    from penstock.view.numbers import name_time
 
     wait = timeline.makespan - float(timeline.end.max())
-    waited = write_time(wait, timeline.units, 3)
+    waited = name_time(wait, timeline.units, 3)
     return f"{len(timeline.sums)}; the last ends {waited} after the last action"
 
 

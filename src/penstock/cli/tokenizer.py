@@ -20,7 +20,7 @@ def tokenizer_command(
         ),
     ] = None,
     vocab: Annotated[
-        int, typer.Option(help="The number of words, with one for each byte.")
+        int, typer.Option(help="The number of words, including one for each byte.")
     ] = 8192,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The file to create.")

@@ -29,7 +29,7 @@ from penstock.cli.tables import (
     tell,
     write,
 )
-from penstock.errors import ConfigError, FileError, PenstockError, RunError
+from penstock.errors import FileError, PenstockError, RunError
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -58,9 +58,7 @@ OptionalPreset = Annotated[
 def train_command(
     source: Annotated[
         Optional[Path],
-        typer.Argument(
-            metavar="[CONFIG]", help="A config.toml, or the folder of a run."
-        ),
+        typer.Argument(metavar="CONFIG", help="A config.toml, or the folder of a run."),
     ] = None,
     changes: ConfigChanges = None,
     preset: OptionalPreset = None,
@@ -223,6 +221,8 @@ def _announce(
 
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
+    from penstock.view.numbers import short
+
     epochs = config.run.steps * config.data.batch / corpus.trained
     said = ""
     tally = corpus.tally
@@ -236,7 +236,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
         said = f"{tally.conversations:,} conversations{lost}, {tally.learned:,} tokens to learn of "
     return (
         f"{said}{corpus.token_count:,} tokens: {corpus.trained:,} sequences to train on, "
-        f"{corpus.held_out:,} held out; {config.run.steps} steps are {epochs:.3g} epochs"
+        f"{corpus.held_out:,} held out; {config.run.steps} steps are {short(epochs, 3)} epochs"
     )
 
 
@@ -270,20 +270,17 @@ def _as_a_rank(
         first_resume = resume and not restarted()
         kept = kept_plan(config, folder, ()) if resume or restarted() else None
         prepared = plan_and_prepare(
-            config, folder, first_resume, lock, given, kept, _display()
+            config, folder, first_resume, lock, given, kept, _display(), comm.ranks
         )
         if not restarted():
             forget_previous_end(folder)
-        plan = prepared.plan
-        mesh = prepared.config.mesh
-        if plan.schedule.ranks * mesh.size != comm.ranks:
-            raise ConfigError(
-                f"the schedule has {mesh.over(plan.schedule.ranks)}, but {comm.ranks} "
-                "were launched\n"
-                f"  launch {plan.schedule.ranks * mesh.size}, or set schedule.ranks, "
-                "schedule.copies and the mesh to what was launched"
-            )
-        _announce(prepared.config, plan, folder, prepared.corpus, prepared.placement)
+        _announce(
+            prepared.config,
+            prepared.plan,
+            folder,
+            prepared.corpus,
+            prepared.placement,
+        )
 
     try:
         after_first(comm, prepare)

@@ -6,11 +6,12 @@ sections ──► Config ──► checks ──┬──► the same config, w
 
 from penstock.config.checks import allows_meshes, check_config, segments_fault
 from penstock.config.presets import PRESETS
+from penstock.config.recording import (
+    is_recording,
+    reasons_against_compiling,
+    reasons_against_recording,
+)
 from penstock.config.sections import (
-    AUTO,
-    BYTE_TOKENIZER,
-    FULL_AS_PLANNED,
-    SWITCH_KEYS,
     Config,
     DataConfig,
     LoraConfig,
@@ -18,22 +19,27 @@ from penstock.config.sections import (
     MixtureSource,
     ModelConfig,
     OptimizerConfig,
-    Options,
-    OptionValue,
     ParameterGroup,
     PathsConfig,
     RunConfig,
     ScheduleConfig,
+)
+from penstock.config.values import (
+    AS_PLANNED,
+    AUTO,
+    BYTE_TOKENIZER,
+    FULL_AS_PLANNED,
+    SWITCH_KEYS,
+    Options,
+    OptionValue,
     is_plan_file,
-    is_recording,
     names_a_file,
     names_own_code,
     own_code_file,
-    reasons_against_compiling,
-    reasons_against_recording,
 )
 
 __all__ = [
+    "AS_PLANNED",
     "AUTO",
     "BYTE_TOKENIZER",
     "FULL_AS_PLANNED",

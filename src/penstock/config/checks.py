@@ -11,7 +11,19 @@ from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
 
+from penstock.config.recording import (
+    reasons_against_compiling,
+    reasons_against_recording,
+)
 from penstock.config.sections import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
+from penstock.config.values import (
+    AS_PLANNED,
     AUTO,
     DEVICES,
     MAX_DEFAULT_MICROBATCHES,
@@ -23,16 +35,9 @@ from penstock.config.sections import (
     RATE_SCHEDULES,
     REDUCTIONS,
     SWITCHES,
-    Config,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    ScheduleConfig,
     is_plan_file,
     names_own_code,
     own_code_file,
-    reasons_against_compiling,
-    reasons_against_recording,
 )
 from penstock.errors import ConfigError, UnknownNameError
 
@@ -267,6 +272,11 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.reduction", config.run.reduction, REDUCTIONS),
         ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
+        (
+            "paths.sum_messages",
+            config.paths.sum_messages,
+            (*MESSAGE_TYPES, AS_PLANNED),
+        ),
     )
     faults = []
     for key, value, known in choices:
@@ -332,10 +342,10 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
     if counted and passages and data.batch % passages:
         fitting = -(-data.batch // passages) * passages
         faults.append(
-            f"data.batch = {data.batch} sequences do not deal out to {passages} "
+            f"data.batch = {data.batch} sequences cannot be dealt out evenly to {passages} "
             f"micro-batches (microbatches {schedule.microbatches} x copies "
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
-            f"{config.run.accumulate}); {fitting} do"
+            f"{config.run.accumulate}); {fitting} can"
         )
     if model.family == "bert":
         faults += _bert_faults(config)

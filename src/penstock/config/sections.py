@@ -16,54 +16,18 @@ by name. `penstock.formats.config_toml` reads and writes files and `--set`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
+
+from penstock.config.values import (
+    AS_PLANNED,
+    AUTO,
+    FULL_AS_PLANNED,
+    OptionValue,
+    is_plan_file,
+)
 
 SettingValue = TypeVar("SettingValue")
-OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
-Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
-MODEL_FAMILIES = ("llama", "gpt", "bert")
-PRECISIONS = ("float32", "bfloat16")
-MESSAGE_TYPES = (*PRECISIONS, "int8")
-DEVICES = ("auto", "cpu", "cuda")
-AUTO = "auto"
-MEANS = ("all", "visits")
-REDUCTIONS = ("sum", "mean")
-RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
-PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
-FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
-MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
-SWITCHES = (AUTO, "true", "false")
-SWITCH_KEYS = (
-    "run.compile",
-    "run.elastic",
-    "run.graphs",
-    "run.mirror",
-)  # their values may be written without quotes
-BYTE_TOKENIZER = "bytes"
-PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
-
-
-def is_plan_file(name: str) -> bool:
-    """Whether schedule.name is a file, which brings its own ranks and micro-batches."""
-    return Path(name).suffix in PLANS
-
-
-def names_a_file(tokenizer: str) -> bool:
-    """Whether data.tokenizer is the path of a tokenizer.json."""
-    return tokenizer not in (AUTO, BYTE_TOKENIZER)
-
-
-def names_own_code(value: str) -> bool:
-    """Whether a value names a function or class of the user: module:name or file.py:name."""
-    return ":" in value
-
-
-def own_code_file(value: str) -> str:
-    """The file in which a value finds code of the user; empty if it names a module, or no code."""
-    source = value.rpartition(":")[0]
-    return source if source.endswith(".py") else ""
 
 
 def setting(
@@ -298,6 +262,10 @@ class PathsConfig:
     mean: str = setting(
         "all",
         "tokens over which the gradient of a part is a mean: all, or visits, those that visited the part",
+    )
+    sum_messages: str = setting(
+        AS_PLANNED,
+        "type in which planned sums of gradients travel: float32, bfloat16, int8 with error feedback, or as planned",
     )
     share: float = setting(
         0.0,
@@ -618,61 +586,3 @@ class Config:
             * self.mesh.shard
             * self.run.accumulate
         )
-
-
-# ---------------------------------------------------------------- options of the runtime
-def reasons_against_compiling(config: Config) -> list[str]:
-    """Return why the stages of a run cannot be compiled; empty if they can."""
-    reasons = _changing_calls(config)
-    mesh = config.mesh
-    if mesh.size > 1:
-        reasons.append(
-            f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-            "layers that are shared by processes are not compiled"
-        )
-    return reasons
-
-
-def reasons_against_recording(config: Config) -> list[str]:
-    """Return why the actions of a run cannot be recorded as CUDA graphs; empty if they can.
-
-    A graph replays what is the same in every step, on one GPU.
-    """
-    reasons = _changing_calls(config)
-    mesh = config.mesh
-    if config.data.separate:
-        reasons.append("data.separate = true: documents differ from step to step")
-    elif config.data.apart:
-        reasons.append("data.segments > 0: the padding differs from step to step")
-    if mesh.size > 1:
-        reasons.append(
-            f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-            "the processes of a mesh talk within an action"
-        )
-    if config.run.device == "cpu":
-        reasons.append("run.device = cpu: a CPU has no graphs")
-    return reasons
-
-
-def _changing_calls(config: Config) -> list[str]:
-    """Why the calls of a stage are not all alike, which compiling and recording both need."""
-    reasons = []
-    if config.drops:
-        reasons.append("dropout, which depends on the step and the micro-batch")
-    return reasons + [
-        f"run.recompute_{block} = true: it runs again inside a backward"
-        for block in config.run.recomputed_inside
-    ]
-
-
-def is_recording(config: Config, on_gpu: bool) -> bool:
-    """Whether a run records its actions, if it computes on GPUs or not.
-
-    `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models
-    that are not Penstock's own (model.weights, model.config) may read a number back from the
-    GPU, which a recording cannot do.
-    """
-    if config.run.graphs == AUTO:
-        own_model = not config.model.folder
-        return on_gpu and own_model and not reasons_against_recording(config)
-    return config.run.graphs == "true"

@@ -13,8 +13,9 @@ can own much: it has received the shares of all others by then, and only sends t
     rank 0 | work . . [sends its shares]
     rank 1 | work . . . . . . [sends the sum of its share, and its part of the others]
 
-The planner of paths takes the quickest of the three for each part, if it may. Messages that use
-the same links at the same time are not considered.
+The planner of paths takes the quickest of the three for each part, if it may, and the plan says
+how each part is summed (`penstock.cost.planned_sum`). Messages that use the same links at the same
+time are not considered.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ SHARE_BISECTIONS = 40
 MAX_EXACT_SHARES = 12  # ranks up to which the shares follow every pair of links
 TINY = 1e-30  # seconds, to divide by
 NEAR = 0.25  # ranks are near each other if their link takes this share of the slowest
+MAX_CELLS = 1024  # pieces into which a sum on two levels may cut the gradients
 
 
 def ring_seconds(latency: Floats, byte: Floats, size: float) -> float:
@@ -239,10 +241,12 @@ def _fill_sum_ends(  # noqa: PLR0915
         for k in range(n):
             population[group[k]] += 1.0
         groups = 0
+        cells = 1.0
         for k in range(n):
             if population[k] > 0.0:
                 groups += 1
-        if groups in (1, n):
+                cells *= population[k]
+        if groups in (1, n) or cells * groups > MAX_CELLS:
             return np.inf
         within = 0.0  # one exchange of shares in a group
         whole = 0.0  # all groups send their sums to all others

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.cost.cities import CITIES, City
@@ -132,6 +132,21 @@ class Cluster:
             _slots(number, node, held, weights)
             for number, node in enumerate(self.nodes)
         )
+
+
+def with_memory(cluster: Cluster, memory: float) -> Cluster:
+    """Return the cluster with this memory for every node that has neither slots nor memory."""
+    nodes = []
+    for node in cluster.nodes:
+        is_unknown = node.slots is None and node.memory is None
+        nodes.append(replace(node, memory=memory) if is_unknown else node)
+    return replace(cluster, nodes=tuple(nodes))
+
+
+def with_slots(cluster: Cluster, slots: int) -> Cluster:
+    """Return the cluster with this number of slots for every node."""
+    nodes = tuple(replace(node, slots=slots) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes)
 
 
 def _matrix(

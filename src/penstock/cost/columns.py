@@ -1,7 +1,13 @@
 """A cost as columns of numbers, with one entry for each action of a schedule.
 
 The simulator and the list scheduler work on these columns instead of asking the cost
-about every single action.
+about every single action. Actions with the same op, stage and tokens are a *cost class*: they
+cost the same. So the cost is asked about one example of each class:
+
+    action      0F0  1F0  0F1  1F1 ...
+    class        0    1    0    1               of every action
+    example     0F0  1F0                        one action of each class
+    seconds      2    3    2    3               the answers about the examples, for every action
 """
 
 from __future__ import annotations
@@ -9,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +42,7 @@ class Columns:
     latency: Floats
     wire: Floats  # seconds that its message occupies the link
     pause: Floats  # seconds that its rank rests afterwards
-    switch: float  # share of its time that a forward takes longer after a backward
+    switch: float  # how much longer a forward takes after a backward, as a share of its time
 
 
 _recent: ContextVar[tuple[tuple[Schedule, Cost, Columns], ...]] = ContextVar(
@@ -60,31 +67,26 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
 
 def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     table = schedule.table
-    codes = _codes(schedule)
-    questions = _questions(schedule, codes)
-    codes_by_path = _codes_by_path(schedule, codes)
-    by_path = questions
-    if codes_by_path is not codes:
-        by_path = _questions(schedule, codes_by_path)
-    target = table.target()
-    message = _column(schedule, by_path, cost.message)
-    size = np.where(target >= 0, message, 0.0)
-    held = _column(schedule, questions, cost.held)
-    kept = _column(schedule, questions, cost.kept)
-    rebuilt = _column(schedule, questions, cost.rebuilt)
+    classes = _classes(schedule)
+    held = _ask(schedule, classes, cost.held)
+    kept = _ask(schedule, classes, cost.kept)
+    rebuilt = _ask(schedule, classes, cost.rebuilt)
     loss = _losses(table, held, kept)
     extra = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F left
     spike = np.maximum(rebuilt - extra, 0.0)  # held only while the action runs
-    link, latency, wire = _links(schedule, cost, target, size)
+    target = table.target()
+    message = _ask(schedule, _classes_by_path(schedule, classes), cost.message)
+    size = np.where(target >= 0, message, 0.0)
+    links = _links(schedule, cost, target, size)
     return Columns(
-        seconds=_column(schedule, questions, cost.seconds),
+        seconds=_ask(schedule, classes, cost.seconds),
         gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
         loss=np.maximum(loss, 0.0) + spike,
         bytes=size,
-        link=link,
-        latency=latency,
-        wire=wire,
-        pause=_column(schedule, questions, cost.pause),
+        link=links.number,
+        latency=links.latency,
+        wire=links.wire,
+        pause=_ask(schedule, classes, cost.pause),
         switch=cost.switch,
     )
 
@@ -116,11 +118,32 @@ def levels(schedule: Schedule, costs: Columns) -> Floats:
     return level
 
 
-def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
-    """Number the combinations of op, stage and tokens that occur.
+# ---------------------------------------------------------------- classes of actions
+class CostClasses(NamedTuple):
+    """The classes of actions that occur, numbered from 0."""
 
-    Returns one example action for each combination, and each action's combination.
-    """
+    examples: list[Action]  # one action of each class
+    of_action: Ints  # the class of each action
+
+
+def example_column(
+    schedule: Schedule, ask: Callable[[Schedule, Action], float]
+) -> Floats:
+    """One quantity of a cost for every action, asked once for each op, stage and token range."""
+    return _ask(schedule, _classes(schedule), ask)
+
+
+def _ask(
+    schedule: Schedule, classes: CostClasses, ask: Callable[[Schedule, Action], float]
+) -> Floats:
+    """One quantity for every action, asked once for each class."""
+    answers = [ask(schedule, example) for example in classes.examples]
+    column: Floats = np.array(answers, dtype=np.float64)[classes.of_action]
+    return column
+
+
+def _classes(schedule: Schedule) -> CostClasses:
+    """Number the combinations of op, stage and token range that occur."""
     table = schedule.table
     stages = len(schedule.stages)
     first_range, ranges = _token_ranges(schedule)
@@ -130,13 +153,24 @@ def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
     codes = len(OP_CODES) * stages * ranges
     mostly_unused = codes > 4 * len(table) + 1024
     if mostly_unused:  # Sorting is faster than counting.
-        return _renumber_by_sorting(code)
+        return _classes_by_sorting(schedule, code)
+    return _classes_by_counting(schedule, code, codes)
+
+
+def _classes_by_counting(schedule: Schedule, code: Ints, codes: int) -> CostClasses:
+    """One class for each of the codes that occurs; `codes` is how many could occur."""
     example = np.full(codes, -1, dtype=np.int64)
-    example[code] = np.arange(len(table))
+    example[code] = np.arange(len(code))
     used = np.flatnonzero(example >= 0)
-    new_number = np.zeros(codes, dtype=np.int64)
-    new_number[used] = np.arange(len(used))
-    return example[used], new_number[code]
+    class_of_code = np.zeros(codes, dtype=np.int64)
+    class_of_code[used] = np.arange(len(used))
+    return CostClasses(schedule.table.actions(example[used]), class_of_code[code])
+
+
+def _classes_by_sorting(schedule: Schedule, code: Ints) -> CostClasses:
+    """One class for each code that occurs, where most codes do not."""
+    _, examples, classes = np.unique(code, return_index=True, return_inverse=True)
+    return CostClasses(schedule.table.actions(examples), classes)
 
 
 def _token_ranges(schedule: Schedule) -> tuple[Ints, int]:
@@ -156,14 +190,8 @@ def _token_ranges(schedule: Schedule) -> tuple[Ints, int]:
     return first_range, ranges
 
 
-def _renumber_by_sorting(code: Ints) -> tuple[Ints, Ints]:
-    """Return an action with each code that occurs, and the number of each action's code among these."""
-    _, examples, numbers = np.unique(code, return_index=True, return_inverse=True)
-    return examples, numbers
-
-
-def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """The same for what also depends on the stage before.
+def _classes_by_path(schedule: Schedule, classes: CostClasses) -> CostClasses:
+    """The classes for what also depends on the stage before, as the size of a message does.
 
     A gradient is as large as the activation that came from there.
     """
@@ -176,12 +204,12 @@ def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, 
     least = np.where(before == ABSENT, stages, before).min(axis=0)
     same_on_all_paths = (largest <= least).all()
     if same_on_all_paths:
-        return codes
+        return classes
     table = schedule.table
-    _, numbers = codes
     own_path = path_of[table.microbatch]
     previous = before[own_path, table.stage]
-    return _renumber_by_sorting(numbers * (stages + 1) + 1 + previous)
+    code = classes.of_action * (stages + 1) + 1 + previous
+    return _classes_by_sorting(schedule, code)
 
 
 def _distinct_paths(schedule: Schedule) -> tuple[dict[tuple[int, ...], int], Ints]:
@@ -199,39 +227,19 @@ def _distinct_paths(schedule: Schedule) -> tuple[dict[tuple[int, ...], int], Int
     return paths, path_of
 
 
-def _questions(
-    schedule: Schedule, codes: tuple[Ints, Ints]
-) -> tuple[list[Action], Ints]:
-    """One example action of each combination, and each action's combination."""
-    examples, numbers = codes
-    return schedule.table.actions(examples), numbers
+# ---------------------------------------------------------------- messages and memory
+class MessageColumns(NamedTuple):
+    """The way of every action's message: -1 and zeros if it sends none."""
 
-
-def _column(
-    schedule: Schedule,
-    questions: tuple[list[Action], Ints],
-    ask: Callable[[Schedule, Action], float],
-) -> Floats:
-    """One quantity for every action, asked once for each combination."""
-    examples, numbers = questions
-    answers = np.array([ask(schedule, one) for one in examples], dtype=np.float64)
-    column: Floats = answers[numbers]
-    return column
-
-
-def example_column(
-    schedule: Schedule, ask: Callable[[Schedule, Action], float]
-) -> Floats:
-    """One quantity of a cost for every action, asked once for each op, stage and token range."""
-    questions = _questions(schedule, _codes(schedule))
-    return _column(schedule, questions, ask)
+    number: Ints  # of the pair of ranks, among the pairs that send
+    latency: Floats
+    wire: Floats  # seconds that the message occupies the link
 
 
 def _links(
     schedule: Schedule, cost: Cost, target: Ints, size: Floats
-) -> tuple[Ints, Floats, Floats]:
-    """The link, the latency and the wire time of every message."""
-    actions = len(target)
+) -> MessageColumns:
+    """Ask for each pair of ranks that sends what its link is like."""
     senders = np.flatnonzero(target >= 0)
     source_rank = schedule.table.rank[senders]
     pair = source_rank * schedule.ranks + target[senders]
@@ -242,13 +250,13 @@ def _links(
         source, destination = divmod(one, schedule.ranks)
         latencies[number] = cost.latency(source, destination)
         bandwidths[number] = cost.bandwidth(source, destination)
-    link = np.full(actions, -1, dtype=np.int64)
-    link[senders] = own_link
-    latency = np.zeros(actions)
-    latency[senders] = latencies[own_link]
-    wire = np.zeros(actions)
-    wire[senders] = size[senders] / bandwidths[own_link]
-    return link, latency, wire
+    actions = len(target)
+    no_link = np.full(actions, -1, dtype=np.int64)
+    links = MessageColumns(no_link, np.zeros(actions), np.zeros(actions))
+    links.number[senders] = own_link
+    links.latency[senders] = latencies[own_link]
+    links.wire[senders] = size[senders] / bandwidths[own_link]
+    return links
 
 
 def _losses(table: Table, held: Floats, kept: Floats) -> Floats:

@@ -38,7 +38,7 @@ class Fit:
         return "table" if isinstance(self.curve, CorrectedCurve) else "formula"
 
 
-def fit(
+def fit_curve(
     points: Sequence[Measured], held_out: Sequence[Measured], good: float = GOOD_ERROR
 ) -> Fit:
     """Fit the formula, or correct it if its worst error on the held-out points exceeds `good`.
@@ -47,7 +47,7 @@ def fit(
     single disturbed measurement decide.
 
     >>> points = [(n, 0, 1.0 + 0.5 * n) for n in (1, 2, 4, 8)]
-    >>> found = fit(points, [(6, 0, 4.0)])
+    >>> found = fit_curve(points, [(6, 0, 4.0)])
     >>> found.form, round(found.curve.of(10, 0), 6), round(found.worst, 6)
     ('formula', 6.0, 0.0)
     """

@@ -201,7 +201,7 @@ class _Machine:
         return self.gpu.peak[self.precision]
 
     def move(self, size: float) -> float:
-        """Seconds to read or write so many bytes."""
+        """Seconds to read or write this many bytes."""
         return size / (BANDWIDTH_RATE * self.gpu.bandwidth)
 
     def product(self, rows: int, depth: int, columns: int) -> float:
@@ -239,7 +239,7 @@ class _Machine:
         return self.move(size * parameters)
 
     def op(self, kernels: int, seconds: float) -> float:
-        """Seconds of an op with so many kernels, which compute for `seconds`."""
+        """Seconds of an op with this many kernels, which compute for `seconds`."""
         if not kernels:
             return 0.0
         computing = seconds + kernels * self.gpu.kernel_seconds

@@ -245,7 +245,7 @@ def recordings_of(schedule: Schedule) -> Ints:
 def _recorded_bytes(schedule: Schedule, costs: Columns, beside: Floats) -> Floats:
     """The bytes of all recordings of each rank: for each set, all of one micro-batch.
 
-    Forwards leave their activations there, and backwards of recomputed parts build them anew.
+    Forwards leave their activations there, and backwards of recomputed parts build them again.
     """
     table = schedule.table
     whole = _of_visit(schedule, costs.gain)

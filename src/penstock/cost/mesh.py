@@ -53,7 +53,7 @@ def mesh_profile(
 
     `link` is the one between two of these processes. If shards lie on different machines, they
     have a `shard_link` of their own. With `slowdown`, processes that share too few processors
-    compute so many times longer. The sizes of the model must be among the profile's facts. The
+    compute this many times longer. The sizes of the model must be among the profile's facts. The
     processes of a mesh share the logits, so they compute all of them at once, without chunks.
     """
     if tensor < 1 or shard < 1:
@@ -230,9 +230,7 @@ def _shares(profile: Profile, tensor: int) -> tuple[Shares, Shares, Shares]:
     cut = 2 * width * width + 2 * width * keys + (2 if is_gpt else 3) * width * inner
     whole_numbers = norms
     if is_gpt:
-        cut += (
-            3 * width + inner
-        )  # biases of query, key, value and of the first MLP matrix
+        cut += 3 * width + inner  # biases of query, key, value and first MLP matrix
         whole_numbers += 2 * width  # biases of the outputs, which every process has
     words = math.ceil(vocab / tensor)
     positions = 0

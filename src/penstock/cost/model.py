@@ -219,7 +219,7 @@ def finer(cost: ModelCost, pieces: int) -> ModelCost:
     Schedules with several stages on a rank need as many parts as stages.
     """
     if pieces < 1:
-        raise ShapeError(f"a part cannot be cut into {pieces} pieces; the least is 1")
+        raise ShapeError(f"a part must be cut into at least 1 piece, not {pieces}")
     parts: list[PartCost] = []
     for part in cost.parts:
         parts += [share_of(part, 1 / pieces)] * pieces

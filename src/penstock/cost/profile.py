@@ -17,7 +17,7 @@ from typing import Protocol
 from penstock.cost.allreduce import sum_over_network
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
-from penstock.cost.fit import Fit, fit
+from penstock.cost.fit import Fit, fit_curve
 from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.network import Network, value_of_pair
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
@@ -123,7 +123,7 @@ def error_warning(profile: HasError) -> str:
     return (
         f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "
         f"the most to plan with is {MAX_ERROR:.0%}\n"
-        "  measure again on a quiet machine, with more --rounds; or plan all the same with --accept-error"
+        "  measure again on a quiet machine, with more --rounds; or plan anyway with --accept-error"
     )
 
 
@@ -151,7 +151,7 @@ def fit_op(points: Sequence[Point], op: Op) -> Fit:
             held_out.append(measured)
         else:
             fitted.append(measured)
-    return fit(fitted, held_out)
+    return fit_curve(fitted, held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +395,7 @@ class LayeredCost(Cost):
 
     @property
     def switch(self) -> float:
-        """The share of its time that a forward takes longer right after a backward."""
+        """How much longer a forward takes right after a backward, as a share of its time."""
         return self.profile.switch
 
     def held(self, schedule: Schedule, action: Action) -> float:

@@ -82,7 +82,7 @@ class RowProfiles:
         grow in proportion to the rows.
         """
         if rows < 1:
-            raise ShapeError(f"a micro-batch of {rows} rows is empty; the least is 1")
+            raise ShapeError(f"a micro-batch must have at least 1 row, not {rows}")
         after = bisect_left(self.rows, rows)
         if after < len(self.measured) and self.rows[after] == rows:
             return self.measured[after]

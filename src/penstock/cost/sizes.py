@@ -202,7 +202,7 @@ def part_moments(
     A layer's backward has the gradients of its inner features and hidden states. The head's has
     the gradients of the logits, in float32 and in the type in which products compute. A weight's
     gradient exists in that type before it is added in float32. `tensor` processes divide all but
-    hidden states and logits. With `loss_chunk`, only the logits of so many tokens exist at a time.
+    hidden states and logits. With `loss_chunk`, only the logits of this many tokens exist at a time.
     """
     names = ("width", "heads", "inner", "vocab")
     if not all(isinstance(facts.get(name), int) for name in names):

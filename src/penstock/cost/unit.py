@@ -50,7 +50,10 @@ class UnitCost(Cost):
         return self.B / 2 if self.W is None else self.W
 
     def least_backward(self, split: bool) -> tuple[float, float]:
-        """The least time until the gradient of a backward leaves, and of all its work, if it may be split or not."""
+        """The least time until a backward sends its gradient, and the least time of all its work.
+
+        `split` says whether backwards may be split.
+        """
         if not split:
             return self.B, self.B
         both = self.input_seconds + self.weight_seconds

@@ -10,8 +10,11 @@ import numpy as np
 
 from penstock.cost.allreduce import planned_sum_end
 from penstock.cost.cost import Cost
+from penstock.cost.planned_sum import quickest_sum, rounds_end
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import SumPlan
+from penstock.ir.table import Floats
 from penstock.ir.timeline import Units
 
 
@@ -230,6 +233,51 @@ class PlannedSumsCost(WrappedCost):
         """When these ranks have summed gradients that each has ready at its own time."""
         if len(ranks) < 2 or size <= 0:
             return max(ready)
-        latency = np.array([[self._hop(a, b) for b in ranks] for a in ranks])
-        byte = np.array([[self._byte(a, b) for b in ranks] for a in ranks])
+        latency, byte = _links(self.cost, ranks)
         return planned_sum_end(latency, byte, size, ready)
+
+    def plan_sum(
+        self,
+        parts: Sequence[int],
+        ranks: Sequence[int],
+        size: float,
+        ready: Sequence[float],
+    ) -> SumPlan:
+        """How these ranks reach that end."""
+        latency, byte = _links(self.cost, ranks)
+        return quickest_sum(latency, byte, size, ready, ranks, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenSumsCost(WrappedCost):
+    """Sums gradients as a plan says, message by message; sums that it does not have as the cost inside."""
+
+    sums: tuple[SumPlan, ...] = ()
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes if all are ready at once."""
+        return self.sum_end(ranks, size, [0.0] * len(ranks))
+
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When these ranks have summed gradients that each has ready at its own time."""
+        if len(ranks) < 2 or size <= 0:
+            return max(ready)
+        for plan in self.sums:
+            if set(plan.ranks) == set(ranks):
+                latency, byte = _links(self.cost, ranks)
+                return rounds_end(plan, latency, byte, size, ready, ranks)
+        return self.cost.sum_end(ranks, size, ready)
+
+
+def _links(cost: Cost, ranks: Sequence[int]) -> tuple[Floats, Floats]:
+    """The seconds of a message and of each of its bytes between these ranks."""
+    latency = np.zeros((len(ranks), len(ranks)))
+    byte = np.zeros((len(ranks), len(ranks)))
+    for i, a in enumerate(ranks):
+        for j, b in enumerate(ranks):
+            if a != b:
+                latency[i, j] = cost.latency(a, b)
+                byte[i, j] = 1.0 / cost.bandwidth(a, b)
+    return latency, byte

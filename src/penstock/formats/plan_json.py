@@ -31,7 +31,12 @@ People and programs read, edit and keep these files.
           "lanes": [...]
         }
       ],
-      "full": {"microbatches": [...], "lanes": [...]}           steps that leave out no part; may be left out
+      "full": {"microbatches": [...], "lanes": [...]},          steps that leave out no part; may be left out
+      "sums": [                                                 how replicas sum gradients; may be left out
+        {"parts": [0], "kind": "ring", "ranks": [0, 4, 2]},
+        {"parts": [1], "kind": "direct", "ranks": [1, 3], "shares": [0.3, 0.7]},
+        {"parts": [2], "kind": "two levels", "groups": [[5, 6], [7]], "whole": true}
+      ]
     }
 """
 
@@ -49,7 +54,9 @@ from penstock.formats.fields import (
     fact_text,
     read_entry,
     read_facts_field,
+    read_flag,
     read_list,
+    read_number,
     read_string,
     read_whole,
 )
@@ -66,6 +73,7 @@ from penstock.formats.text import (
 from penstock.ir.action import Action, parse_action
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.ir.sum_plan import SumKind, SumPlan
 
 PLAN_VERSION = 1
 
@@ -96,6 +104,8 @@ def dump_plan(plan: Plan) -> str:
         entries["rotation"] = _block("[]", others)
     if plan.full is not None:
         entries["full"] = _object(_orders(plan.full, 2), 1)
+    if plan.sums:
+        entries["sums"] = _block("[]", map(_sum_text, plan.sums))
     return _object(entries) + "\n"
 
 
@@ -146,6 +156,17 @@ def _microbatch_text(microbatch: MicroBatch, count: int) -> str:
     return json.dumps(entry)
 
 
+def _sum_text(plan: SumPlan) -> str:
+    entry: dict[str, object] = {"parts": plan.parts, "kind": plan.kind.value}
+    if plan.kind is SumKind.TWO_LEVELS:
+        entry |= {"groups": plan.groups, "whole": plan.whole}
+    else:
+        entry["ranks"] = plan.ranks
+    if plan.kind is SumKind.DIRECT:
+        entry["shares"] = plan.shares
+    return json.dumps(entry)
+
+
 def _lane_text(lane: Iterable[Action]) -> str:
     actions = " ".join(map(str, lane))
     return f'"{actions}"'
@@ -175,6 +196,7 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
             "why",
             "rotation",
             "full",
+            "sums",
         ),
     )
     stages = read_list(page, ("stages",), top["stages"], _stage)
@@ -206,10 +228,15 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
         advice = "give the number of layers of every part, in the order of the parts"
         fail(page, ("partition",), str(error), advice)
     try:
-        return replace(plan, rotation=rotation, full=full)
+        plan = replace(plan, rotation=rotation, full=full)
     except ShapeError as error:
         key = "rotation" if str(error).startswith("rotation") else "full"
         fail(page, (key,), str(error), "plan the paths again, all at once")
+    sums = read_list(page, ("sums",), top.get("sums", []), _sum)
+    try:
+        return replace(plan, sums=sums)
+    except ShapeError as error:
+        fail(page, ("sums",), str(error), "every rank that holds a part sums it")
 
 
 def _schedule(
@@ -256,6 +283,33 @@ def _stage(page: Page, steps: Steps, value: Value) -> Stage:
     rank = read_whole(page, (*steps, "rank"), entry["rank"])
     part = read_whole(page, (*steps, "part"), entry["part"])
     return Stage(rank, part)
+
+
+def _sum(page: Page, steps: Steps, value: Value) -> SumPlan:
+    """How the replicas of a part sum their gradients."""
+    entry = read_entry(
+        page, steps, value, ("parts", "kind"), ("ranks", "shares", "groups", "whole")
+    )
+    kind = read_string(page, (*steps, "kind"), entry["kind"])
+    kinds = [one.value for one in SumKind]
+    if kind not in kinds:
+        what = f"there is no kind of sum called {kind[:SHOWN_CHARACTERS]!r}"
+        fail(page, (*steps, "kind"), what, f"the kinds are {', '.join(kinds)}")
+
+    def read_group(page: Page, steps: Steps, value: Value) -> tuple[int, ...]:
+        return read_list(page, steps, value, read_whole)
+
+    parts = read_list(page, (*steps, "parts"), entry["parts"], read_whole)
+    ranks = read_list(page, (*steps, "ranks"), entry.get("ranks", []), read_whole)
+    shares = read_list(page, (*steps, "shares"), entry.get("shares", []), read_number)
+    groups = read_list(page, (*steps, "groups"), entry.get("groups", []), read_group)
+    whole = read_flag(page, (*steps, "whole"), entry.get("whole", False))
+    if groups:
+        ranks = tuple(rank for group in groups for rank in group)
+    try:
+        return SumPlan(parts, SumKind(kind), ranks, shares, groups, whole)
+    except ShapeError as error:
+        fail(page, steps, str(error), "plan the paths again, or correct the entry")
 
 
 def _run(page: Page, steps: Steps, value: Value) -> tuple[MicroBatch, int]:

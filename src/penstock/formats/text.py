@@ -83,7 +83,7 @@ def read_text(path: str | Path, kind: str = "plan", advice: str = "") -> str:
     except IsADirectoryError as error:
         raise _read_error(path, error, "name a file, not a folder") from None
     except PermissionError as error:
-        raise _read_error(path, error, "allow yourself to read it") from None
+        raise _read_error(path, error, "check the permissions of the file") from None
     except (OSError, ValueError) as error:
         advice = advice or f"name a {FILE_NAMES[kind]} that exists"
         raise _read_error(path, error, advice) from None

@@ -12,7 +12,7 @@ action:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -20,15 +20,19 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Op
-from penstock.ir.compiled import compile_if_large
+from penstock.ir.faults import (
+    count_others,
+    draw_action_fault,
+    draw_action_faults,
+    drawn_ones,
+)
+from penstock.ir.lane_order import order_faults
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS, needed_slots
 from penstock.ir.table import Ints, Table, split_slots, tabulate
 
 if TYPE_CHECKING:
     from penstock.ir.schedule import MicroBatch, Schedule
 
-MAX_DRAWN_FAULTS = 100  # of each kind; the others are only counted
-DRAWN_NEIGHBOURS = 6  # actions drawn on each side of the faulty one
 BACKWARD_RULE = "a backward is either B alone, or I and W"
 
 
@@ -44,48 +48,10 @@ def check(schedule: Schedule) -> Table:
     faults += _missing_faults(schedule, table, slots)
     faults += _lonely_weight_faults(schedule, table)
     table.needs = np.where(slots >= 0, table.at[slots], -1).astype(np.int32)
-    faults += _order_faults(schedule, table)
+    faults += order_faults(schedule, table)
     if faults:
         raise ScheduleError(faults)
     return table
-
-
-def draw_lane(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
-    """The lane of a rank around one of its entries, with carets under that entry."""
-    lane = lanes[rank]
-    begin = max(index - DRAWN_NEIGHBOURS, 0)
-    end = min(index + DRAWN_NEIGHBOURS + 1, len(lane))
-    before = [str(entry) for entry in lane[begin:index]]
-    after = [str(entry) for entry in lane[index + 1 : end]]
-    if begin > 0:
-        before.insert(0, "...")
-    if end < len(lane):
-        after.append("...")
-    marked = str(lane[index])
-    left = "".join(f"{word} " for word in (f"  rank {rank} |", *before))
-    right = "".join(f" {word}" for word in after)
-    return f"{left}{marked}{right}\n{' ' * len(left)}{'^' * len(marked)}"
-
-
-def _draw_fault(
-    schedule: Schedule, table: Table, number: int, what: str, advice: str
-) -> str:
-    """The message for a faulty action."""
-    rank = int(table.rank[number])
-    index = number - int(table.first[rank])
-    return f"{what}\n\n{draw_lane(schedule.lanes, rank, index)}\n  {advice}"
-
-
-def _drawn_ones(numbers: Ints) -> list[int]:
-    """The first faulty actions or slots, which are drawn."""
-    first: list[int] = numbers[:MAX_DRAWN_FAULTS].tolist()
-    return first
-
-
-def _count_others(numbers: Ints, what: str) -> list[str]:
-    """A line for the faults that are not drawn."""
-    others = len(numbers) - MAX_DRAWN_FAULTS
-    return [f"and {others} more {what}"] if others > 0 else []
 
 
 # ---------------------------------------------------------------- stages and micro-batches
@@ -152,11 +118,8 @@ def _cut_faults(number: int, microbatch: MicroBatch) -> Iterator[str]:
 def _unsound_faults(schedule: Schedule, table: Table) -> list[str]:
     """Actions that name something that does not exist, or are on the wrong rank."""
     unsound = np.flatnonzero(~table.sound)
-    faults = []
-    for number in _drawn_ones(unsound):
-        what, advice = _explain_unsound(schedule, table, number)
-        faults.append(_draw_fault(schedule, table, number, what, advice))
-    return faults + _count_others(unsound, "actions like these")
+    others = "actions like these"
+    return draw_action_faults(schedule, table, unsound, _explain_unsound, others)
 
 
 def _explain_unsound(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
@@ -201,18 +164,22 @@ def _explain_unsound(schedule: Schedule, table: Table, number: int) -> tuple[str
 def _duplicate_faults(schedule: Schedule, table: Table) -> list[str]:
     """Actions whose slot another action has taken already."""
     sound = np.flatnonzero(table.sound)
-    duplicates = sound[table.at[table.slots[sound]] != sound]
-    faults = []
-    for number in _drawn_ones(duplicates):
-        action = table.action(number)
-        other = table.action(int(table.at[table.slots[number]]))
-        what = f"{action} occurs twice"
-        advice = "each action runs once"
-        if action != other:
-            what = f"{action} and {other} both occur"
-            advice = BACKWARD_RULE
-        faults.append(_draw_fault(schedule, table, number, what, advice))
-    return faults + _count_others(duplicates, "duplicate actions")
+    holder = table.at[table.slots[sound]]
+    duplicates = sound[holder != sound]
+    others = "duplicate actions"
+    return draw_action_faults(schedule, table, duplicates, _explain_duplicate, others)
+
+
+def _explain_duplicate(
+    schedule: Schedule, table: Table, number: int
+) -> tuple[str, str]:
+    """Which action was there before, and the rule that forbids both."""
+    action = table.action(number)
+    slot = table.slots[number]
+    holder = table.action(int(table.at[slot]))
+    if action == holder:
+        return f"{action} occurs twice", "each action runs once"
+    return f"{action} and {holder} both occur", BACKWARD_RULE
 
 
 # ---------------------------------------------------------------- missing actions
@@ -221,32 +188,21 @@ def _missing_faults(schedule: Schedule, table: Table, slots: Ints) -> list[str]:
 
     Each is drawn under an action that needs it, or next to which it belongs.
     """
-    required = np.ones(len(table.at), dtype=np.bool_)
-    required[WEIGHTS::3] = split_slots(table)
-    missing = np.flatnonzero((table.at < 0) & required)
+    is_empty = table.at < 0
+    is_required = np.ones(len(table.at), dtype=np.bool_)
+    is_required[WEIGHTS::3] = split_slots(table)  # There is a W only after an I.
+    missing = np.flatnonzero(is_empty & is_required)
     if not len(missing):
         return []
     users = _users(slots, missing)
-    faults = [
-        _missing_fault(schedule, table, slot, users.get(slot, -1))
-        for slot in _drawn_ones(missing)
-    ]
-    return faults + _count_others(missing, "missing actions")
-
-
-def _lonely_weight_faults(schedule: Schedule, table: Table) -> list[str]:
-    """Each W whose backward is a B instead of an I."""
-    empty = table.at < 0
-    is_lonely = ~split_slots(table) & ~empty[WEIGHTS::3] & ~empty[BACKWARD::3]
-    lonely = table.at[WEIGHTS::3][is_lonely]
     faults = []
-    for number in _drawn_ones(lonely):
-        action = table.action(number)
-        backward = action._replace(op=Op.B)
-        partner = action._replace(op=Op.I)
-        what = f"{action} has no {partner}: its backward is {backward}"
-        faults.append(_draw_fault(schedule, table, number, what, BACKWARD_RULE))
-    return faults + _count_others(lonely, "W without I")
+    for slot in drawn_ones(missing):
+        user = users.get(slot)
+        if user is not None:
+            faults.append(_draw_needed(schedule, table, slot, user))
+        else:
+            faults.append(_draw_unneeded(schedule, table, slot))
+    return faults + count_others(missing, "missing actions")
 
 
 def _users(slots: Ints, missing: Ints) -> dict[int, int]:
@@ -258,25 +214,29 @@ def _users(slots: Ints, missing: Ints) -> dict[int, int]:
     return users
 
 
-def _missing_fault(schedule: Schedule, table: Table, slot: int, user: int) -> str:
+def _draw_needed(schedule: Schedule, table: Table, slot: int, user: int) -> str:
+    """The message for a missing action, under an action that needs it."""
+    action = _action_in(schedule, table, slot)
+    what = f"{table.action(user)} needs {action}, which no rank ever runs"
+    lacking = "F" if slot % 3 == FORWARD else "B (or I and W)"
+    advice = f"every micro-batch needs one {lacking} on every stage of its path"
+    return draw_action_fault(schedule, table, user, what, advice)
+
+
+def _draw_unneeded(schedule: Schedule, table: Table, slot: int) -> str:
+    """The message for a missing action that no other needs, next to where it belongs."""
     action = _action_in(schedule, table, slot)
     kind = slot % 3
-    if user >= 0:
-        what = f"{table.action(user)} needs {action}, which no rank ever runs"
-        lacking = "F" if kind == FORWARD else "B (or I and W)"
-        advice = f"every micro-batch needs one {lacking} on every stage of its path"
-        return _draw_fault(schedule, table, user, what, advice)
-    neighbour = -1  # the F of a missing backward, or the I of a missing W
-    if kind != FORWARD:
-        neighbour = int(table.at[slot - 1])
+    # A missing backward belongs after its F, and a missing W after its I.
+    before = int(table.at[slot - 1]) if kind != FORWARD else -1
     if kind == WEIGHTS:
-        partner = table.action(neighbour)
+        partner = table.action(before)
         what = f"{partner} has no {action}: the weight gradient is never computed"
-        return _draw_fault(schedule, table, neighbour, what, BACKWARD_RULE)
+        return draw_action_fault(schedule, table, before, what, BACKWARD_RULE)
     what = f"no rank ever runs {action}"
-    if neighbour >= 0:
+    if before >= 0:
         advice = "every F needs its backward: B, or I and W"
-        return _draw_fault(schedule, table, neighbour, what, advice)
+        return draw_action_fault(schedule, table, before, what, advice)
     rank = schedule.rank_of(action)
     place = f"it belongs in the lane of rank {rank}, which has stage {action.stage}"
     return f"{what}\n\n  {place}"
@@ -292,97 +252,19 @@ def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
     return Action(op, stage, microbatch, piece)
 
 
-# ---------------------------------------------------------------- can the lanes run?
-def _order_faults(schedule: Schedule, table: Table) -> list[str]:
-    """Walk along the lanes, and fill in `order` and `tick`.
-
-    If no rank can go on before the end, some of them wait for each other in a circle.
-    """
-    table.tick = np.zeros(len(table), dtype=np.int32)
-    cursor = table.first[:-1].copy()
-    walk = compile_if_large(_walk, len(table))
-    walk(table.first, table.rank, table.needs, table.tick, cursor)
-    if (cursor < table.first[1:]).any():
-        return [_draw_circle(schedule, table, cursor)]
-    table.order = np.argsort(table.tick, kind="stable").astype(np.int32)
-    return []
+def _lonely_weight_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Each W whose backward is a B instead of an I."""
+    is_filled = table.at >= 0
+    has_weights = is_filled[WEIGHTS::3]
+    has_backward = is_filled[BACKWARD::3]
+    is_lonely = has_weights & has_backward & ~split_slots(table)
+    lonely = table.at[WEIGHTS::3][is_lonely]
+    return draw_action_faults(schedule, table, lonely, _explain_lonely, "W without I")
 
 
-def _walk(first: Ints, rank: Ints, needs: Ints, tick: Ints, cursor: Ints) -> None:
-    """Let each rank run as far as it can, and wake those that wait for an action.
-
-    Fills in the tick of each action, and leaves in `cursor` how far each rank came.
-    """
-    ranks = len(first) - 1
-    # A stack for each action: the rank that fell asleep last waiting for it, and
-    # for each rank the one that fell asleep there before it.
-    sleeper = np.full(len(rank), -1, np.int32)
-    under = np.full(ranks, -1, np.int32)
-    awake = np.arange(ranks)[::-1].copy()
-    count = ranks
-    while count > 0:
-        count -= 1
-        mine = awake[count]
-        while cursor[mine] < first[mine + 1]:
-            number = cursor[mine]
-            now = tick[number - 1] if number > first[mine] else 0
-            blocker = -1
-            for column in range(needs.shape[1]):
-                needed = needs[number, column]
-                if needed >= 0:
-                    if needed >= cursor[rank[needed]]:
-                        blocker = needed
-                        break
-                    now = max(now, tick[needed])
-            if blocker >= 0:
-                under[mine] = sleeper[blocker]
-                sleeper[blocker] = mine
-                break
-            tick[number] = now + 1
-            cursor[mine] += 1
-            woken = sleeper[number]
-            while woken >= 0:
-                awake[count] = woken
-                count += 1
-                woken = under[woken]
-
-
-def _draw_circle(schedule: Schedule, table: Table, cursor: Ints) -> str:
-    """The message for ranks that wait for each other; `cursor` has their next actions."""
-    rank = int(np.flatnonzero(cursor < table.first[1:])[0])
-    seen: list[int] = []
-    while rank not in seen:
-        seen.append(rank)
-        rank = int(table.rank[_blocker(table, cursor, rank)])
-    circle = seen[seen.index(rank) :]
-    waits = []
-    lanes = []
-    for member in circle:
-        number = int(cursor[member])
-        blocker = _blocker(table, cursor, member)
-        wait = f"  rank {member} waits at {table.action(number)} for {table.action(blocker)}"
-        other = int(table.rank[blocker])
-        if blocker != cursor[other]:
-            next_action = table.action(int(cursor[other]))
-            wait += f", which rank {other} runs after {next_action}"
-        waits.append(wait)
-        index = number - int(table.first[member])
-        lanes.append(draw_lane(schedule.lanes, member, index))
-    return "\n".join(
-        [
-            "this order can never run: the ranks wait for each other, in a circle",
-            "",
-            *waits,
-            "",
-            *lanes,
-            "  put each action after the ones that it needs",
-        ]
-    )
-
-
-def _blocker(table: Table, cursor: Ints, rank: int) -> int:
-    """The action for which a rank waits."""
-    for needed in table.needs[cursor[rank]].tolist():
-        if needed >= 0 and needed >= cursor[table.rank[needed]]:
-            return int(needed)
-    raise AssertionError("a rank that waits has a blocker")
+def _explain_lonely(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
+    """Which I is missing beside a W, and which B is in its place."""
+    action = table.action(number)
+    backward = action._replace(op=Op.B)
+    partner = action._replace(op=Op.I)
+    return f"{action} has no {partner}: its backward is {backward}", BACKWARD_RULE

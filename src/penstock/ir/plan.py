@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import SumPlan, fitting_sums, unfit_sums
 
 Fact: TypeAlias = str | float | int | bool | None
 Facts: TypeAlias = tuple[tuple[str, Fact], ...]
@@ -31,6 +32,8 @@ class Plan:
     `rotation` has further schedules, which steps take in turn with the first one, and `full`
     is the schedule of steps that leave out no part. They have the same stages, and the same
     micro-batches on other paths.
+    `sums` says how the replicas of a part sum their gradients in every step. The backend of a run
+    sums those that it does not have.
     """
 
     schedule: Schedule
@@ -42,6 +45,7 @@ class Plan:
     shard: int = 0
     rotation: tuple[Schedule, ...] = ()
     full: Schedule | None = None
+    sums: tuple[SumPlan, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "why", tuple(dict(self.why).items()))
@@ -52,7 +56,9 @@ class Plan:
                 f"the partition is for {given} parts, but the schedule has {parts}"
             )
         if min(self.partition, default=0) < 0:
-            raise ShapeError(f"a part has {min(self.partition)} layers; the least is 0")
+            raise ShapeError(
+                f"a part must have at least 0 layers, not {min(self.partition)}"
+            )
         unknown = [part for part in self.recompute if not 0 <= part < parts]
         if unknown:
             raise ShapeError(
@@ -67,6 +73,8 @@ class Plan:
             )
         for name, other in self._others():
             _check_alike(self.schedule, name, other)
+        for fault in unfit_sums(self.schedule, self.sums):
+            raise ShapeError(fault)
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -85,9 +93,11 @@ class Plan:
 
     def map_schedules(self, change: Callable[[Schedule], Schedule]) -> Plan:
         """Return the plan with every schedule changed in the same way."""
+        first = change(self.schedule)
         return replace(
             self,
-            schedule=change(self.schedule),
+            schedule=first,
+            sums=fitting_sums(first, self.sums),
             rotation=tuple(map(change, self.rotation)),
             full=None if self.full is None else change(self.full),
         )

@@ -69,7 +69,7 @@ def stretch(microbatch: MicroBatch, tokens: int) -> MicroBatch:
     if tokens < microbatch.slices:
         raise ShapeError(
             f"{tokens} tokens cannot be cut into {microbatch.slices} slices; "
-            f"the most is {tokens}"
+            f"give at most {tokens}"
         )
     half = microbatch.tokens // 2
     cuts = [(cut * tokens + half) // microbatch.tokens for cut in microbatch.cuts]

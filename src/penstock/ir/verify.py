@@ -20,19 +20,18 @@ A thing can only get stuck if things wait for each other in a circle. The transf
 before in the lanes of both ranks. So whatever a transport makes a message wait for, as long as it
 comes earlier in the lane of its sender or its receiver, was over before, and there is no circle. The
 same holds if the host waits at any instruction until everything before it is done, as CUDA does
-when it loads a kernel. `run_channels` runs a program on both machines of NCCL.
+when it loads a kernel.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TypeAlias
 
 from penstock.errors import ProgramError
 from penstock.ir.action import Action
-from penstock.ir.check import draw_lane
+from penstock.ir.faults import draw_lane
 from penstock.ir.program import (
     Free,
     Instruction,
@@ -306,56 +305,6 @@ def _purpose(message: Send | Receive) -> str:
     if isinstance(message, Send):
         return f"to send {message.action} to rank {message.peer}"
     return f"to receive {message.action} from rank {message.peer}"
-
-
-def run_channels(program: Program, separate: bool = False) -> list[Action]:
-    """Run a program where each rank has a queue of messages, or separate ones up and down.
-
-    A message goes up if its target is a higher rank than its source. A rank starts its messages
-    and goes on; an action waits only for its own inputs, and a message for those before it in the
-    queues of both ends. Returns the actions that never run, which are none for a program that
-    `verify` accepts.
-    """
-    needed = _needed_actions(program.schedule)
-    place = [0] * len(program.lanes)  # the next instruction of each rank
-    done: list[set[Action]] = [set() for _ in program.lanes]  # results by rank
-    queues: dict[tuple[int, bool], deque[Transfer]] = {}  # by rank and way
-    for rank in range(len(program.lanes)):
-        queues[rank, True] = deque()
-        queues[rank, False] = deque()
-    moved = True
-    while moved:
-        moved = False
-        for rank, lane in enumerate(program.lanes):
-            while place[rank] < len(lane):
-                instruction = lane[place[rank]]
-                action = instruction.action
-                if isinstance(instruction, RunAction):
-                    if not done[rank].issuperset(needed[action]):
-                        break
-                    done[rank].add(action)
-                elif isinstance(instruction, Send):
-                    transfer = Transfer(action, rank, instruction.peer)
-                    queues[rank, separate and rank < instruction.peer].append(transfer)
-                elif isinstance(instruction, Receive):
-                    transfer = Transfer(action, instruction.peer, rank)
-                    queues[rank, separate and instruction.peer < rank].append(transfer)
-                place[rank] += 1
-                moved = True
-        for (rank, up), queue in queues.items():
-            while queue and queue[0].source == rank:
-                transfer = queue[0]
-                other = queues[transfer.target, up]
-                if not other or other[0] != transfer:
-                    break
-                queue.popleft()
-                other.popleft()
-                done[transfer.target].add(transfer.action)
-                moved = True
-    never = []
-    for rank, lane in enumerate(program.lanes):
-        never += [i.action for i in lane[place[rank] :] if isinstance(i, RunAction)]
-    return never
 
 
 # ---------------------------------------------------------------- memory

@@ -9,7 +9,6 @@ x ──┬─ attention ─(+)─ norm ─┬─ mlp ─(+)─ norm ─►     
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,44 +16,10 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.families import BertConfig
 from penstock.models.attention import token_positions
-from penstock.models.hf import inverse_names, rename
-from penstock.models.split import Stack, draw_weights, require_multiple, require_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class BertConfig:
-    """Sizes of a Bert.
-
-    The MLP has `inner` features, a sequence at most `positions` tokens, and there are
-    `types` kinds of segments. `padding` is the token that fills up short rows, or None.
-    As in Hugging Face's model, its vector starts at zero and gets no gradient from
-    look-ups.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    inner: int
-    positions: int
-    types: int = 2
-    eps: float = 1e-12
-    tied: bool = True
-    padding: int | None = 0
-
-    def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
-        )
-        require_sizes(1, inner=self.inner, positions=self.positions, types=self.types)
-        require_multiple("width", self.width, "heads", self.heads)
-        if self.eps <= 0:
-            raise ShapeError(f"eps must be above 0, not {self.eps}")
-        if self.padding is not None and not 0 <= self.padding < self.vocab:
-            raise ShapeError(
-                f"padding must be None or a token from 0 to {self.vocab - 1}, not {self.padding}"
-            )
+from penstock.models.hf import rename
+from penstock.models.split import Stack, draw_weights
 
 
 class BertEmbedding(nn.Module):
@@ -79,7 +44,7 @@ class BertEmbedding(nn.Module):
     ) -> Tensor:
         """Turn token ids into a hidden state; without `types`, all segments are of type 0.
 
-        If a `piece` is given, rows may be packed with documents, and positions begin anew in each.
+        If a `piece` is given, rows may be packed with documents, and positions begin again at 0 in each.
         """
         if tokens.shape[1] > self.positions.num_embeddings:
             raise ShapeError(
@@ -236,40 +201,17 @@ BERT_NAMES = {
     "head.output.weight": "cls.predictions.decoder.weight",
     "head.output.bias": "cls.predictions.bias",
 }
-OTHER_HEADS = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
-
-
-def bert_from_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Convert the weights of a BertForMaskedLM for `Bert.load_state_dict`.
-
-    The other head of a BertForPreTraining is left out.
-    """
-    names, unused = _names(config)
-    skipped = (*OTHER_HEADS, unused)
-    kept = {name: w for name, w in state.items() if not name.startswith(skipped)}
-    ours = rename(kept, inverse_names(names))
-    if config.tied:
-        ours["head.output.weight"] = ours["embed.tokens.weight"]
-    return ours
 
 
 def bert_to_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """Convert weights back to the names that Hugging Face saves, a tied weight once."""
-    once = dict(state)
-    if config.tied:
-        once.pop("head.output.weight", None)
-    names, _ = _names(config)
-    return rename(once, names)
+    """Convert weights to the names that Hugging Face saves, a tied weight once.
 
-
-def _names(config: BertConfig) -> tuple[dict[str, str], str]:
-    """Return the names, and the name of the output bias to ignore.
-
-    Hugging Face has the output bias twice. If weights are tied, both are the same;
-    otherwise only the decoder's is used.
+    Hugging Face has the output bias twice. If weights are tied, both are the same; otherwise only the decoder's is
+    used.
     """
-    bias = "cls.predictions.bias"
-    decoder_bias = "cls.predictions.decoder.bias"
-    if config.tied:
-        return BERT_NAMES, decoder_bias
-    return BERT_NAMES | {"head.output.bias": decoder_bias}, bias
+    once = dict(state)
+    if not config.tied:
+        decoder_bias = "cls.predictions.decoder.bias"
+        return rename(once, BERT_NAMES | {"head.output.bias": decoder_bias})
+    once.pop("head.output.weight", None)
+    return rename(once, BERT_NAMES)

@@ -10,10 +10,9 @@ al. 2022), and others report it so.
 
 from __future__ import annotations
 
-from penstock.models.bert import BertConfig
+from penstock.families import BertConfig, GPTConfig
 from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import DecoderConfig, count_decoder
-from penstock.models.gpt import GPTConfig
 
 # Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
 # that torch gives the device. The first match counts.
@@ -64,7 +63,7 @@ def flops_per_token(sizes: AnyModelConfig, tokens: int) -> float:
 
 
 def share_of_flops(sizes: AnyModelConfig, tokens: int, layers: float) -> float:
-    """Return the share of the operations that is left if a token passes through only so many layers and the head.
+    """Return the share of the operations that is left if a token passes through only this many layers and the head.
 
     >>> share_of_flops(GPTConfig(256, 64, 8, 4, 256, 128), 128, layers=8)
     1.0

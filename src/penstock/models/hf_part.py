@@ -314,7 +314,7 @@ def refuse_kernel(kernel: str) -> None:
 
 # ---------------------------------------------------------------- angles
 class AnglesOfSlice:
-    """A module that every part has, mostly the rotary one, which must know of which sequence a slice is.
+    """A module that every part has, usually the rotary embedding. It must know to which sequence a slice belongs.
 
     The types `dynamic` and `longrope` choose their frequencies by the largest position
     that they are given. A slice therefore asks for the positions of its whole sequence

@@ -47,7 +47,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.schedules.list_scheduling import users_of
 
 # Bytes that differ by less than this share count as equal.
-EQUAL_SHARE = 1e-9
+BYTES_ROUNDING = 1e-9
 PASSES = 5  # over all actions, in the least case
 
 
@@ -227,9 +227,9 @@ def _ways(
     since = chains.longest(earliest)
     for turn in on_rank:
         reserve = stored_bytes(turn, last)
-        if turn < position or reserve > cap * (1 + EQUAL_SHARE):
+        if turn < position or reserve > cap * (1 + BYTES_ROUNDING):
             continue
-        count = 1 + int((cap - reserve) / held + EQUAL_SHARE)
+        count = 1 + int((cap - reserve) / held + BYTES_ROUNDING)
         # All other backwards of what is stored come after this one.
         backward = number(BACKWARD, turn, last)
         way = float(since[backward] + chains.costs.seconds[backward])

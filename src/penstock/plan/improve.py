@@ -41,7 +41,7 @@ DEFAULT_MOVES = 20_000
 MOVES_PER_CALL = 500  # the loop returns to Python this often
 RANDOM_NUMBERS_PER_MOVE = 5
 # Memory that differs by less than this share of the largest activation counts as equal.
-EQUAL_SHARE = 1e-9
+ACTIVATION_ROUNDING = 1e-9
 # A schedule must be faster by this share to count as better.
 LEAST_GAIN = 1e-12
 CRITICAL_MOVES = 0.7  # share of the moves that touch the critical path
@@ -50,11 +50,12 @@ MAX_DISTANCE = 64  # places that an action moves at most
 MEAN_END_WEIGHT = 0.1
 
 
-class Round(NamedTuple):
+class MoveRound(NamedTuple):
     """One round of moves.
 
     passes: how many moves there are for each action.
-    warmth: how many mean actions a move may make the step slower at the start of the round; towards its end none.
+    warmth: how much slower a move may make the step at the start of the round, in mean actions; this falls to 0 at its
+        end.
     price: the price of one activation too much while one action runs, in mean actions. It rises without limit towards
         the end of a round, so that rounds end below the caps. An infinite price forbids it from the start.
     """
@@ -64,11 +65,19 @@ class Round(NamedTuple):
     price: float
 
 
-FIRST_ROUNDS = (Round(4, 0.2, math.inf), Round(16, 0.5, math.inf), Round(64, 1.0, 0.5))
-LATER_ROUNDS = (Round(256, 2.0, 1.0), Round(256, 3.0, 0.5), Round(256, 5.0, 0.5))
+FIRST_ROUNDS = (
+    MoveRound(4, 0.2, math.inf),
+    MoveRound(16, 0.5, math.inf),
+    MoveRound(64, 1.0, 0.5),
+)
+LATER_ROUNDS = (
+    MoveRound(256, 2.0, 1.0),
+    MoveRound(256, 3.0, 0.5),
+    MoveRound(256, 5.0, 0.5),
+)
 
 
-def round_of(number: int) -> Round:
+def round_of(number: int) -> MoveRound:
     """Return a round: first some short and cool ones, then long and warm ones for ever."""
     if number < len(FIRST_ROUNDS):
         return FIRST_ROUNDS[number]
@@ -165,7 +174,7 @@ class Search:
         self._random = np.random.default_rng(self.seed)
         unit = float(self.problem.costs.gain.max(initial=0.0)) or 1.0
         peak = lane_peaks(self.problem, self.lane)
-        self._caps = np.maximum(self.problem.caps, peak) + EQUAL_SHARE * unit
+        self._caps = np.maximum(self.problem.caps, peak) + ACTIVATION_ROUNDING * unit
         self.makespan = time_lanes(self.problem, self.lane)
         if self.makespan < 0:
             raise ShapeError(
@@ -232,7 +241,7 @@ def _call_loop(
     random: Floats,
     begin: int,
     length: int,
-    climate: Round,
+    climate: MoveRound,
     lane: Ints,
     best: Ints,
     makespan: float,
@@ -277,7 +286,7 @@ def fits_caps(problem: OrderProblem, lane: Ints) -> bool:
     """Return whether no rank exceeds its cap in an order of its actions."""
     unit = float(problem.costs.gain.max(initial=0.0)) or 1.0
     peaks = lane_peaks(problem, lane)
-    return bool((peaks <= problem.caps + EQUAL_SHARE * unit).all())
+    return bool((peaks <= problem.caps + ACTIVATION_ROUNDING * unit).all())
 
 
 def lane_peaks(problem: OrderProblem, lane: Ints) -> Floats:

@@ -32,7 +32,7 @@ from penstock.schedules.list_scheduling import (
     sequential_schedule,
 )
 
-# Rungs between one power of two and the next, for schedules with at most so many actions.
+# Rungs between one power of two and the next, for schedules with at most this many actions.
 # Large schedules take long to list, so they have fewer rungs.
 STEPS = ((2_000, (1.0, 1.25, 1.5, 1.75)), (6_000, (1.0, 1.5)))
 FEW_STEPS = (1.0,)
@@ -85,7 +85,7 @@ def rungs_of(
 def shares_of(microbatches: int, granules: int, actions: int) -> list[float]:
     """Return the micro-batches that the fullest rank can hold on each rung.
 
-    A micro-batch is held in so many granules, so caps between two of them are the same.
+    A micro-batch is held in whole granules, so caps between two of them are the same.
 
     >>> shares_of(4, 1, 100), shares_of(4, 2, 100)
     ([1.0, 2.0, 3.0, 4.0], [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])

@@ -27,6 +27,8 @@ from penstock.formats import read_plan, read_torch_csv
 from penstock.ir import Op, Plan, lower, verify
 from penstock.ir.plan import Facts
 from penstock.ir.schedule import stretch
+from penstock.ir.sum_plan import fitting_sums
+from penstock.ir.verify_sums import verify_sums
 from penstock.partition import even_partition
 from penstock.plan.candidates import Candidate, candidate_plan, title
 from penstock.plan.partial import skipped_share
@@ -166,8 +168,16 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
     All schedules are verified here, before any worker starts.
     """
     paths = config.paths
+    if paths.sum_messages != PathsConfig().sum_messages and not plan.sums:
+        raise ConfigError(
+            f"paths.sum_messages = {paths.sum_messages} is for plans that say how gradients are summed, "
+            f"and {config.schedule.name} does not\n"
+            "  make one with `penstock paths --sums planned`, or leave it out"
+        )
     if visits_all_parts(plan.schedule) and not plan.rotation:
-        if paths != PathsConfig() and config.schedule.name != AUTO:
+        verify_sums(plan.schedule, plan.sums)
+        own = replace(paths, sum_messages=PathsConfig().sum_messages)
+        if own != PathsConfig() and config.schedule.name != AUTO:
             raise ConfigError(
                 f"[paths] is for schedules that leave out parts, and {config.schedule.name} leaves out "
                 "none\n  leave its values out, or name another plan"
@@ -193,6 +203,7 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
         config = _without_recordings(config)
     for schedule in plan.schedules:
         verify(lower(schedule))
+        verify_sums(schedule, plan.sums)
     return replace(config, paths=paths), plan
 
 
@@ -311,9 +322,10 @@ def _without_empty_ranks(plan: Plan) -> Plan:
     ranks = ranks_with_stages(plan.schedule)
     if len(ranks) == plan.schedule.ranks:
         return plan
-    plan = plan.map_schedules(drop_empty_ranks)
+    smaller = plan.map_schedules(drop_empty_ranks)
+    sums = fitting_sums(smaller.schedule, plan.sums, ranks)
     nodes = " ".join(map(str, ranks))
-    return replace(plan, why=(*plan.why, ("nodes", nodes)))
+    return replace(smaller, why=(*plan.why, ("nodes", nodes)), sums=sums)
 
 
 def _shape_from_file(

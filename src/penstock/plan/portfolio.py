@@ -63,7 +63,7 @@ from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
 
 # Listed orders have at most this many actions; larger ones take too long to list.
 MAX_LISTED_ACTIONS = 16_000
-# Fixed orders with slices have at most this many actions: with so many micro-batches, slices
+# Fixed orders with slices have at most this many actions: with that many micro-batches, slices
 # help little.
 MAX_SLICED_ACTIONS = 16_000
 # Actions of all fixed orders with one number of slices. They take about 30 seconds.
@@ -78,7 +78,8 @@ SURVEYED_ROUNDS = 3
 SURVEYED_ORDERS = 3  # that are built with all micro-batches, until one fits
 BUILDING_WORK = 500  # Building a fixed order takes as long as this many simulations.
 FINALISTS = 8  # candidates that are timed under noise
-PRINTED_DIGITS = 4  # Times that agree in so many digits are printed as the same number.
+# Times that agree in this many digits are printed as the same number.
+PRINTED_DIGITS = 4
 # Means under noise that differ by less than this share count as equal: they are of few samples.
 SAMPLING = 0.0025
 
@@ -116,7 +117,7 @@ def portfolio(
 ) -> Portfolio:
     """Rank every schedule whose fullest rank holds at most `memory` bytes.
 
-    stages: the largest number of stages per rank, because a model has only so many layers.
+    stages: the largest number of stages per rank, because a model has a limited number of layers.
     slices: the largest number of slices of a sequence; 1 for models that cannot be cut.
     weights: the largest number of copies of the weights.
     watch: called with the name of each candidate before it is built.

@@ -112,7 +112,7 @@ class UnitPricing:
         )
 
     def close_bound(self, cell: Cell) -> float:
-        """Return a larger such time, which looks at every placement that the search tries."""
+        """Return a tighter bound, which looks at every placement that the search tries."""
         quick = self.bound(cell)
         if self.limits.skip or self.limits.weights > 1:
             return quick
@@ -122,7 +122,7 @@ class UnitPricing:
         return max(quick, close)
 
     def estimate(self, cell: Cell) -> Estimate:
-        """Return the bound: there is only one cell, so that nothing is compared."""
+        """Return the bound. There is only one cell, so nothing is compared."""
         return Estimate(self.bound(cell), 0.0)
 
     def least_bytes(self, cell: Cell) -> float:

@@ -128,7 +128,7 @@ def unit_setting(
 # ---------------------------------------------------------------- placements
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """Stages of the ranks in a loop (so many chunks) or in waves, and the parts that each micro-batch leaves out."""
+    """Stages of the ranks in a loop (this many chunks) or in waves, and the parts that each micro-batch leaves out."""
 
     word: str  # "chunks" or "waves"
     count: int

@@ -179,7 +179,7 @@ class _UnitSpace:
 
 
 def hops_before(rank: int, weights: int) -> int:
-    """Return the hops before a rank is reached, if ranks are numbered in the order in which they are.
+    """Return the hops before a rank is reached, if ranks are numbered in the order in which they are reached.
 
     With two copies of the weights, two ranks have a first part, two more are one hop away, and so on.
     """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from penstock.errors import ShapeError
 
 IGNORED_LABEL = -100  # the label of a token that does not count
+NamedShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,14 @@ class Batch:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each micro-batch's input: rows, tokens and whatever more it has."""
         return tuple(tuple(x.shape) for x in self.inputs)
+
+    @property
+    def named_shapes(self) -> tuple[NamedShapes, ...]:
+        """The names and shapes of each micro-batch's further tensors; empty if there are none."""
+        return tuple(
+            tuple((name, tuple(x.shape)) for name, x in sorted(named.items()))
+            for named in self.named
+        )
 
     @property
     def longest(self) -> tuple[int, ...]:
@@ -107,7 +117,7 @@ def cut_batch(
     """Deal rows out to micro-batches; if they do not divide evenly, the first ones get one row more."""
     if microbatches > len(inputs):
         raise ShapeError(
-            f"{len(inputs)} rows cannot make {microbatches} micro-batches; the most is {len(inputs)}"
+            f"{len(inputs)} rows cannot make {microbatches} micro-batches; give at most {len(inputs)}"
         )
     for name, tensor in (named or {}).items():
         if tensor.dim() == 0 or len(tensor) != len(inputs):

@@ -80,6 +80,10 @@ class Bundle:
                 given.append(gradient.to(x.dtype))
         return roots, given
 
+    def copy(self) -> Bundle:
+        """The same tensors in memory of their own."""
+        return Bundle([x.clone() for x in self.tensors], self.count, self.names)
+
     def places(self) -> set[int]:
         """The addresses of its tensors."""
         return {x.data_ptr() for x in self.tensors}

@@ -52,7 +52,7 @@ from penstock.runtime.torch_internals import (
 )
 
 DEFAULT_COMPILER = "inductor"
-SPARE_GRAPHS = 1  # warn when so many are left before torch gives up
+SPARE_GRAPHS = 1  # warn when this many are left before torch gives up
 _log = logging.getLogger(__name__)
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -235,7 +235,7 @@ def _why_uncompiled(layer: nn.Module) -> str:
 
 
 class CompiledLoss:
-    """A loss that is compiled. `plain` is the one that is not, for checks on a few labels at a time."""
+    """A compiled loss. `plain` is the same loss, not compiled, for checks on a few labels at a time."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, NamedShapes
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.facts import FAILURE, MISFIT, raise_failure, share_facts
 from penstock.runtime.lane import Do, Turn
@@ -123,8 +123,7 @@ class EdgeKind(NamedTuple):
 
     path: tuple[int, ...]
     shape: tuple[int, ...]  # of the input
-    # The shapes of the batch's named tensors.
-    named: tuple[tuple[str, tuple[int, ...]], ...]
+    named: NamedShapes  # the shapes of the batch's named tensors
 
 
 class EdgeFinder:
@@ -171,8 +170,7 @@ class EdgeFinder:
 
     def kind(self, batch: Batch, number: int) -> EdgeKind:
         """The kind of a micro-batch."""
-        named = batch.named[number] if batch.named else {}
-        shapes = tuple((name, tuple(x.shape)) for name, x in sorted(named.items()))
+        shapes = batch.named_shapes[number] if batch.named else ()
         path = self.schedule.microbatches[number].path
         return EdgeKind(path, tuple(batch.inputs[number].shape), shapes)
 

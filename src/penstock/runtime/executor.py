@@ -22,8 +22,9 @@ from torch import nn
 
 from penstock.errors import PenstockError, ShapeError
 from penstock.ir.program import Program
+from penstock.ir.sum_plan import SumPlan
 from penstock.runtime.backward import make_deferrable
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, NamedShapes
 from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
@@ -59,9 +60,7 @@ __all__ = ["Executor", "Loss", "Result"]
 
 LengthCheck = Callable[[Sequence[int]], None]
 # The shapes of all units' inputs, and of the named tensors.
-BatchShape: TypeAlias = tuple[
-    tuple[tuple[int, ...], ...], tuple[tuple[str, tuple[int, ...]], ...]
-]
+BatchShape: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[NamedShapes, ...]]
 MAX_KNOWN_SHAPES = 16  # of batches whose edges are kept
 
 
@@ -76,7 +75,8 @@ class Executor:
     actions and plays them in every step; all ranks have one, or none. `messages` is the type in which hidden states and
     their gradients travel between ranks, by default their own; torch.int8 rounds each row to 8 bits with a scale of its
     own. Gradients always add up over steps; say that a run `accumulates` them, and recordings will do so without a
-    second copy of them.
+    second copy of them. `sums` says how replicas sum their gradients; the backend sums what it does not have. Their
+    numbers travel in their own type, or in `sum_messages`: torch.bfloat16 or torch.int8.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class Executor:
         reduction: str = "sum",
         messages: torch.dtype | None = None,
         accumulates: bool = False,
+        sums: Sequence[SumPlan] = (),
+        sum_messages: torch.dtype | None = None,
     ) -> None:
         schedule = program.schedule
         self.program = program
@@ -123,14 +125,14 @@ class Executor:
         self.shards = Shards(schedule, self.modules, comm.rank, tied)
         self.gradients = StepGradients(
             self.shards,
-            Replicas(schedule, self.modules, comm, tied),
+            Replicas(schedule, self.modules, comm, tied, sums, sum_messages),
             Visits(schedule, self.modules, mean, tied),
         )
         if not self.shards.parts:
             # Sharding saves memory, and keeping freed memory would spend it again.
             keep_freed_memory()
 
-        self.recorder = Recorder(schedule, comm)
+        self.recorder = Recorder(schedule, comm, sums)
         self.clock = Clock(self.modules.values())
         self.agreement: Agreement | None = None  # None before the first step
         # Whether the first step warns about weight gradients that cannot wait for W.
@@ -177,10 +179,18 @@ class Executor:
         self.reserve(self.cut(batch))
 
     # ------------------------------------------------------------ steps
-    def step(self, batch: Batch, timed: bool = False, outputs: bool = False) -> Result:
+    def step(
+        self,
+        batch: Batch,
+        timed: bool = False,
+        outputs: bool = False,
+        sums: bool = True,
+    ) -> Result:
         """Run the forward and backward of every micro-batch once, and add to the gradients.
 
         With `outputs`, the result has what the last stages returned. Such a step is computed, even if there is a tape.
+        With `sums=False`, replicas keep their gradients to themselves, and the next step without it sums them together
+        with its own: several steps then cost one sum. Recorded steps always sum.
         """
         self.check_lengths(batch)
         units = self.cut(batch)
@@ -211,6 +221,7 @@ class Executor:
             self.gradients,
             recordings,
             clock=self.clock if timed else None,
+            sums=sums,
         )
         result = walk.run(self.comm, self.recorder)
         result.outputs = self.outputs_of(values)
@@ -269,12 +280,8 @@ class Executor:
         """The units of a batch, and what goes between the stages."""
         schedule = self.program.schedule
         units = cut_units(schedule, batch)
-        shape: BatchShape = (
-            tuple(x.shape for x in units.inputs),
-            tuple(
-                (name, x.shape) for named in batch.named for name, x in named.items()
-            ),
-        )
+        unit_shapes = tuple(tuple(x.shape) for x in units.inputs)
+        shape: BatchShape = (unit_shapes, batch.named_shapes)
         edges = self.known_edges.get(shape)
         if edges is None:
             found = self.finder.find(batch)
@@ -311,11 +318,6 @@ class Executor:
         """The recordings to play in this step; None if its actions have to be computed."""
         if self.tape is None or units.batch.starts:
             return None
-        if units.edges.many:
-            raise ShapeError(
-                "recorded actions know only one tensor between stages, but here stages pass several tensors, or the "
-                "batch has named tensors\n  make the Executor without a tape"
-            )
         if self.recordings is None:
             self.recordings = self.record(units, self.tape, checks)
         return self.recordings if self.recordings.fits(units.batch) else None

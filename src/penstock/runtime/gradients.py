@@ -7,11 +7,14 @@ A sum begins as soon as this rank's last contribution is complete, and runs whil
 
 All ranks of a group must begin their sums in the same order, although each may finish its parts in another order. They
 use the order in which the parts are complete on all ranks, by the clock of the schedule.
+
+The backend sums, unless a plan says how (`penstock.runtime.planned_sums`). Several steps can be summed at once: the
+gradients of all but the last one stay on their ranks (`StepGradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -21,9 +24,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import SumPlan
 from penstock.ir.sums import completion, ranks_of
+from penstock.runtime.cell_format import CellFormat
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.dtensor_share import local_share
+from penstock.runtime.planned_sums import PlannedSum, SumThread
+from penstock.runtime.recorder import SumTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,7 @@ class SharedParameters:
     """Parameters that several ranks own, whose gradients are summed over them."""
 
     name: str
+    parts: tuple[int, ...]
     group: tuple[int, ...]
     last: int  # this rank's last contributing action; -1: it contributes nothing
     ready: int  # the tick at which the contributions of all ranks are complete
@@ -43,7 +51,10 @@ class SharedParameters:
 
 
 class Replicas:
-    """The sums of one rank, which begin and end in every step."""
+    """The sums of one rank, which begin and end in every step.
+
+    `plans` says how some of them are summed, and `messages` in which type their numbers travel, by default their own.
+    """
 
     def __init__(
         self,
@@ -51,6 +62,8 @@ class Replicas:
         modules: Mapping[int, nn.Module],
         comm: Comm,
         tied: Mapping[str, Tied] | None = None,
+        plans: Sequence[SumPlan] = (),
+        messages: torch.dtype | None = None,
     ) -> None:
         self.comm = comm
         ties = tied or {}
@@ -62,6 +75,19 @@ class Replicas:
         self.next = 0
         self.complete: set[int] = set()
         self.sums: list[tuple[Pending, Tensor, SharedParameters]] = []
+        # Called before the gradients of parameters are summed, to add those of earlier steps.
+        self.complete_gradients: Callable[[Iterable[nn.Parameter]], None] = (
+            lambda parameters: None
+        )
+        self.planned: dict[str, PlannedSum] = {}
+        self.second = comm.apart() if plans else None
+        self.thread: SumThread | None = None
+        for sum_ in self.order:
+            plan = _plan_of(sum_, plans)
+            if plan is not None:
+                numbers = sum(local_share(p).numel() for p in sum_.parameters)
+                how = CellFormat(sum_.parameters[0].dtype, messages)
+                self.planned[sum_.name] = PlannedSum(plan, comm.rank, numbers, how)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -79,7 +105,17 @@ class Replicas:
         """Begin a step. The gradients of earlier steps, which are summed already, must be laid aside."""
         self.next = 0
         self.complete.clear()
+        planned = [self.planned[s.name] for s in self.order if s.name in self.planned]
+        if planned:
+            assert self.second is not None
+            self.thread = SumThread(self.second, planned)
         self.after(-1)
+
+    def abandon(self) -> None:
+        """Forget the sums of a step that has failed."""
+        if self.thread is not None:
+            self.thread.abandon()
+        self.sums.clear()
 
     def after(self, action: int) -> None:
         """Note that an action is done, and begin the sums that are due, in their order."""
@@ -93,13 +129,26 @@ class Replicas:
 
     def start(self, shared: SharedParameters) -> None:
         """Begin to sum all gradients of one group as one flat tensor."""
+        self.complete_gradients(shared.parameters)
         for parameter in shared.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = shared.local_gradients()
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        pending = self.comm.add(flat, shared.group)
+        pending: Pending
+        if shared.name in self.planned:
+            assert self.thread is not None
+            pending = self.thread.put(flat)
+        else:
+            pending = self.comm.add(flat, shared.group)
         self.sums.append((pending, flat, shared))
+
+    def times(self) -> dict[tuple[int, ...], SumTimes]:
+        """When this rank began and ended its planned sums in the last step, by their parts."""
+        return {
+            one.plan.parts: SumTimes(one.begin, one.end, one.bytes)
+            for one in self.planned.values()
+        }
 
     def finish(self) -> None:
         """Wait for the sums and make them the gradients."""
@@ -111,6 +160,19 @@ class Replicas:
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
         self.sums.clear()
+
+
+def _plan_of(shared: SharedParameters, plans: Sequence[SumPlan]) -> SumPlan | None:
+    """The plan for a sum, if there is one."""
+    for plan in plans:
+        if set(plan.parts) == set(shared.parts):
+            if set(plan.ranks) != set(shared.group):
+                raise ShapeError(
+                    f"the plan sums {shared.name} over ranks {sorted(plan.ranks)}, "
+                    f"but it is on ranks {list(shared.group)}\n  plan its sums again, or leave them out"
+                )
+            return plan
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +292,9 @@ def _shared_parts(
         )
         if trained:
             last, ready = completion(schedule, (part,), rank)
-            sums.append(SharedParameters(f"part {part}", group, last, ready, trained))
+            sums.append(
+                SharedParameters(f"part {part}", (part,), group, last, ready, trained)
+            )
     return sums
 
 
@@ -251,6 +315,8 @@ def _shared_ties(
         if parameter.requires_grad:
             last, ready = completion(schedule, tie.parts, rank)
             sums.append(
-                SharedParameters(f"tied {name}", group, last, ready, (parameter,))
+                SharedParameters(
+                    f"tied {name}", tie.parts, group, last, ready, (parameter,)
+                )
             )
     return sums

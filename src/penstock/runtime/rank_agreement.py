@@ -33,7 +33,7 @@ _MAX_CODE = 100_003  # small enough that sums of squares stay exact
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all ranks know."""
+    """What all ranks know about all stages, once they have told one another."""
 
     trains: tuple[bool, ...]  # by stage; a stage without parameters counts as trained
     recomputes: bool  # some stage of some rank

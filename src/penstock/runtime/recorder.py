@@ -14,14 +14,18 @@ kernels and not of their launch. Events are read when the step is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import MEASURED_UNITS, Timeline
+from penstock.ir.sum_plan import SumPlan
+from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
+from penstock.ir.verify_sums import ordered_sums
 from penstock.runtime.comm.comm import Comm, Pending
 
 CLOCK_PINGS = 8
@@ -66,23 +70,40 @@ def _event() -> torch.cuda.Event:
     return event
 
 
-class Recorder:
-    """Gathers the times that the ranks of one schedule have measured."""
+class SumTimes(NamedTuple):
+    """When a rank had its gradients for a sum, when it had the sum, and the bytes of the gradients."""
 
-    def __init__(self, schedule: Schedule, comm: Comm) -> None:
+    begin: float
+    end: float
+    bytes: float
+
+
+class Recorder:
+    """Gathers the times that the ranks of one schedule have measured, and those of its planned sums."""
+
+    def __init__(
+        self, schedule: Schedule, comm: Comm, sums: Sequence[SumPlan] = ()
+    ) -> None:
         self.schedule = schedule
         self.comm = comm
+        self.sums = ordered_sums(schedule, sums)
         self.offset: float | None = None  # seconds ahead of rank 0's clock
 
     def gather(
-        self, start: Sequence[float], end: Sequence[float], level: Sequence[int]
+        self,
+        start: Sequence[float],
+        end: Sequence[float],
+        level: Sequence[int],
+        sums: Mapping[tuple[int, ...], SumTimes],
     ) -> Recording:
         """Begin to gather the times of all ranks. All ranks call it, each with its own times."""
         if self.offset is None:
             self.offset = clock_offset(self.comm)
         table = self.schedule.table
         rank = self.comm.rank
-        columns = torch.zeros(3, len(table), dtype=torch.float64)
+        # Behind the actions, there is a place for each rank in each sum.
+        places = len(table) + len(self.sums) * self.comm.ranks
+        columns = torch.zeros(3, places, dtype=torch.float64)
         here = slice(int(table.first[rank]), int(table.first[rank + 1]))
         share = 1.0 / table.crowd[table.stage[here]]
         columns[0, here] = torch.tensor(start, dtype=torch.float64) - self.offset
@@ -90,8 +111,16 @@ class Recorder:
         columns[2, here] = torch.tensor(level, dtype=torch.float64) * torch.from_numpy(
             share
         )
+        for number, plan in enumerate(self.sums):
+            times = sums.get(plan.parts)
+            if times is not None:
+                place = len(table) + number * self.comm.ranks + rank
+                columns[0, place] = times.begin - self.offset
+                columns[1, place] = times.end - self.offset
+                columns[2, place] = times.bytes
         return Recording(
             self.schedule,
+            self.sums,
             columns,
             self.comm.add(columns, tuple(range(self.comm.ranks))),
         )
@@ -100,17 +129,45 @@ class Recorder:
 class Recording:
     """The times of a step, on their way to every rank."""
 
-    __slots__ = ("columns", "pending", "schedule")
+    __slots__ = ("columns", "pending", "schedule", "sums")
 
-    def __init__(self, schedule: Schedule, columns: Tensor, pending: Pending) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        sums: Sequence[SumPlan],
+        columns: Tensor,
+        pending: Pending,
+    ) -> None:
         self.schedule = schedule
+        self.sums = sums
         self.columns = columns
         self.pending = pending
 
     def timeline(self) -> Timeline:
         """Wait for all times, and return the timeline."""
         self.pending.wait()
-        return _timeline(self.schedule, self.columns)
+        actions = len(self.schedule.table)
+        timeline = _timeline(self.schedule, self.columns[:, :actions])
+        if not self.sums:
+            return timeline
+        first = float(self.columns[0, :actions].min())
+        of_sums = self.columns[:, actions:].view(3, len(self.sums), -1)
+        return replace(timeline, sums=_sums(self.sums, of_sums, first))
+
+
+def _sums(plans: Sequence[SumPlan], columns: Tensor, zero: float) -> tuple[Sum, ...]:
+    """The sums of a step that began at `zero`. A sum begins when the last rank is ready for it."""
+    sums = []
+    for plan, begin, end, size in zip(plans, *columns, strict=True):
+        if not float(size.max()):
+            continue  # This step did not sum.
+        ranks = tuple(sorted(plan.ranks))
+        members = list(ranks)
+        name = f"part {plan.parts[0]}" if len(plan.parts) == 1 else "tied weights"
+        start = float(begin[members].max()) - zero
+        done = float(end[members].max()) - zero
+        sums.append(Sum(name, ranks, start, done, float(size.max()), -1))
+    return tuple(sums)
 
 
 def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:

@@ -1,7 +1,8 @@
 """Actions that are recorded once and then played: on a GPU one launch replaces hundreds (CUDA graphs).
 
 Before the first step, the actions of a rank are recorded in the order of its lane, on tensors whose memory never
-moves. To play an action, what has arrived from other ranks is copied there first. All recordings share one memory:
+moves. To play an action, what has arrived from other ranks is copied there first, tensor by tensor if stages pass
+several. All recordings share one memory:
 they are played in the order in which they were recorded, so an action may use what an earlier one has freed. Recorded
 actions need about as much memory as others.
 
@@ -16,7 +17,14 @@ same take, because nothing is known about how the actions of two takes will inte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,11 +35,13 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
-from penstock.runtime.added_losses import collected_losses
+from penstock.runtime.added_losses import adding_to
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
+from penstock.runtime.bundle import Bundle
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.earlier_gradients import EarlierGradients
+from penstock.runtime.edges import BatchEdges
 from penstock.runtime.frozen_stages import StageVisit
 from penstock.runtime.lane import Do, LaneStep, Turn
 from penstock.runtime.randomness import (
@@ -52,11 +62,12 @@ from penstock.runtime.step_values import StepValues
 from penstock.runtime.takes import (
     TakeKind,
     TakeMoment,
+    VisitShape,
     assign_takes,
     stage_visits,
     take_moment,
 )
-from penstock.runtime.tape import RecordedWork, Tape
+from penstock.runtime.tape import RecordedWork, Results, Tape
 from penstock.runtime.torch_internals import (
     recording_bytes,
     view_without_owning,
@@ -87,54 +98,65 @@ class PlayedActions:
         self.drawn: dict[int, Drawn] = {}  # random numbers, by forward
 
     def forward(self, step: LaneStep) -> None:
-        """Play a forward. The loss is copied, because the next micro-batch overwrites it."""
+        """Play a forward. Losses are copied, because the next micro-batch overwrites them."""
         inputs = self.inputs_of(step)
         if self.recordings.draws_again(step):
-            y = self.play_and_remember_randomness(step, inputs)
+            results = self.play_and_remember_randomness(step, inputs)
         else:
-            y = self.recordings.play(step, *inputs)
-        assert y is not None
+            results = self.recordings.play(step, *inputs)
         self.kept.add(step.value)
-        copied = step.last or step.value in self.recordings.copied
-        self.values.publish(step, y.clone() if copied else y)
+        passed = 0 if step.last else len(self.units.edges.specs[step.value])
+        if passed:
+            y = as_value(results[:passed], self.units.edges)
+            copied = step.value in self.recordings.copied
+            self.values.held[step.value] = _copy(y) if copied else y
+        for loss in results[passed:]:
+            self.values.losses.append(loss.clone())
         self.give_back_input(step)
 
     def inputs_of(self, step: LaneStep) -> list[Tensor]:
-        """The inputs that a forward needs copied: tokens or a hidden state and, on the last stage, labels."""
+        """The inputs that a forward needs copied.
+
+        They are tokens or what the stage before has passed on, on the last stage labels, and tensors of the batch
+        that stages ask for by name.
+        """
         inputs = []
         if step.source < 0:
             inputs.append(self.units.inputs[step.unit])
         elif step.source not in self.recordings.in_place:
-            inputs.append(self.values.tensor(step.source))
+            inputs += self.values.tensors(step.source)
         if step.last:
             inputs.append(self.units.labels[step.unit])
+        named = self.units.named(step)
+        inputs += [named[name] for name in self.recordings.action(step).names]
         return inputs
 
     def play_and_remember_randomness(
         self, step: LaneStep, inputs: Sequence[Tensor]
-    ) -> Tensor | None:
+    ) -> Results:
         """Play a forward that draws random numbers, which its backward will draw again.
 
         A CUDA graph draws from the generator's state at the time it is played, so setting back that state is enough.
         """
-        device = inputs[0].device
+        device = self.recordings.device
         with DRAWING_LOCK:
             before = states(device)
-            y = self.recordings.play(step, *inputs)
+            results = self.recordings.play(step, *inputs)
             drawn = drawn_since(before, device)
         if drawn is not None:
             self.drawn[step.value] = drawn
-        return y
+        return results
 
     def backward(self, step: LaneStep) -> None:
         """Play a backward. Its result is copied: it may still be in flight when its memory is used again."""
         if step.value not in self.recordings.stages.rests.idle:
             arrives = not step.last and step.source not in self.recordings.in_place
-            inputs = [self.values.tensor(step.source)] if arrives else []
+            inputs = self.values.tensors(step.source) if arrives else ()
             with self.first_randomness(step):
-                gradient = self.recordings.play(step, *inputs)
-            if gradient is not None:
-                self.values.held[step.value] = gradient.clone()
+                gradients = self.recordings.play(step, *inputs)
+            if gradients:
+                gradient = as_value(gradients, self.units.edges)
+                self.values.held[step.value] = _copy(gradient)
         if not step.split:
             self.kept.remove(step.forward)
         self.give_back_input(step)
@@ -152,7 +174,7 @@ class PlayedActions:
         self.kept.remove(step.forward)
 
     def give_back_input(self, step: LaneStep) -> None:
-        """Give back the receive buffer of an input, which has been copied."""
+        """Give back the receive buffers of an input, which has been copied."""
         for buffer in self.values.take_buffers(step):
             self.give_back(buffer)
 
@@ -162,15 +184,16 @@ class RecordedAction:
     """One action of a take."""
 
     inputs: tuple[Tensor, ...]  # where the recording reads its inputs
-    result: Tensor | None  # where it leaves its result
+    results: Results  # where it leaves its results; those of a forward end with losses
     play: Callable[[], None]
+    names: tuple[str, ...] = ()  # of the last inputs, which are tensors of the batch
 
-    def __call__(self, *inputs: Tensor) -> Tensor | None:
+    def __call__(self, *inputs: Tensor) -> Results:
         """Play the recording on these inputs."""
         for target, source in zip(self.inputs, inputs, strict=True):
             target.copy_(source)
         self.play()
-        return self.result
+        return self.results
 
 
 Take = Mapping[TakeMoment, RecordedAction]
@@ -195,6 +218,7 @@ class Recordings:
     ) -> None:
         self.stages = stages
         self.shapes = units.batch.shapes
+        self.named_shapes = units.batch.named_shapes
         self.device = units.batch.inputs[0].device
         self.valid = torch.ones((), device=self.device)
         visits = stage_visits(turns)
@@ -209,22 +233,16 @@ class Recordings:
         self.gradients.install()
         session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
         try:
-            with collected_losses() as added:
-                if by_lane:
-                    self.in_place = frozenset(
-                        s.value for steps in visits.values() for s in steps
-                    )
-                    self.copied = frozenset(sent_values(turns))
-                    session.rehearse_visits(visits)
-                    self.gradients.install()
-                    session.record_lane(turns, visits, self.in_place)
-                else:
-                    session.record_visits(visits)
-            if added:
-                raise ShapeError(
-                    "a layer adds a loss of its own (add_loss), which recorded actions do not know\n"
-                    "  make the Executor without a tape"
+            if by_lane:
+                self.in_place = frozenset(
+                    s.value for steps in visits.values() for s in steps
                 )
+                self.copied = frozenset(sent_values(turns))
+                session.rehearse_visits(visits)
+                self.gradients.install()
+                session.record_lane(turns, visits, self.in_place)
+            else:
+                session.record_visits(visits)
             self.gradients.adopt()
         finally:
             earlier.restore()
@@ -238,7 +256,8 @@ class Recordings:
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch has the shape that was recorded."""
-        return batch.shapes == self.shapes and not batch.starts
+        same = batch.shapes == self.shapes and batch.named_shapes == self.named_shapes
+        return same and not batch.starts
 
     def begin(self, valid: int) -> None:
         """Begin a step with this number of valid tokens."""
@@ -249,9 +268,13 @@ class Recordings:
         """Whether the backward draws the random numbers of this forward again."""
         return (step.stage, step.microbatch) in self.drawing
 
-    def play(self, step: LaneStep, *inputs: Tensor) -> Tensor | None:
+    def action(self, step: LaneStep) -> RecordedAction:
+        """The recording of a step."""
+        return self.takes[step.stage, step.microbatch][take_moment(step)]
+
+    def play(self, step: LaneStep, *inputs: Tensor) -> Results:
         """Play the recording of a step."""
-        return self.takes[step.stage, step.microbatch][take_moment(step)](*inputs)
+        return self.action(step)(*inputs)
 
 
 # ---------------------------------------------------------------- recording
@@ -290,11 +313,13 @@ class RecordingSession:
         steps = [step for each in visits.values() for step in each]
         actions = self.stand_in(steps, inputs=False)
         takes: dict[StageVisit, dict[TakeMoment, RecordedAction]] = {}
+        copiers = first_forwards(steps)
         for turn in turns:
             step = turn.step
             if step is not None:
                 take = takes.setdefault((step.stage, step.microbatch), {})
-                take[take_moment(step)] = self.record_in_lane(actions, step, own)
+                action = self.record_in_lane(actions, step, own, copiers)
+                take[take_moment(step)] = action
             for freed in turn.frees:
                 actions.values.held.pop(freed, None)
         _drop_graphs(actions)
@@ -310,56 +335,64 @@ class RecordingSession:
                 self.drawing.add(visit)
 
     def record_in_lane(
-        self, actions: ComputedActions, step: LaneStep, own: frozenset[int]
+        self,
+        actions: ComputedActions,
+        step: LaneStep,
+        own: frozenset[int],
+        copiers: Collection[int],
     ) -> RecordedAction:
-        """Record one action of a lane, with a place for its input if that comes from another rank.
+        """Record one action of a lane, with a place for each tensor of its input if that comes from another rank.
 
-        The place is part of the memory that the recordings share, from this action on until nobody needs it.
+        The places are part of the memory that the recordings share, from this action on until nobody needs them.
         """
-        place: list[Tensor] = []
+        places: list[Tensor] = []
         has_source = step.do is not Do.WEIGHTS and step.source >= 0
         arrives = has_source and step.source not in own
 
-        def work() -> Tensor | None:
+        def work() -> Results:
             if arrives:
-                if not place:
-                    place.append(self.empty_input(step))
-                actions.values.held[step.source] = place[0]
+                if not places:
+                    places.extend(self.empty_value(step.source))
+                actions.values.held[step.source] = as_value(places, self.units.edges)
             return _run(actions, step)
 
         def prepare() -> None:
-            for x in place:
+            for x in places:
                 view_without_owning(x).zero_()  # autograd must not see this as a change
 
         if _does_nothing(actions, step):
             _run(actions, step)
-            return RecordedAction((), None, _play_nothing)
-        result, play = self.record_work(work, step, prepare)
-        inputs = list(place)
+            return RecordedAction((), (), _play_nothing)
+        results, play = self.record_work(work, step, prepare)
+        inputs = list(places)
         if self.tape.replays_memory:
             # Later actions use this memory, once this one and those that need it are over.
-            inputs = [view_without_owning(x) for x in place]
-            result = None if result is None else view_without_owning(result)
-        if step.do is Do.FORWARD:
-            if step.source < 0:
-                inputs.append(actions.units.inputs[step.unit])
-            if step.last:
-                inputs.append(actions.units.labels[step.unit])
-        return RecordedAction(tuple(inputs), result, play)
+            inputs = [view_without_owning(x) for x in places]
+            results = tuple(view_without_owning(x) for x in results)
+        return _with_batch(actions, step, inputs, results, play, copiers)
 
-    def empty_input(self, step: LaneStep) -> Tensor:
-        """Memory for the input of an action."""
-        shape, dtype, _ = self.units.edges.specs[step.source][0]
-        device = self.units.inputs[step.unit].device
-        return torch.empty(shape, dtype=dtype, device=device)
+    def empty_value(self, value: int) -> list[Tensor]:
+        """Memory for the tensors of a value."""
+        specs = self.units.edges.specs[value]
+        device = self.valid.device
+        return [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
 
     def assign(
         self, visits: Mapping[StageVisit, Sequence[LaneStep]]
     ) -> dict[StageVisit, tuple[TakeKind, int]]:
         """The kind of each visit, and the number of the take that it would use."""
-        shapes = []
-        for number, shape in enumerate(self.units.batch.shapes):
-            shapes.append((*shape, *self.schedule.microbatches[number].cuts))
+        shapes: dict[StageVisit, VisitShape] = {}
+        edges = self.units.edges
+        batch = self.units.batch
+        for (stage, number), steps in visits.items():
+            first = steps[0].value
+            shapes[stage, number] = (
+                batch.shapes[number],
+                self.schedule.microbatches[number].cuts,
+                batch.named_shapes[number] if batch.named else (),
+                edges.incoming.get(first),
+                edges.outgoing.get(first),
+            )
         return assign_takes(visits, shapes, self.stages.rests)
 
     def record_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
@@ -390,7 +423,9 @@ class RecordingSession:
     ) -> ComputedActions:
         """Actions on tensors whose memory never moves; with `inputs`, what they need from other stages is zero."""
         valid: int = self.valid  # type: ignore[assignment]
-        batch = replace(self.units.batch, valid=valid)
+        visitors = {step.microbatch for step in steps}
+        named = self.clone_named(visitors)
+        batch = replace(self.units.batch, valid=valid, named=named)
         units = cut_units(self.schedule, batch)
         units.edges = self.units.edges
         own = {step.unit for step in steps}
@@ -399,40 +434,56 @@ class RecordingSession:
         values = StepValues()
         for step in steps if inputs else ():
             if step.source >= 0:
-                shape, dtype, _ = units.edges.specs[step.source][0]
-                device = units.inputs[step.unit].device
-                values.held[step.source] = torch.zeros(
-                    shape, dtype=dtype, device=device
-                )
+                zeros = [x.zero_() for x in self.empty_value(step.source)]
+                values.held[step.source] = as_value(zeros, units.edges)
         return ComputedActions(
             self.stages, units, values, _nothing_to_give, restores_randomness=False
         )
+
+    def clone_named(self, microbatches: set[int]) -> tuple[Mapping[str, Tensor], ...]:
+        """The named tensors of the batch that stages of this rank may ask for, with copies for some micro-batches."""
+        asked: set[str] = set()
+        for parameters in self.stages.parameters.values():
+            asked.update(parameters.after(0))
+        named = []
+        for number, tensors in enumerate(self.units.batch.named):
+            mine = {name: x for name, x in tensors.items() if name in asked}
+            if number in microbatches:
+                mine = {name: x.clone() for name, x in mine.items()}
+            named.append(mine)
+        return tuple(named)
 
     def record_take(self, steps: Sequence[LaneStep]) -> Take:
         """Record all actions of one micro-batch on one stage."""
         self.tape.begin()
         actions = self.stand_in(steps)
+        copiers = first_forwards(steps)
         take: dict[TakeMoment, RecordedAction] = {}
         for step in steps:
-            take[take_moment(step)] = self.record_action(actions, step)
+            take[take_moment(step)] = self.record_action(actions, step, copiers)
         _drop_graphs(actions)
         return take
 
-    def record_action(self, actions: ComputedActions, step: LaneStep) -> RecordedAction:
-        """Record one action."""
+    def record_action(
+        self, actions: ComputedActions, step: LaneStep, copiers: Collection[int]
+    ) -> RecordedAction:
+        """Record one action of a take."""
         if _does_nothing(actions, step):
             # An empty graph cannot be recorded, but the slices must be marked as done.
             _run(actions, step)
-            return RecordedAction((), None, _play_nothing)
-        result, play = self.record_work(partial(_run, actions, step), step)
-        return RecordedAction(_inputs_of(actions, step), result, play)
+            return RecordedAction((), (), _play_nothing)
+        results, play = self.record_work(partial(_run, actions, step), step)
+        inputs: list[Tensor] = []
+        if step.do is not Do.WEIGHTS and step.source >= 0:
+            inputs += actions.values.tensors(step.source)
+        return _with_batch(actions, step, inputs, results, play, copiers)
 
     def record_work(
         self,
         work: RecordedWork,
         step: LaneStep,
         prepare: Callable[[], None] = _play_nothing,
-    ) -> tuple[Tensor | None, Callable[[], None]]:
+    ) -> tuple[Results, Callable[[], None]]:
         """Record the work of a step; raise a `RunError` if that is impossible."""
         try:
             return self.tape.record(work, prepare)
@@ -534,18 +585,19 @@ def _run_all(actions: ComputedActions, steps: Sequence[LaneStep]) -> None:
     _drop_graphs(actions)
 
 
-def _run(actions: ComputedActions, step: LaneStep) -> Tensor | None:
-    """Run one action and return its result."""
+def _run(actions: ComputedActions, step: LaneStep) -> Results:
+    """Run one action and return its results: what it passes on, and the losses of a forward."""
     act = (actions.forward, actions.backward, actions.weights)[step.do]
-    with torch.enable_grad():
+    values = actions.values
+    with torch.enable_grad(), adding_to(values.added):
         act(step)
     record_in(None)
-    if step.last and step.do is Do.FORWARD:
-        return actions.values.losses.pop()
-    if step.do is Do.WEIGHTS:
-        return None
-    result = actions.values.held.get(step.value)
-    return result.detach() if isinstance(result, Tensor) else None
+    results: list[Tensor] = []
+    if step.do is not Do.WEIGHTS and step.value in values.held:
+        results += [x.detach() for x in values.tensors(step.value)]
+    results += values.losses
+    values.losses.clear()
+    return tuple(results)
 
 
 def _does_nothing(actions: ComputedActions, step: LaneStep) -> bool:
@@ -566,20 +618,52 @@ def _drop_graphs(actions: ComputedActions) -> None:
     for number, value in held.items():
         if isinstance(value, Tensor):
             held[number] = value.detach()
+        elif isinstance(value, Bundle):
+            held[number] = Bundle([x.detach() for x in value.tensors])
 
 
-def _inputs_of(actions: ComputedActions, step: LaneStep) -> tuple[Tensor, ...]:
-    """The tensors that an action reads its inputs from."""
-    if step.do is Do.WEIGHTS:
-        return ()
-    inputs = []
-    if step.source >= 0:
-        inputs.append(actions.values.tensor(step.source))
-    elif step.do is Do.FORWARD:
-        inputs.append(actions.units.inputs[step.unit])
-    if step.do is Do.FORWARD and step.last:
-        inputs.append(actions.units.labels[step.unit])
-    return tuple(inputs)
+def _with_batch(
+    actions: ComputedActions,
+    step: LaneStep,
+    inputs: list[Tensor],
+    results: Results,
+    play: Callable[[], None],
+    copiers: Collection[int],
+) -> RecordedAction:
+    """A recorded action with all its inputs: what other stages pass to it, then the tensors of the batch.
+
+    The `copiers` are the forwards that copy the named tensors of their micro-batch for all that come after them.
+    """
+    names: tuple[str, ...] = ()
+    if step.do is Do.FORWARD:
+        if step.source < 0:
+            inputs.append(actions.units.inputs[step.unit])
+        if step.last:
+            inputs.append(actions.units.labels[step.unit])
+        if step.value in copiers:
+            named = actions.units.named(step)
+            names = tuple(named)
+            inputs += named.values()
+    return RecordedAction(tuple(inputs), results, play, names)
+
+
+def first_forwards(steps: Iterable[LaneStep]) -> set[int]:
+    """The first forward of each micro-batch."""
+    first: dict[int, int] = {}
+    for step in steps:
+        if step.do is Do.FORWARD:
+            earliest = first.get(step.microbatch, step.value)
+            first[step.microbatch] = min(earliest, step.value)
+    return set(first.values())
+
+
+def as_value(tensors: Sequence[Tensor], edges: BatchEdges) -> Tensor | Bundle:
+    """The tensors of one value, as the actions of a batch with these edges hold it."""
+    return Bundle(tensors) if edges.many else tensors[0]
+
+
+def _copy(value: Tensor | Bundle) -> Tensor | Bundle:
+    return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
 def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:

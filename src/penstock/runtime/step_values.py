@@ -48,6 +48,11 @@ class StepValues:
         assert isinstance(bundle, Bundle)
         return bundle
 
+    def tensors(self, value: int) -> tuple[Tensor, ...]:
+        """The tensors of a value that has arrived, however many it has."""
+        held = self.held[value]
+        return (held,) if isinstance(held, Tensor) else self.bundle(value).tensors
+
     def publish(self, step: LaneStep, y: Tensor | Bundle) -> None:
         """Keep the output of a forward for the next stage, or as a share of the loss."""
         if step.last:

@@ -9,13 +9,14 @@ micro-batches in flight:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from penstock.runtime.frozen_stages import Rests, StageVisit
 from penstock.runtime.lane import Do, LaneStep, Turn
 
-MicroBatchShape = tuple[int, ...]  # rows, tokens and cuts of a micro-batch
+# The shapes of a micro-batch, its cuts, and what the stage gets and passes on.
+VisitShape: TypeAlias = tuple[Hashable, ...]
 TakeMoment = tuple[Do, int]  # an action within a take: what it does, on which slice
 
 
@@ -23,7 +24,7 @@ class TakeKind(NamedTuple):
     """What two micro-batches must have in common to use the same take of a stage, one after the other."""
 
     stage: int
-    shape: MicroBatchShape
+    shape: VisitShape
     steps: tuple[tuple[Do, int, bool, bool], ...]  # action, slice, split, last
     idle: bool = False  # nothing trains up to here: the backward has nothing to do
     closed: bool = False  # nothing trains before it: its input needs no gradient
@@ -42,7 +43,7 @@ def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[LaneStep]]:
 
 def assign_takes(
     visits: Mapping[StageVisit, Sequence[LaneStep]],
-    shapes: Sequence[MicroBatchShape],
+    shapes: Mapping[StageVisit, VisitShape],
     rests: Rests | None = None,
 ) -> dict[StageVisit, tuple[TakeKind, int]]:
     """The kind of each visit, and the number of the first take of that kind which is free."""
@@ -50,7 +51,7 @@ def assign_takes(
     assigned: dict[StageVisit, tuple[TakeKind, int]] = {}
     busy_until: dict[TakeKind, list[int]] = {}  # last action of each take's visitor
     for visit, steps in visits.items():
-        kind = recording_kind(steps, shapes[visit[1]], rests)
+        kind = recording_kind(steps, shapes[visit], rests)
         first = steps[0].value
         last = steps[-1].value
         takes = busy_until.setdefault(kind, [])
@@ -72,7 +73,7 @@ def _first_free(busy_until: Sequence[int], action: int) -> int:
 
 
 def recording_kind(
-    steps: Sequence[LaneStep], shape: MicroBatchShape, rests: Rests
+    steps: Sequence[LaneStep], shape: VisitShape, rests: Rests
 ) -> TakeKind:
     """The kind of a visit."""
     actions = tuple((*take_moment(step), step.split, step.last) for step in steps)

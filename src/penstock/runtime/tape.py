@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-RecordedWork = Callable[[], Tensor | None]
+Results: TypeAlias = tuple[Tensor, ...]
+RecordedWork: TypeAlias = Callable[[], Results | None]
 
 
 def _nothing() -> None:
@@ -39,10 +40,10 @@ class Tape(Protocol):
 
     def record(
         self, work: RecordedWork, prepare: Callable[[], None] = _nothing
-    ) -> tuple[Tensor | None, Callable[[], None]]:
-        """Record work; return its result and a function that plays it.
+    ) -> tuple[Results, Callable[[], None]]:
+        """Record work; return its results and a function that plays it.
 
-        The result may hold no valid numbers before the first time it is played. `prepare` fills the inputs for that,
+        The results may hold no valid numbers before the first time it is played. `prepare` fills the inputs for that,
         if the tape plays the work at once.
         """
         ...
@@ -71,7 +72,7 @@ class CudaTape:
 
     def record(
         self, work: RecordedWork, prepare: Callable[[], None] = _nothing
-    ) -> tuple[Tensor | None, Callable[[], None]]:
+    ) -> tuple[Results, Callable[[], None]]:
         """Record one graph.
 
         It is played at once: the first launch uploads it to the GPU, and that must not happen later, while a
@@ -82,7 +83,7 @@ class CudaTape:
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                result = work()
+                results = work() or ()
             except BaseException:
                 # Ending a broken capture raises an error of its own, which says less.
                 with suppress(RuntimeError):
@@ -94,4 +95,4 @@ class CudaTape:
                 graph.capture_end()
         prepare()
         graph.replay()
-        return result, graph.replay
+        return results, graph.replay

@@ -308,7 +308,7 @@ def gloo_group(store: Store, rank: int, ranks: int, limit: timedelta) -> Process
     """Connect some processes through gloo, apart from the default process group.
 
     `torch.distributed` has one default group in the life of a process. Groups that are made like this can be dropped
-    when a process is lost, and made anew without it. GLOO_SOCKET_IFNAME names the network interface, as usual.
+    when a process is lost, and made again without it. GLOO_SOCKET_IFNAME names the network interface, as usual.
     """
     group: Any = ProcessGroupGloo(store, rank, ranks, limit)
     return group  # type: ignore[no-any-return]  # It has the methods of a ProcessGroup.

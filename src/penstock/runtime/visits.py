@@ -15,7 +15,7 @@ we saw no difference (docs/results/convergence.md), so the default is ALL, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from torch import nn
@@ -34,7 +34,7 @@ class Mean(StrEnum):
 
 
 class Visits:
-    """The weights of one rank's parts."""
+    """How much the gradients of one rank's parts count, by the micro-batches that visited them."""
 
     def __init__(
         self,
@@ -57,16 +57,17 @@ class Visits:
             if part in skipped:
                 self.owners.update(dict.fromkeys(module.parameters(), part))
 
-    def finish(self, batch: Batch) -> None:
-        """Scale the gradients of this step, without those of earlier steps."""
+    def finish(self, batch: Batch, parameters: Iterable[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters in this step, without those of earlier steps."""
         if not self.owners:
             return
         counts: Sequence[int] = batch.counts
         if not counts:
             counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
         scales = visit_scales(self.parts, self.paths, counts)
-        for parameter, part in self.owners.items():
-            if parameter.grad is not None:
+        for parameter in parameters:
+            part = self.owners.get(parameter)
+            if part is not None and parameter.grad is not None:
                 parameter.grad *= scales[part]
 
 

@@ -31,7 +31,8 @@ from penstock.runtime.step_values import StepValues
 class Walk:
     """One step of one rank under way.
 
-    With `training=False` it runs only the forwards. A `clock` times every action.
+    With `training=False` it runs only the forwards. A `clock` times every action. With `sums=False` the gradients of
+    replicas wait for the sums of a later step.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Walk:
         recordings: Recordings | None = None,
         training: bool = True,
         clock: Clock | None = None,
+        sums: bool = True,
     ) -> None:
         self.lane = lane
         self.actions = actions
@@ -55,6 +57,7 @@ class Walk:
         self.recordings = recordings
         self.training = training
         self.clock = clock
+        self.sums = sums
         self.start: list[Moment] = []
         self.end: list[Moment] = []
         self.forwards_kept: list[int] = []  # while each action runs
@@ -67,6 +70,9 @@ class Walk:
         try:
             with torch.set_grad_enabled(self.training), adding_to(self.values.added):
                 self.walk()
+        except BaseException:
+            self.gradients.abandon()
+            raise
         finally:
             record_in(None)
             if collects:
@@ -77,7 +83,8 @@ class Walk:
             return Result(loss, pending)
         start = self.clock.seconds(self.start)
         end = self.clock.seconds(self.end)
-        recording = recorder.gather(start, end, self.forwards_kept)
+        sums = self.gradients.replicas.times() if self.gradients.sums else {}
+        recording = recorder.gather(start, end, self.forwards_kept, sums)
         return Result(loss, pending, recording)
 
     def total_loss(self) -> Tensor:
@@ -130,7 +137,7 @@ class Walk:
         if self.clock is not None:
             self.clock.begin()
         if self.training:
-            self.gradients.begin(self.units.batch, self.recordings)
+            self.gradients.begin(self.units.batch, self.recordings, self.sums)
         self.gradients.shards.begin()
         self.messages.begin()
 

@@ -16,7 +16,7 @@ def require_at_least(least: int, **shape: int) -> None:
     """Refuse a number of the shape that is too small, and name it."""
     for name, value in shape.items():
         if value < least:
-            raise ShapeError(f"{name} {value} is too few; the least is {least}")
+            raise ShapeError(f"{name} must be at least {least}, not {value}")
 
 
 # ---------------------------------------------------------------- where stages live

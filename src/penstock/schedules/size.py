@@ -21,7 +21,7 @@ def refuse_if_too_large(actions: int, what: str) -> None:
     """Refuse a schedule of more than `MAX_ACTIONS` actions; the error calls it `what`."""
     if actions > MAX_ACTIONS:
         raise ShapeError(
-            f"{what} has {actions:,} actions; the most is {MAX_ACTIONS:,}\n"
+            f"{what} has {actions:,} actions; at most {MAX_ACTIONS:,} are possible\n"
             "  ask for fewer ranks, micro-batches, waves, chunks, slices or copies"
         )
 

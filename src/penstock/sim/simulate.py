@@ -15,6 +15,9 @@ the sum is then shorter. The step ends with the last action or sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from penstock.cost.columns import Columns, columns, levels, seconds_in_lanes
@@ -88,20 +91,43 @@ def timeline_of(
     )
 
 
+class SumTurn(NamedTuple):
+    """A sum of gradients, the times at which its ranks are ready for it, and its end."""
+
+    name: str
+    parts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    bytes: float
+    ready: tuple[float, ...]  # of each rank
+    end: float
+    cause: int  # the action for which it waited last; -1 if there is none
+
+
 def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
-    """The sums of gradients of a step whose actions end at these times. Those that take no time are left out.
+    """The sums of gradients of a step whose actions end at these times. Those that take no time are left out."""
+    sums = []
+    for turn in sum_turns(schedule, cost, end):
+        start = max(turn.ready)
+        if turn.end > start:
+            sums.append(
+                Sum(turn.name, turn.ranks, start, turn.end, turn.bytes, turn.cause)
+            )
+    return tuple(sums)
+
+
+def sum_turns(schedule: Schedule, cost: Cost, end: Floats) -> Iterator[SumTurn]:
+    """All sums of gradients of a step whose actions end at these times.
 
     A rank begins its sums in the order of `shared_gradients`, one after the other.
     """
     tied_bytes = cost.tied_gradients(schedule)
     shared = shared_gradients(schedule, tied_bytes > 0)
     if not shared:
-        return ()
+        return
     stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
     last = last_backwards(schedule)
     free = [0.0] * schedule.ranks  # when each rank can take part in its next sum
     delayed_by = [-1] * schedule.ranks  # the action for which it waits until then
-    sums = []
     for name, parts, ranks, _ in shared:
         size = tied_bytes
         if len(parts) == 1:
@@ -113,15 +139,13 @@ def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
                     free[rank] = float(end[number])
                     delayed_by[rank] = number
         latest = max(ranks, key=lambda rank: free[rank])
-        start = free[latest]
         cause = delayed_by[latest]
-        done = cost.sum_end(ranks, size, [free[rank] for rank in ranks])
+        ready = tuple(free[rank] for rank in ranks)
+        done = cost.sum_end(ranks, size, ready)
         for rank in ranks:
             free[rank] = done
             delayed_by[rank] = cause
-        if done > start:
-            sums.append(Sum(name, ranks, start, done, size, cause))
-    return tuple(sums)
+        yield SumTurn(name, parts, ranks, size, ready, done, cause)
 
 
 def _run(

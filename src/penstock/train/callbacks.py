@@ -78,5 +78,5 @@ def checked_callback(name: str) -> Callable[[], object]:
 def _failed(name: str, method: str, error: Exception) -> RunError:
     return RunError(
         f"{method} of the callback {name} failed: {type(error).__name__}: {error}\n"
-        f"  mend it, or leave it out of {KEY}, and go on with --resume"
+        f"  fix it, or leave it out of {KEY}, and continue with --resume"
     )

@@ -281,7 +281,7 @@ def prune(
     checkpoints = newest(folder)
     newest_complete = None
     for path in checkpoints:
-        if is_complete(path, names):
+        if is_complete_checkpoint(path, names):
             newest_complete = path
             break
     for path in checkpoints[keep:]:
@@ -290,7 +290,7 @@ def prune(
     sweep(folder, step)
 
 
-def is_complete(path: Path, names: Collection[str] = ()) -> bool:
+def is_complete_checkpoint(path: Path, names: Collection[str] = ()) -> bool:
     """Whether a checkpoint has all of its files in full size, and these tensors.
 
     It does not verify checksums.
@@ -430,7 +430,7 @@ def read_facts(path: Path) -> CheckpointFacts:
     if wrong:
         raise FileError(
             f"{NOTE} is not the note of a checkpoint: "
-            f"{' and '.join(wrong)} cannot be that"
+            f"its {' and '.join(wrong)} cannot be read"
         )
     return facts
 

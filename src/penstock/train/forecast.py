@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config, is_recording
-from penstock.cost import Profile, RowProfiles
+from penstock.cost import Cost, Profile, RowProfiles
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import slowest_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import enlarge, send_as
+from penstock.cost.wrapped import GivenSumsCost
 from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
@@ -53,13 +54,17 @@ class Forecast:
     # How many times longer a layer takes because the GPU waits for its launches.
     launch: float = 1.0
     gather: float = 0.0  # seconds in which a step gathers sharded weights
+    recorded: bool = False  # whether actions are recorded as CUDA graphs
     # The forecast of steps that run all parts, if the others leave out some.
     full: Forecast | None = None
 
     @property
     def seconds(self) -> float:
-        """The time of the whole step."""
-        return self.gather + self.passes * self.timeline.makespan + self.optimizer
+        """The time of the whole step. Only its last pass sums gradients, unless actions are recorded."""
+        summing = self.passes if self.recorded else 1
+        passes = summing * self.timeline.makespan
+        passes += (self.passes - summing) * float(self.timeline.end.max())
+        return self.gather + passes + self.optimizer
 
     @property
     def speed(self) -> float:
@@ -95,12 +100,14 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     recompute = set(plan.recompute)
     if config.run.recompute:
         recompute = set(range(schedule.parts))
-    cost = PlacedCost(
+    cost: Cost = PlacedCost(
         profile,
         config.data.tokens,
         partition=plan.partition,
         recompute=tuple(sorted(recompute)),
     )
+    if plan.sums:
+        cost = GivenSumsCost(cost, plan.sums)
     ranks_at_once, _ = split_processors(processors, mesh.size)
     judge = Judge(cost, processors=ranks_at_once)
     timeline = judge.timeline(schedule)
@@ -112,6 +119,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         processors=processors,
         launch=float(dict(profile.device).get("launch") or 1.0),
         gather=gather,
+        recorded=bool(dict(profile.device).get("recorded")),
         full=full,
     )
 

@@ -15,10 +15,10 @@ import math
 import os
 import tomllib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from penstock.errors import FileError, RunError
 from penstock.formats import read_plan
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import MEASURED_UNITS, Timeline
+from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 
 _log = logging.getLogger(__name__)
 # Files in the folder of a run.
@@ -282,6 +282,7 @@ def write_timeline(
         value = getattr(timeline, item.name)
         if isinstance(value, np.ndarray):
             content[item.name] = _json_list(value)
+    content["sums"] = timeline.sums
     part = folder / f"{name}.part"
     try:
         part.write_text(json.dumps(content), encoding="utf-8")
@@ -299,6 +300,13 @@ def _json_list(
         None if isinstance(value, float) and math.isnan(value) else value
         for value in column.tolist()
     ]
+
+
+def _read_sum(fields: Sequence[Any]) -> Sum:
+    """A sum of gradients, as it was written."""
+    name, ranks, start, end, size, cause = fields
+    numbers = (float(start), float(end), float(size))
+    return Sum(str(name), tuple(map(int, ranks)), *numbers, int(cause))
 
 
 def is_timeline(path: Path) -> bool:
@@ -334,6 +342,7 @@ def read_timeline(
         content = json.loads(file.read_text(encoding="utf-8"))
         step = int(content.pop("step"))
         schedule = schedules[int(content.pop("paths", 0))]
+        sums = tuple(map(_read_sum, content.pop("sums", ())))
         columns = {}
         for name, values in content.items():
             numbers = [math.nan if value is None else float(value) for value in values]
@@ -345,7 +354,7 @@ def read_timeline(
                     f"the schedule has {schedule.actions} actions, "
                     f"the timeline {len(columns[name])}"
                 )
-        return step, Timeline(schedule, **columns, units=MEASURED_UNITS, sums=())
+        return step, Timeline(schedule, **columns, units=MEASURED_UNITS, sums=sums)
     except FileNotFoundError:
         return None
     except (

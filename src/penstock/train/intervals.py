@@ -25,5 +25,5 @@ def is_timed(step: int, settings: RunConfig, paths: StepPaths) -> bool:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps happens after this one; 0 is never."""
+    """Whether something that happens every few steps happens after this one; 0 is never."""
     return every > 0 and step % every == 0

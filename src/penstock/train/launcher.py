@@ -49,9 +49,10 @@ from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import Gate, Say
+from penstock.train.crew.gate import Gate
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
+from penstock.train.screen import SayLine
 from penstock.train.worker import (
     FAILURE_FILE,
     FULL_FILE,
@@ -67,6 +68,7 @@ __all__ = [
     "ended_by_signals",
     "launch",
     "launch_crew",
+    "load_ahead",
     "restarted",
     "under_launcher",
     "way_on",
@@ -103,13 +105,20 @@ def forget_previous_end(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+def load_ahead(entry: WorkerEntry) -> None:
+    """Load what workers need in the process that they will be forked from, while this one has other work."""
+    if sys.platform == "linux" and not under_launcher():
+        _set_environment()
+        serve_forks([entry.__module__, *LOADED_MODULES])
+
+
 def launch(
     entry: WorkerEntry,
     folder: Path,
     ranks: int,
     restarts: int,
     resume: bool,
-    say: Say = lambda line: None,
+    say: SayLine = lambda line: None,
 ) -> Verdict:
     """Run `entry(folder, resume)` in `ranks` processes, and return how rank 0 ended.
 
@@ -148,8 +157,8 @@ def launch_crew(
     config: Config,
     resume: bool,
     version: str,
-    say: Say = lambda line: None,
-    say_event: Say = lambda line: None,
+    say: SayLine = lambda line: None,
+    say_event: SayLine = lambda line: None,
 ) -> Verdict:
     """Run `entry` in a process for each rank of a plan, and go on without those that are lost.
 
@@ -243,7 +252,7 @@ def _raise_worst(verdicts: dict[int, Verdict]) -> Verdict:
 
 # ---------------------------------------------------------------- signals
 @contextmanager
-def _stopping(stop_file: Path, say: Say) -> Iterator[None]:
+def _stopping(stop_file: Path, say: SayLine) -> Iterator[None]:
     """Let the first Ctrl-C, SIGTERM or SIGHUP ask workers to stop, and the second end them."""
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -266,7 +275,7 @@ def _stopping(stop_file: Path, say: Say) -> Iterator[None]:
 
 
 @contextmanager
-def ended_by_signals(say: Say) -> Iterator[None]:
+def ended_by_signals(say: SayLine) -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, so that the caller can clean up.
 
     While `launch` runs, it handles these signals itself. Python drops an exception that is raised
@@ -335,7 +344,7 @@ def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
 
 
 def way_on(folder: Path) -> str:
-    """Say how to continue a run that ended too early."""
+    """SayLine how to continue a run that ended too early."""
     checkpoints = newest(folder / CHECKPOINTS_FOLDER)
     if not checkpoints:
         return "there is no checkpoint yet; start again with the same command"

@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX
 from penstock.train.history import METRICS
 
 LOCK = "lock"  # in the folder of a run
 # A folder in which one of these is not empty is worth keeping.
-PROGRESS_FILES = (METRICS, "checkpoints/step-*")
+PROGRESS_FILES = (METRICS, f"{CHECKPOINTS_FOLDER}/{STEP_PREFIX}*")
 
 
 class Lock:

@@ -274,16 +274,22 @@ class Trainer:
         executor = self.executor
         results = []
         self.work_seconds = 0.0
+        passes = self.job.config.run.accumulate
         for turn, batch in enumerate(self.loader.step()):
             first_row = self.loader.deal.first_row(turn)
+            sums = (
+                turn == passes - 1
+            )  # Replicas sum the gradients of all passes at once.
             with dropping(self.job.config.run.seed, self.step, first_row):
-                results.append(executor.step(batch, timed))
+                results.append(executor.step(batch, timed, sums=sums))
             self.work_seconds += executor.work_seconds
         drop_unvisited_gradients(self.holding, executor.program.schedule)
         # Reading the loss makes the host wait for the GPU, so what can be done before comes first.
         self.gradients.begin()
         self.peak_bytes = peak_memory(self.device, executor)
         self.mirrors.start()
+        if self.device.type == "cuda" and self.step + 1 < self.job.config.run.steps:
+            self.loader.prepare()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         self.mirrors.collect()
         timeline = results[-1].timeline

@@ -314,5 +314,5 @@ def check_same_adapters(path: Path, facts: Mapping[str, Any], lora: LoraConfig) 
         if value != other and (lora.rank or theirs.rank):
             raise RunError(
                 f"{path} was trained with lora.{key} = {other}, here it is {value}\n"
-                "  go on with the same [lora], or start anew in another run.folder"
+                "  go on with the same [lora], or start a new run in another run.folder"
             )

@@ -75,6 +75,17 @@ class MeshPlace:
         return "tensor" in placements and not placements["tensor"].is_replicate()
 
 
+def check_launched(mesh: MeshConfig, ranks: int, processes: int) -> None:
+    """Refuse another number of processes than a schedule with this many ranks has."""
+    needed = ranks * mesh.size
+    if processes != needed:
+        raise ConfigError(
+            f"the schedule has {mesh.over(ranks)}, but {processes} were launched\n"
+            f"  launch {needed} (in Ray, num_workers of the ScalingConfig), or set schedule.ranks, schedule.copies and "
+            "the mesh to what was launched"
+        )
+
+
 def place_of(
     comm: Comm, mesh: MeshConfig, ranks: int, device: torch.device
 ) -> MeshPlace:
@@ -82,12 +93,7 @@ def place_of(
 
     All processes must call it.
     """
-    if comm.ranks != ranks * mesh.size:
-        raise ConfigError(
-            f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched\n"
-            f"  launch {ranks * mesh.size}, or set schedule.ranks and the mesh to what was "
-            "launched"
-        )
+    check_launched(mesh, ranks, comm.ranks)
     if mesh.size == 1:
         return MeshPlace(comm, comm)
     if not isinstance(comm, ProcessComm):

@@ -396,7 +396,7 @@ def check_same_optimizer(
         raise RunError(
             f"{path} has the state of {theirs['name']} ({kept}), but this run has {ours['name']} "
             f"({', '.join(ours['state']) or 'nothing'})\n"
-            "  go on with the same optimizer.name and options, or start anew from the exported model (model.weights)"
+            "  go on with the same optimizer.name and options, or train the exported model in a new run (model.weights)"
         )
 
 

@@ -42,7 +42,7 @@ def keep_origin(source: Path, run: Path) -> None:
 
 
 def find_origin(path: Path) -> Path | None:
-    """The files of the model that a run, or a checkpoint of it, has started from; None if it started from nothing."""
+    """The files of the model from which a run, or a checkpoint, started; None if its first weights were random."""
     for folder in (path, path.parent.parent):
         kept = folder / ORIGIN_FOLDER
         if (kept / CONFIG).is_file():

@@ -55,11 +55,11 @@ from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
-from penstock.train import weights
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
+from penstock.train.own_models import sizes_of
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.train.worker import model_sizes
@@ -125,10 +125,10 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
     vocab = 0 if model.vocab else ByteTokenizer.vocab
-    return weights.sizes_of(model, vocab, tokens)
+    return sizes_of(model, vocab, tokens)
 
 
-def rounds_of(quick: bool) -> int:
+def measuring_rounds(quick: bool) -> int:
     """Return how often a measurement visits each point."""
     return QUICK_ROUNDS if quick else PROFILE_ROUNDS
 
@@ -151,7 +151,7 @@ def request_of(
         placement.device,
         autocast=precision if precision != "float32" else None,
         threads=placement.threads,
-        rounds=rounds_of(quick),
+        rounds=measuring_rounds(quick),
         separate=config.data.apart,
         graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, _parse_device(placement.device)),
@@ -169,6 +169,7 @@ def profile_config(
     rows: Sequence[int] = (),
     quick: bool = True,
     ranks: int | None = None,
+    whole: bool = False,
     watch: ProgressText = lambda text: None,
 ) -> RowProfiles | None:
     """Measure the model of a run with several numbers of rows in a micro-batch.
@@ -176,12 +177,14 @@ def profile_config(
     By default the rows are those of the config, and as many processes measure at once as
     will compute at once. A quick measurement leaves out what takes too long: numbers of
     rows, which `RowProfiles` scales from the others, and if one row is already too much,
-    some of its tokens.
+    some of its tokens. With `whole`, it times whole sequences and no slices.
     """
     counts = sorted(set(rows or (config.rows,)))
     request = request_of(config, placement, counts[0], quick)
     if quick:
         request, counts = affordable(request, counts)
+    if whole:
+        request = replace(request, where=whole_sequence(request))
     processes = placement.processors if ranks is None else ranks
     profiles = profile_rows(request, counts, processes, watch)
     tokens = config.data.tokens
@@ -189,6 +192,11 @@ def profile_config(
         return profiles
     enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
     return RowProfiles(tuple(enlarged))
+
+
+def whole_sequence(request: ProfileRequest) -> tuple[SlicePoint, ...]:
+    """Return the only slice of a measurement that needs no others."""
+    return ((request.tokens, 0),)
 
 
 def affordable(
@@ -242,7 +250,7 @@ def profile_rows(
     counts = tuple(sorted(set(rows)))
     if not counts or counts[0] < 1:
         raise ShapeError(
-            f"micro-batches of {list(rows)} rows cannot be measured; the least is 1"
+            f"micro-batches must have at least 1 row to be measured, not {list(rows)}"
         )
     on_cpu = _parse_device(request.device).type == "cpu"
     if on_cpu and "bfloat16" in (request.dtype, request.autocast):
@@ -336,6 +344,8 @@ def subjects_by_rows(
     optimizers = partial(
         optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
     )
+    # Keys and values of earlier slices are only for slices, which must be compiled.
+    prefixes = not middle.unsliceable and request.where != whole_sequence(request)
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
@@ -355,7 +365,7 @@ def subjects_by_rows(
                 middle,
                 hidden,
                 depth,
-                prefixes=not middle.unsliceable,
+                prefixes=prefixes,
                 autocast=autocast,
                 starts=starts,
                 optimizers=optimizers,

@@ -28,6 +28,7 @@ from penstock.train.job import Job
 from penstock.train.mesh import MeshPlace, place_of
 from penstock.train.optimizer import frozen_names
 from penstock.train.rank_weights import RankWeights
+from penstock.train.step_paths import sum_messages_of
 from penstock.train.weights import Holding, attach_parameters, hold
 
 # The types of run.messages; None is that of the stages.
@@ -70,6 +71,8 @@ class RankSetup:
             accumulates=run.accumulate > 1,
             reduction=run.reduction,
             messages=MESSAGE_DTYPES[run.messages],
+            sums=self.job.plan.sums,
+            sum_messages=MESSAGE_DTYPES[sum_messages_of(config.paths, self.job.plan)],
         )
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.errors import FileError, RunError
-from penstock.train.checkpoint import NOTE, SAVING, STEP_PREFIX, newest
+from penstock.train.checkpoint import NOTE, SAVING, STEP_PREFIX, newest, step_name
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RemoteCheckpoints:
 
     def _delete(self, step: int) -> None:
         """Delete a checkpoint, its description first, so that nobody takes the rest for one."""
-        target = f"{self.root}/{STEP_PREFIX}{step:08d}"
+        target = f"{self.root}/{step_name(step)}"
         self.files.rm_file(f"{target}/{NOTE}")
         self.files.rm(target, recursive=True)
 

@@ -66,11 +66,11 @@ def nothing_to_resume(checkpoints: Path) -> RunError:
         return RunError(
             f"no checkpoint in {checkpoints} is good: "
             "all are damaged or lack weights of this model\n"
-            "  start anew in another run.folder, "
+            "  start a new run in another run.folder, "
             "or delete that folder and start without --resume"
         )
     return RunError(
-        f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume"
+        f"there is no good checkpoint in {checkpoints}\n  start without --resume"
     )
 
 
@@ -84,7 +84,7 @@ def check_same_model(path: Path, facts: CheckpointFacts, sizes: Sizes) -> None:
     if differences:
         raise RunError(
             f"{path} is of another model: {'; '.join(differences)}\n"
-            "  go on with its own sizes, or start anew in another run.folder"
+            "  go on with its own sizes, or start a new run in another run.folder"
         )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # A terminal with fewer columns has no room for a bar; the remaining time comes first.
 MIN_BAR_COLUMNS = 100
+SayLine = Callable[[str], None]  # shows the user a line
 
 
 class Screen:

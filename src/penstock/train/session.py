@@ -35,7 +35,6 @@ from penstock.train.auto import (
 )
 from penstock.train.capacity import check_timing
 from penstock.train.crew.choice import is_elastic
-from penstock.train.crew.gate import Say
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.text_files import ProgressBytes
@@ -46,15 +45,18 @@ from penstock.train.launcher import (
     avoid_broken_amx,
     launch,
     launch_crew,
+    load_ahead,
     under_launcher,
 )
 from penstock.train.lock import Lock, locking
+from penstock.train.mesh import check_launched
 from penstock.train.placement import (
     Placement,
     check_gpus_suffice,
     decide_placement,
     uses_gpus,
 )
+from penstock.train.screen import SayLine
 from penstock.train.start import (
     check_dry_run,
     check_sources,
@@ -218,12 +220,16 @@ def plan_and_prepare(
     given: Collection[str],
     kept: Plan | None = None,
     display: Display = NO_DISPLAY,
+    launched: int = 0,
 ) -> PreparedRun:
     """Plan, read the text and write the files of the run; without a lock, only check.
 
-    A plan that was `kept` from before is used instead of a new one.
+    A plan that was `kept` from before is used instead of a new one. If a launcher has started the processes already,
+    `launched` is their number.
     """
     config, plan, profiles = plan_config(config, given, kept, display)
+    if launched:
+        check_launched(config.mesh, plan.schedule.ranks, launched)
     placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
         check_dry_run(config, placement)
@@ -253,7 +259,7 @@ def plan_config(
     def plan_auto(config: Config) -> Plan:
         if kept is not None:
             return kept
-        auto = _search_plan(config, layers, given, display)
+        auto = _measure_and_plan(config, layers, given, display)
         measured.append(auto.profiles)
         return auto.plan
 
@@ -261,12 +267,13 @@ def plan_config(
     return config, plan, measured[0] if measured else None
 
 
-def _search_plan(
+def _measure_and_plan(
     config: Config, layers: int, given: Collection[str], display: Display
 ) -> AutoPlan:
     """Measure the model on this machine and search for the fastest plan."""
     workload, placement = machine_workload(config, layers, given)
     check_timing(config, model_sizes(config), placement)
+    load_ahead(run_worker)
     with display.timing():
         profiles = measure_workload(workload, placement)
     with display.planning() as watch:
@@ -289,8 +296,8 @@ def start_workers(
     placement: Placement,
     folder: Path,
     resume: bool,
-    say_stopping: Say = lambda line: None,
-    say_event: Say = lambda line: None,
+    say_stopping: SayLine = lambda line: None,
+    say_event: SayLine = lambda line: None,
 ) -> Verdict:
     """Train with a crew that survives losses, or with workers that restart together; return how it ended."""
     if is_elastic(config, plan, placement):

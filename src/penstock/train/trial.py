@@ -28,7 +28,7 @@ GRADIENT_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialResult:
     """The result of a trial."""
 
     loss: float
@@ -45,7 +45,7 @@ class Trial:
         return self.worst < GRADIENT_TOLERANCE and loss_difference < GRADIENT_TOLERANCE
 
 
-def trial(schedule: Schedule, seed: int = 0) -> Trial:
+def trial(schedule: Schedule, seed: int = 0) -> TrialResult:
     """Run one step both ways, in float64, with micro-batches of different sizes."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -107,7 +107,7 @@ def _compare(
     whole: nn.Module,
     result: Result,
     whole_loss: float,
-) -> Trial:
+) -> TrialResult:
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     differences: list[tuple[float, str]] = []
     for stage in schedule.stages:
@@ -117,7 +117,7 @@ def _compare(
             differences.append((difference, f"{name} on rank {stage.rank}"))
     worst, name = max(differences)
     count = len(differences)
-    return Trial(result.loss, whole_loss, count, worst, name, result.timeline)
+    return TrialResult(result.loss, whole_loss, count, worst, name, result.timeline)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:

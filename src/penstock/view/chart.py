@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from penstock.errors import ShapeError
+from penstock.view.element import element, figure, group
 from penstock.view.numbers import short
-from penstock.view.palette import IDLE, INK, round_step
+from penstock.view.palette import round_step
 
 COLOURS = (
     "#1c4fae",
@@ -30,10 +31,14 @@ COLOURS = (
 )
 TEXT_COLOUR = "#5b6675"
 LINE_COLOUR = "#e3e7ec"
-LEFT = 62.0
-TOP = 44.0
+PLOT_LEFT = 62.0
+PLOT_TOP = 44.0
 PLOT_WIDTH = 520.0
 PLOT_HEIGHT = 300.0
+PLOT_RIGHT = PLOT_LEFT + PLOT_WIDTH
+PLOT_BOTTOM = PLOT_TOP + PLOT_HEIGHT
+AXIS_HEIGHT = 52.0  # for the values and the name of the axis below the plot
+PLOT_AREA = "plot"  # the id of the area to which curves are clipped
 LEGEND_WIDTH = 210.0
 MARGIN = 24.0
 LETTER_WIDTH = 6.6
@@ -71,16 +76,20 @@ class _Frame:
     low: float
     high: float
 
-    def place(self, x: float, y: float) -> tuple[float, float]:
-        """The pixel of a point."""
-        share_x = (x - self.left) / (self.right - self.left)
-        share_y = (self.high - y) / (self.high - self.low)
-        return LEFT + PLOT_WIDTH * share_x, TOP + PLOT_HEIGHT * share_y
+    def x(self, value: float) -> float:
+        """The horizontal position of a value, in pixels."""
+        share = (value - self.left) / (self.right - self.left)
+        return PLOT_LEFT + PLOT_WIDTH * share
 
-    def places(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
-        """The pixels of points, as SVG writes them."""
-        pixels = [self.place(x, y) for x, y in zip(xs, ys, strict=True)]
-        return [f"{x:.1f},{y:.1f}" for x, y in pixels]
+    def y(self, value: float) -> float:
+        """The vertical position of a value, in pixels."""
+        share = (self.high - value) / (self.high - self.low)
+        return PLOT_TOP + PLOT_HEIGHT * share
+
+    def points(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+        """The positions of points, as SVG writes them."""
+        pairs = zip(xs, ys, strict=True)
+        return [f"{_pixel(self.x(x))},{_pixel(self.y(y))}" for x, y in pairs]
 
 
 def chart(
@@ -112,31 +121,25 @@ def chart(
         colours.append(colour)
         bands += _band(frame, line, colour)
         curves += _curve(frame, line, colour, marks)
+    plot = [*bands, *_moments(frame, moments), *curves]
+    clipped = {"clip_path": f"url(#{PLOT_AREA})"} if top is not None else {}
+    content = [
+        element(
+            "text", escape(title), x=PLOT_LEFT, y=24, font_size=15, font_weight="bold"
+        ),
+        *_axes(frame, across, up),
+        _plot_area(),
+        *group(plot, **clipped),
+        *_legend(drawn, colours),
+    ]
     right_margin = LEGEND_WIDTH if len(drawn) > MAX_INLINE_NAMES else MARGIN
-    width = LEFT + PLOT_WIDTH + right_margin
-    height = TOP + PLOT_HEIGHT + 52
-    clip = f'<rect x="{LEFT:g}" y="{TOP:g}" width="{PLOT_WIDTH:g}" height="{PLOT_HEIGHT:g}"/>'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
-            f' height="{height:g}" font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}" role="img">',
-            f"<title>{escape(title)}</title>",
-            f'<rect width="100%" height="100%" fill="{IDLE}"/>',
-            f'<text x="{LEFT:g}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
-            *_axes(frame, across, up),
-            f'<clipPath id="plot">{clip}</clipPath>',
-            '<g clip-path="url(#plot)">' if top is not None else "<g>",
-            *bands,
-            *_moments(frame, moments),
-            *curves,
-            "</g>",
-            *_legend(drawn, colours),
-            "</svg>\n",
-        ]
-    )
+    width = PLOT_LEFT + PLOT_WIDTH + right_margin
+    height = PLOT_TOP + PLOT_HEIGHT + AXIS_HEIGHT
+    return figure(escape(title), width, height, content)
 
 
 def _frame(lines: Sequence[Series], top: float | None) -> _Frame:
+    """The ranges in which all points lie, with a little room above and below them."""
     xs: list[float] = []
     ys: list[float] = []
     for line in lines:
@@ -152,78 +155,160 @@ def _frame(lines: Sequence[Series], top: float | None) -> _Frame:
     return _Frame(left, right, min(ys) - room, max(ys) + room)
 
 
+def _pixel(number: float) -> str:
+    """A position to a tenth of a pixel."""
+    return f"{number:.1f}"
+
+
+def _plot_area() -> str:
+    """The area to which curves are clipped."""
+    area = element(
+        "rect", x=PLOT_LEFT, y=PLOT_TOP, width=PLOT_WIDTH, height=PLOT_HEIGHT
+    )
+    return element("clipPath", area, id=PLOT_AREA)
+
+
+# ---------------------------------------------------------------- axes
 def _axes(frame: _Frame, across: str, up: str) -> Iterator[str]:
-    bottom = TOP + PLOT_HEIGHT
-    right = LEFT + PLOT_WIDTH
-    for y in _ticks(frame.low, frame.high):
-        at = frame.place(frame.left, y)[1]
-        yield f'<path d="M{LEFT:g} {at:.1f}H{right:g}" stroke="{LINE_COLOUR}"/>'
-        yield f'<text x="{LEFT - 7:g}" y="{at + 4:.1f}" text-anchor="end" fill="{TEXT_COLOUR}">{short(y, 5)}</text>'
-    for x in _ticks(frame.left, frame.right):
-        at = frame.place(x, frame.low)[0]
-        yield f'<path d="M{at:.1f} {bottom:g}v5" stroke="{TEXT_COLOUR}"/>'
-        yield f'<text x="{at:.1f}" y="{bottom + 19:g}" text-anchor="middle" fill="{TEXT_COLOUR}">{short(x, 5)}</text>'
-    yield f'<path d="M{LEFT:g} {TOP:g}V{bottom:g}H{right:g}" fill="none" stroke="{TEXT_COLOUR}"/>'
-    yield f'<text x="{LEFT + PLOT_WIDTH / 2:g}" y="{bottom + 40:g}" text-anchor="middle">{escape(across)}</text>'
-    middle = TOP + PLOT_HEIGHT / 2
-    yield f'<text transform="translate(15 {middle:g}) rotate(-90)" text-anchor="middle">{escape(up)}</text>'
+    """Grid lines with their values, ticks with theirs, and what both axes mean."""
+    for value in _ticks(frame.low, frame.high):
+        yield from _grid_line(frame, value)
+    for value in _ticks(frame.left, frame.right):
+        yield from _tick(frame, value)
+    yield element(
+        "path",
+        d=f"M{PLOT_LEFT:g} {PLOT_TOP:g}V{PLOT_BOTTOM:g}H{PLOT_RIGHT:g}",
+        fill="none",
+        stroke=TEXT_COLOUR,
+    )
+    yield element(
+        "text",
+        escape(across),
+        x=PLOT_LEFT + PLOT_WIDTH / 2,
+        y=PLOT_BOTTOM + 40,
+        text_anchor="middle",
+    )
+    middle = PLOT_TOP + PLOT_HEIGHT / 2
+    yield element(
+        "text",
+        escape(up),
+        transform=f"translate(15 {middle:g}) rotate(-90)",
+        text_anchor="middle",
+    )
+
+
+def _grid_line(frame: _Frame, value: float) -> Iterator[str]:
+    """A line across the plot, with its value to the left."""
+    y = frame.y(value)
+    yield element(
+        "path", d=f"M{PLOT_LEFT:g} {_pixel(y)}H{PLOT_RIGHT:g}", stroke=LINE_COLOUR
+    )
+    yield element(
+        "text",
+        short(value, 5),
+        x=PLOT_LEFT - 7,
+        y=_pixel(y + 4),
+        text_anchor="end",
+        fill=TEXT_COLOUR,
+    )
+
+
+def _tick(frame: _Frame, value: float) -> Iterator[str]:
+    """A tick below the plot, with its value."""
+    x = _pixel(frame.x(value))
+    yield element("path", d=f"M{x} {PLOT_BOTTOM:g}v5", stroke=TEXT_COLOUR)
+    yield element(
+        "text",
+        short(value, 5),
+        x=x,
+        y=PLOT_BOTTOM + 19,
+        text_anchor="middle",
+        fill=TEXT_COLOUR,
+    )
 
 
 def _ticks(low: float, high: float) -> list[float]:
+    """Round values that divide a range into at most six pieces."""
     step = round_step(high - low, 6)
     first = int(low / step) - 1
     multiples = [number * step for number in range(first, first + 20)]
     return [multiple for multiple in multiples if low <= multiple <= high]
 
 
+# ---------------------------------------------------------------- lines
 def _band(frame: _Frame, line: Series, colour: str) -> Iterator[str]:
-    if line.low:
-        upper_edge = frame.places(line.x, line.high)
-        lower_edge = frame.places(line.x, line.low)
-        points = " ".join(upper_edge + lower_edge[::-1])
-        yield f'<polygon points="{points}" fill="{colour}" fill-opacity="0.13"/>'
+    """The area between the lowest and the highest values, if a line has them."""
+    if not line.low:
+        return
+    upper_edge = frame.points(line.x, line.high)
+    lower_edge = frame.points(line.x, line.low)
+    around = " ".join(upper_edge + lower_edge[::-1])
+    yield element("polygon", points=around, fill=colour, fill_opacity=0.13)
 
 
 def _curve(frame: _Frame, line: Series, colour: str, marks: bool) -> Iterator[str]:
-    points = " ".join(frame.places(line.x, line.y))
-    yield (
-        f'<polyline points="{points}" fill="none" stroke="{colour}"'
-        f' stroke-width="1.8" stroke-linejoin="round"{_dash(line)}/>'
+    """A line through the points, and a dot on each of them if `marks` says so."""
+    yield element(
+        "polyline",
+        points=" ".join(frame.points(line.x, line.y)),
+        fill="none",
+        stroke=colour,
+        stroke_width=1.8,
+        stroke_linejoin="round",
+        **_dash(line),
     )
-    if marks or len(line.x) == 1:  # a line of one point would be invisible
-        for point in zip(line.x, line.y, strict=True):
-            x, y = frame.place(*point)
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>'
+    is_invisible = len(line.x) == 1  # A line through one point has no length.
+    if marks or is_invisible:
+        for x, y in zip(line.x, line.y, strict=True):
+            cx = _pixel(frame.x(x))
+            cy = _pixel(frame.y(y))
+            yield element("circle", cx=cx, cy=cy, r=3.2, fill=colour)
+
+
+def _dash(line: Series) -> dict[str, str]:
+    return {"stroke_dasharray": "6 4"} if line.dashed else {}
 
 
 def _moments(frame: _Frame, moments: Sequence[tuple[float, str]]) -> Iterator[str]:
-    bottom = TOP + PLOT_HEIGHT
-    for number, (x, text) in enumerate(moments, start=1):
-        if not frame.left <= x <= frame.right:
+    """A numbered line from top to bottom for each moment; its tooltip says what happened."""
+    for number, (moment, text) in enumerate(moments, start=1):
+        if not frame.left <= moment <= frame.right:
             continue
-        at = frame.place(x, frame.low)[0]
-        line = f'<path d="M{at:.1f} {TOP:g}V{bottom:g}" stroke="{TEXT_COLOUR}" stroke-dasharray="2 3"/>'
-        label = (
-            f'<text x="{at:.1f}" y="{TOP - 4:g}" font-size="10" text-anchor="middle"'
-            f' fill="{TEXT_COLOUR}">{number}</text>'
+        x = _pixel(frame.x(moment))
+        line = element(
+            "path",
+            d=f"M{x} {PLOT_TOP:g}V{PLOT_BOTTOM:g}",
+            stroke=TEXT_COLOUR,
+            stroke_dasharray="2 3",
         )
-        yield f"<g><title>{escape(text)}</title>{line}{label}</g>"
-
-
-def _dash(line: Series) -> str:
-    return ' stroke-dasharray="6 4"' if line.dashed else ""
+        label = element(
+            "text",
+            str(number),
+            x=x,
+            y=PLOT_TOP - 4,
+            font_size=10,
+            text_anchor="middle",
+            fill=TEXT_COLOUR,
+        )
+        yield element("g", element("title", escape(text)), line, label)
 
 
 def _legend(lines: Sequence[Series], colours: Sequence[str]) -> Iterator[str]:
+    """The names of the lines: beside each other above the plot, or in a column next to it."""
     is_inline = len(lines) <= MAX_INLINE_NAMES
     widths = [44 + LETTER_WIDTH * len(line.name) for line in lines]
-    left = LEFT + PLOT_WIDTH + 16
+    left = PLOT_RIGHT + 16
     if is_inline:
         left -= sum(widths)
     for number, line in enumerate(lines):
-        y = 20 if is_inline else TOP + 10 + 20 * number
-        stroke = f'stroke="{colours[number]}" stroke-width="2.5"{_dash(line)}'
-        yield f'<path d="M{left:g} {y:g}h22" {stroke}/>'
-        yield f'<text x="{left + 28:g}" y="{y + 4:g}">{escape(line.name)}</text>'
+        y = 20 if is_inline else PLOT_TOP + 10 + 20 * number
+        yield element(
+            "path",
+            d=f"M{left:g} {y:g}h22",
+            stroke=colours[number],
+            stroke_width=2.5,
+            **_dash(line),
+        )
+        yield element("text", escape(line.name), x=left + 28, y=y + 4)
         if is_inline:
             left += widths[number]

@@ -299,6 +299,7 @@ TOP = 22.0
 BOTTOM = 48.0
 BADGE_DISTANCE = 15.0  # numbers on the front that are closer than this are left out
 LABEL_WIDTH = 6.4  # pixels of a letter
+MAX_LABEL_LINES = 12  # how far above its dot a label may stand
 # Plans that take this much longer than the best are left out, unless the front or a label needs them.
 MAX_SHOWN_TIME = 1.6
 
@@ -450,42 +451,85 @@ def _in_front(dots: list[Dot]) -> list[Dot]:
     return sorted((dot for dot in dots if dot.place), key=lambda dot: dot.place)
 
 
-def _badges(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
-    """The numbers of the front, below and left of their dots, where they have room."""
-    drawn: list[tuple[float, float]] = []
+def _badge_places(axes: _Axes, dots: list[Dot]) -> list[tuple[float, float, int]]:
+    """Where the numbers of the front stand: below and left of their dots, if they have room."""
+    placed: list[tuple[float, float, int]] = []
     for dot in _in_front(dots):
         x, y = axes.place(dot.size, dot.time)
+        right, base = x - 6, y + 15
         near = any(
-            max(abs(x - other_x), abs(y - other_y)) < BADGE_DISTANCE
-            for other_x, other_y in drawn
+            max(abs(right - other), abs(base - other_base)) < BADGE_DISTANCE
+            for other, other_base, _ in placed
         )
         if not near:
-            drawn.append((x, y))
-            yield (
-                f'<text class="halo" x="{x - 6:.1f}" y="{y + 15:.1f}" text-anchor="end"'
-                f' font-weight="600" font-size="11">{dot.place}</text>'
-            )
+            placed.append((right, base, dot.place))
+    return placed
+
+
+def _badges(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
+    """The numbers of the front."""
+    for right, base, place in _badge_places(axes, dots):
+        yield (
+            f'<text class="halo" x="{right:.1f}" y="{base:.1f}" text-anchor="end"'
+            f' font-weight="600" font-size="11">{place}</text>'
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A rectangle of the figure, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: _Box) -> bool:
+        """Whether two boxes overlap."""
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
 
 
 def _labels(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
-    """The names of a few dots; one that would cover another goes below its dot, or further below."""
-    boxes: list[tuple[float, float, float]] = []
+    """The names of a few dots, where they cover neither each other nor a dot or number of the front."""
+    taken = []
+    for right, base, place in _badge_places(axes, dots):
+        width = LABEL_WIDTH * len(str(place))
+        taken.append(_Box(right - width, base - 9, right, base))
+    for dot in dots:
+        if dot.place or dot.label:
+            x, y = axes.place(dot.size, dot.time)
+            taken.append(_Box(x - 6, y - 6, x + 6, y + 6))
     for dot in sorted((dot for dot in dots if dot.label), key=lambda dot: dot.time):
         x, y = axes.place(dot.size, dot.time)
         width = LABEL_WIDTH * len(dot.label)
-        left = min(max(x - width / 2, LEFT + 4), WIDTH - RIGHT - width)
-        base = y - 11
-        while any(
-            left < other_left + other_width
-            and other_left < left + width
-            and abs(base - other) < 14
-            for other_left, other_width, other in boxes
-        ):
-            base -= 14
-        boxes.append((left, width, base))
+        for left, base in _label_places(x, y, width):
+            box = _Box(left, base - 10, left + width, base + 3)
+            if not any(box.meets(other) for other in taken):
+                break
+        taken.append(box)
         yield (
             f'<text class="halo" x="{left:.1f}" y="{base:.1f}">{escape(dot.label)}</text>'
         )
+
+
+def _label_places(x: float, y: float, width: float) -> Iterator[tuple[float, float]]:
+    """Where a label of a dot may begin, the best place first: above it, beside it, below it, further above."""
+    last = WIDTH - RIGHT - width
+
+    def inside(left: float) -> float:
+        return min(max(left, LEFT + 4), last)
+
+    yield inside(x - width / 2), y - 11
+    yield inside(x + 13), y + 4
+    yield inside(x - 13 - width), y + 4
+    yield inside(x - width / 2), y + 23
+    for lines in range(1, MAX_LABEL_LINES):
+        yield inside(x - width / 2), y - 11 - 14 * lines
 
 
 # ---------------------------------------------------------------- timelines

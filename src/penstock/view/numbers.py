@@ -126,8 +126,9 @@ def write_sizes(
 ) -> str:
     """Write the sizes of all ranks in one unit; of many ranks the first and the last.
 
-    >>> write_sizes([2**20, 2**21, 2**19])
-    '1 2 0.5 MiB'
+    >>> from penstock.ir.timeline import PAPER_UNITS
+    >>> write_sizes([2**20, 2**21, 2**19]), write_sizes([2.0, 1.0], PAPER_UNITS)
+    ('1 2 0.5 MiB', '2 1 micro-batches')
     """
     sizes = list(values)
     scale = size_scale(max(sizes, default=0.0), units)
@@ -136,7 +137,8 @@ def write_sizes(
         first = numbers[:SIZES_SHOWN_AT_EACH_END]
         last = numbers[-SIZES_SHOWN_AT_EACH_END:]
         numbers = [*first, "...", *last]
-    return f"{' '.join(numbers)} {scale.unit}".rstrip()
+    unit = scale.unit if units.bytes else MICROBATCHES[numbers != ["1"]]
+    return f"{' '.join(numbers)} {unit}"
 
 
 def short(value: float, digits: int = 4) -> str:

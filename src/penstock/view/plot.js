@@ -5,11 +5,15 @@
 //   │ rank 1 │    [0][ 0 ]         │  a block is all rows of a rank and the gap below them
 //   └────────┴─────────────────────┘
 
-const GUTTER = COUNT > 1 ? 132 : 92, AXIS = 26, PAD = 14, TEXT = 'system-ui, "Liberation Sans", sans-serif';
+const AXIS = 26, PAD = 14, TEXT = 'system-ui, "Liberation Sans", sans-serif';
 const state = {
   t0: 0, t1: MAKESPAN, row: 0, top: 0, fitted: true, memory: false, critical: false, selected: null, hover: null,
 };
 const canvas = $("plot"), overview = $("overview"), pen = canvas.getContext("2d"), strips = new OffscreenCanvas(1, 1);
+const wideAs = (text) => { pen.font = "12px " + TEXT; return pen.measureText(text).width; };
+// The gutter has room for "rank 12" and, if there are several timelines, for their names.
+const RANK_NAME = 12 + wideAs("rank " + (RANKS - 1)) + 14, longestName = Math.max(...lines.map((l) => wideAs(l.name)));
+const GUTTER = COUNT > 1 ? Math.round(Math.max(132, Math.min(RANK_NAME + longestName + 9, innerWidth / 4))) : 92;
 let width = 1, height = 1, dpr = 1, colours = {}, table = null, dimmed = null, frames = 0, drawn = 0, waiting = false;
 
 const curve = () => (state.memory ? Math.max(16, state.row * 0.9) : 0);
@@ -105,7 +109,7 @@ function draw() {
   const dense = drawn * 4 > plotWidth() * Math.max(rows.length, 1);
   pen.save();
   pen.beginPath(); pen.rect(GUTTER, AXIS, plotWidth() + 1, height - AXIS); pen.clip();
-  if (dense) density(rows); else for (const row of rows) boxes(row);
+  if (dense) density(rows); else { const named = roomy(rows); for (const row of rows) boxes(row, named); }
   for (const row of rows) sums(row);
   if (state.memory) for (const row of rows) memory(row);
   lines.forEach((l, k) => {
@@ -120,7 +124,12 @@ function draw() {
   frames++;
   window.penstock.milliseconds = performance.now() - began;
 }
-function boxes({ l, k, rank, a, b }) {
+function roomy(rows) { // whether even the shortest box in view has room for the name of its action
+  let least = Infinity;
+  for (const { l, a, b } of rows) for (let i = a; i < b; i++) least = Math.min(least, l.end[i] - l.start[i]);
+  return (least / (state.t1 - state.t0)) * plotWidth() > 60;
+}
+function boxes({ l, k, rank, a, b }, named) {
   const top = y(rank, k), tall = state.row, size = Math.min(12, tall * 0.62), digit = size * 0.6;
   pen.font = `${size}px ${TEXT}`;
   pen.textAlign = "center"; pen.textBaseline = "middle";
@@ -129,7 +138,7 @@ function boxes({ l, k, rank, a, b }) {
     pen.fillStyle = on ? data.paints[l.paint[i]][0] : colours.dim[l.paint[i]];
     box(left, top, Math.max(wide - sliver, 0.7), tall);
     if (size < 6 || wide < digit + 3) continue;
-    const words = wide > 110 ? [action(l, i)] : [label(l, i), String(l.microbatch[i])];
+    const words = named ? [action(l, i)] : [label(l, i), String(l.microbatch[i])];
     const word = words.find((text) => text.length * digit + 3 <= wide);
     if (word === undefined) continue;
     pen.fillStyle = on ? data.paints[l.paint[i]][1] : colours.soft;
@@ -277,12 +286,23 @@ function gutter(from, to) {
     if (COUNT > 1) { pen.textAlign = "left"; pen.fillText("rank " + rank, 12, at); pen.textAlign = "right"; }
     else pen.fillText("rank " + rank, GUTTER - 10, at);
     pen.fillStyle = colours.soft;
-    if (COUNT > 1 && state.row >= 11) lines.forEach((l, k) => pen.fillText(clip(l.name), GUTTER - 8, middle(rank, k)));
+    if (COUNT > 1 && state.row >= 11) lines.forEach((l, k) => pen.fillText(NAMES[k], GUTTER - 8, middle(rank, k)));
     if (state.memory && state.row >= 9) lines.forEach((l, k) =>
       rank < l.ranks && pen.fillText(bytes(l, l.peaks[rank]), GUTTER - 8, y(rank, k) + state.row + curve() / 2));
   }
 }
-const clip = (text) => (text.length > 10 ? text.slice(0, 9) + "…" : text);
+function shortened(names) { // names without their ends, or without their beginnings if they would look the same
+  const room = GUTTER - 8 - RANK_NAME;
+  const fit = (name, part) => {
+    let length = name.length - 1;
+    while (length > 1 && wideAs(part(name, length)) > room) length--;
+    return wideAs(name) <= room ? name : part(name, length);
+  };
+  const heads = names.map((name) => fit(name, (text, length) => text.slice(0, length) + "…"));
+  if (new Set(heads).size === names.length) return heads;
+  return names.map((name) => fit(name, (text, length) => "…" + text.slice(-length)));
+}
+const NAMES = shortened(lines.map((l) => l.name));
 
 // ---------------------------------------------------------------- overview
 const WORK = 8; // pixels between the overview and its edges

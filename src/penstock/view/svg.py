@@ -3,7 +3,7 @@
     title
     rank 0 [0][1][2]      [ 0 ][3]...      a row per rank, a box per action with the number of its micro-batch
     rank 1    [0][1]   [ 0 ]               idle is white; later parts and later tokens are darker
-           0     5     10    15            time
+  forwards 0     5     10    15            time
     [] forward  [] backward                what the colours mean
     4 ranks · 8 micro-batches · makespan 33 forwards · bubble 27.3%
 
@@ -16,33 +16,42 @@ import struct
 import zlib
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 import numpy as np
 
+from penstock.ir.action import Op
 from penstock.ir.table import Floats, Ints
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Span, Timeline, Units
 from penstock.view import palette
-from penstock.view.numbers import short, write_time
+from penstock.view.element import element, figure, group, write_number
+from penstock.view.numbers import FORWARDS, write_time
 from penstock.view.palette import (
     IDLE,
-    INK,
     OP_NAMES,
     PAINTS,
     SUM_COLOUR,
     SUM_NAME,
+    Paint,
     label_of,
 )
 
 MAX_BOXES = 20_000  # beyond that, pixels show mean colours
+MIN_BOX_WIDTH = 3  # pixels, in the mean; with less, pixels show mean colours
 MAX_NAMED_BOXES = 2_000  # beyond that, boxes have no tooltip and share elements
 MAX_SUM_HEIGHT = 4.0  # pixels, of the strip that shows a sum of gradients
 DIGIT_WIDTH = 0.58  # width of a digit over the font size
 AXIS_COLOUR = "#5b6675"
 GRID_COLOUR = "#d7dce3"
-FONT = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
+MIN_FONT = 6.0  # smaller numbers could not be read
+TALL_GAP = 4.0  # pixels between the boxes of two ranks, if their rows are tall
+LEGEND_BOX = 21.0  # width of a coloured box in the legend
+LEGEND_NAME = 27.0  # from the left edge of such a box to its name
+LEGEND_LETTER = 5.2
+LEGEND_SPACE = 26.0  # between a name and the next box
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,12 @@ class Sheet:
     @property
     def font(self) -> float:
         """The size of the numbers in boxes."""
-        return min(11.0, (self.row - self.gap) * 0.62)
+        return min(11.0, self.box_height * 0.62)
+
+    @property
+    def box_height(self) -> float:
+        """The height of a box."""
+        return self.row - self.gap
 
     def x(self, time: Floats) -> Floats:
         """The horizontal positions of times."""
@@ -75,6 +89,10 @@ class Sheet:
     def y(self, rank: int) -> float:
         """The upper edge of the boxes of a rank."""
         return self.top + rank * self.row + self.gap / 2
+
+    def middle(self, rank: int) -> float:
+        """The middle of the row of a rank."""
+        return self.top + (rank + 0.5) * self.row
 
 
 def svg(
@@ -91,30 +109,26 @@ def svg(
     '<svg'
     """
     sheet = _sheet(timeline, title, until, width)
-    full_width = _n(sheet.left + sheet.width + 16)
-    height = _n(sheet.bottom + 82)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {height}"'
-        f' width="{full_width}" height="{height}" {FONT} fill="{INK}" role="img">',
-        f"<title>{_text(title or 'Pipeline schedule')}</title>",
-        f'<rect width="100%" height="100%" fill="{IDLE}"/>',
-    ]
+    content = []
     if title:
-        style = 'font-size="15" font-weight="bold"'
-        lines.append(f'<text x="{sheet.left}" y="22" {style}>{_text(title)}</text>')
-    lines += _rows(sheet)
+        style: dict[str, str | float] = {"font_size": 15, "font_weight": "bold"}
+        content.append(element("text", _text(title), x=sheet.left, y=22, **style))
+    content += _rows(sheet)
     boxes = len(timeline.start)
-    if boxes <= MAX_BOXES and sheet.width * sheet.rows >= 3 * boxes:
-        lines += _boxes(timeline, sheet)
+    has_room = sheet.width * sheet.rows >= MIN_BOX_WIDTH * boxes
+    if boxes <= MAX_BOXES and has_room:
+        content += _boxes(timeline, sheet)
     else:
-        lines += _image(timeline, sheet)
-    lines += _sums(timeline, sheet)
-    lines += _axis(timeline, sheet)
-    lines += _legend(timeline, sheet)
+        content += _image(timeline, sheet)
+    content += _sums(timeline, sheet)
+    content += _axis(timeline, sheet)
+    content += _legend(timeline, sheet)
     facts = _text(" · ".join(palette.facts(timeline)))
-    lines.append(f'<text x="{sheet.left}" y="{_n(sheet.bottom + 70)}">{facts}</text>')
-    lines.append("</svg>\n")
-    return "\n".join(lines)
+    content.append(element("text", facts, x=sheet.left, y=sheet.bottom + 70))
+    name = _text(title or "Pipeline schedule")
+    full_width = sheet.left + sheet.width + 16
+    height = sheet.bottom + 82
+    return figure(name, full_width, height, content)
 
 
 def _sheet(timeline: Timeline, title: str, until: float, width: float) -> Sheet:
@@ -129,7 +143,7 @@ def _sheet(timeline: Timeline, title: str, until: float, width: float) -> Sheet:
     row = float(np.clip(900 // ranks, 2, 26))
     gap = 0.0
     if row >= 16:
-        gap = 4.0
+        gap = TALL_GAP
     elif row >= 5:
         gap = 1.0
     return Sheet(
@@ -143,11 +157,6 @@ def _sheet(timeline: Timeline, title: str, until: float, width: float) -> Sheet:
     )
 
 
-def _n(number: float) -> str:
-    """A number as SVG writes it."""
-    return short(round(number, 2), 7)
-
-
 def _text(text: str) -> str:
     """A text as SVG writes it, without control characters."""
     printable = [sign for sign in text if sign.isprintable()]
@@ -157,101 +166,132 @@ def _text(text: str) -> str:
 # ---------------------------------------------------------------- rows and boxes
 def _rows(sheet: Sheet) -> Iterator[str]:
     """A frame around each row, or around all of them if they are thin, and the names of the ranks."""
-    is_tall = sheet.gap >= 4
+    is_tall = sheet.gap >= TALL_GAP
     frames = sheet.rows if is_tall else 1
-    height = sheet.row - sheet.gap if is_tall else sheet.bottom - sheet.top
+    height = sheet.box_height if is_tall else sheet.bottom - sheet.top
     for rank in range(frames):
-        yield (
-            f'<rect x="{sheet.left}" y="{_n(sheet.y(rank))}" width="{_n(sheet.width)}" height="{_n(height)}"'
-            f' fill="{IDLE}" stroke="{GRID_COLOUR}"/>'
+        yield element(
+            "rect",
+            x=sheet.left,
+            y=sheet.y(rank),
+            width=sheet.width,
+            height=height,
+            fill=IDLE,
+            stroke=GRID_COLOUR,
         )
-    step = 1
-    if sheet.row < 14:
-        names = int(sheet.rows * sheet.row / 16)
-        step = max(round(palette.round_step(sheet.rows, names)), 1)
-    yield '<g text-anchor="end">'
-    for rank in range(0, sheet.rows, step):
-        y = sheet.top + (rank + 0.5) * sheet.row + 4
-        yield f'<text x="{sheet.left - 8}" y="{_n(y)}">rank {rank}</text>'
-    yield "</g>"
+    names = []
+    for rank in range(0, sheet.rows, _ranks_per_name(sheet)):
+        y = sheet.middle(rank) + 4
+        names.append(element("text", f"rank {rank}", x=sheet.left - 8, y=y))
+    yield from group(names, text_anchor="end")
+
+
+def _ranks_per_name(sheet: Sheet) -> int:
+    """Every how many ranks there is room for a name."""
+    if sheet.row >= 14:
+        return 1
+    names = int(sheet.rows * sheet.row / 16)
+    return max(round(palette.round_step(sheet.rows, names)), 1)
+
+
+class Box(NamedTuple):
+    """The box of an action: its left and right edge in pixels, and its paint."""
+
+    span: Span
+    left: float
+    right: float
+    paint: Paint
+
+    @property
+    def width(self) -> float:
+        """The width in pixels."""
+        return self.right - self.left
 
 
 def _boxes(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     """A box for each action, and then the numbers that fit."""
-    begin = sheet.x(timeline.start).tolist()
-    end = sheet.x(timeline.end).tolist()
-    paint = palette.paints(timeline).tolist()
-    edge = f' stroke="{IDLE}" stroke-width="0.8"' if sheet.gap >= 1 else ""
-    yield f'<g class="spans"{edge}>'
-    if len(begin) <= MAX_NAMED_BOXES:
-        yield from _named_boxes(timeline, sheet, begin, end, paint)
-    else:
-        yield from _box_paths(timeline, sheet, begin, end, paint)
-    yield "</g>"
-    yield from _numbers(timeline, sheet, begin, end, paint)
+    columns = zip(
+        timeline.spans(),
+        sheet.x(timeline.start).tolist(),
+        sheet.x(timeline.end).tolist(),
+        palette.paints(timeline).tolist(),
+        strict=True,
+    )
+    boxes = []
+    for span, left, right, paint in columns:
+        boxes.append(Box(span, left, right, PAINTS[paint]))
+    drawn = _box_paths(boxes, sheet)
+    if len(boxes) <= MAX_NAMED_BOXES:
+        drawn = _named_boxes(boxes, sheet, timeline.units)
+    has_gaps = sheet.gap >= 1
+    edge: dict[str, str | float] = {}
+    if has_gaps:
+        edge = {"stroke": IDLE, "stroke_width": 0.8}
+    yield from group(drawn, class_="spans", **edge)
+    if sheet.font >= MIN_FONT:
+        yield from _numbers(boxes, sheet, _longest_label(timeline))
 
 
-def _named_boxes(
-    timeline: Timeline,
-    sheet: Sheet,
-    begin: list[float],
-    end: list[float],
-    paint: list[int],
-) -> Iterator[str]:
+def _named_boxes(boxes: Sequence[Box], sheet: Sheet, units: Units) -> Iterator[str]:
     """A rectangle for each action, with a tooltip."""
-    height = _n(sheet.row - sheet.gap)
-    units = timeline.units
-    for number, (rank, action, start, stop) in enumerate(timeline.spans()):
-        name = f"{action} on rank {rank}: {write_time(start, units)} to {write_time(stop, units)}"
-        yield (
-            f'<rect x="{_n(begin[number])}" y="{_n(sheet.y(rank))}" width="{_n(end[number] - begin[number])}"'
-            f' height="{height}" fill="{PAINTS[paint[number]].fill}"><title>{name}</title></rect>'
+    for box in boxes:
+        rank, action, start, end = box.span
+        times = f"{write_time(start, units)} to {write_time(end, units)}"
+        yield element(
+            "rect",
+            element("title", f"{action} on rank {rank}: {times}"),
+            x=box.left,
+            y=sheet.y(rank),
+            width=box.width,
+            height=sheet.box_height,
+            fill=box.paint.fill,
         )
 
 
-def _box_paths(
-    timeline: Timeline,
-    sheet: Sheet,
-    begin: list[float],
-    end: list[float],
-    paint: list[int],
-) -> Iterator[str]:
+def _box_paths(boxes: Sequence[Box], sheet: Sheet) -> Iterator[str]:
     """One path for each paint, which takes a third of the bytes of rectangles."""
-    lines: defaultdict[int, list[str]] = defaultdict(list)
-    height = _n(sheet.row - sheet.gap)
-    for number, span in enumerate(timeline.spans()):
-        width = _n(end[number] - begin[number])
-        lines[paint[number]].append(
-            f"M{_n(begin[number])} {_n(sheet.y(span.rank))}h{width}v{height}h-{width}z"
-        )
-    for tone, boxes in lines.items():
-        yield f'<path fill="{PAINTS[tone].fill}" d="{"".join(boxes)}"/>'
+    height = write_number(sheet.box_height)
+    outlines: defaultdict[str, list[str]] = defaultdict(list)  # by colour
+    for box in boxes:
+        left = write_number(box.left)
+        top = write_number(sheet.y(box.span.rank))
+        width = write_number(box.width)
+        outline = f"M{left} {top}h{width}v{height}h-{width}z"
+        outlines[box.paint.fill].append(outline)
+    for fill, path in outlines.items():
+        yield element("path", fill=fill, d="".join(path))
 
 
-def _numbers(
-    timeline: Timeline,
-    sheet: Sheet,
-    begin: list[float],
-    end: list[float],
-    paint: list[int],
-) -> Iterator[str]:
-    """The numbers that fit into their boxes.
+def _numbers(boxes: Sequence[Box], sheet: Sheet, longest: int) -> Iterator[str]:
+    """The numbers that fit into their boxes; `longest` is the length of the longest one.
 
     If short boxes have no room for `3.1`, all boxes say `3`, and the shades tell the slices.
     """
-    if sheet.font < 6:
-        return
     digit = sheet.font * DIGIT_WIDTH
-    short_width = float(np.quantile(np.subtract(end, begin), 0.1))
-    shows_slices = _longest_label(timeline) * digit <= short_width - 2
-    yield f'<g class="numbers" text-anchor="middle" font-size="{_n(sheet.font)}" pointer-events="none">'
-    for number, (rank, action, _, _) in enumerate(timeline.spans()):
+    widths = [box.width for box in boxes]
+    short_width = float(np.quantile(widths, 0.1))
+    shows_slices = longest * digit <= short_width - 2
+    numbers = []
+    for box in boxes:
+        action = box.span.action
         label = label_of(action.microbatch, action.slice if shows_slices else 0)
-        if len(label) * digit <= end[number] - begin[number] - 2:
-            x = (begin[number] + end[number]) / 2
-            y = sheet.top + (rank + 0.5) * sheet.row + sheet.font * 0.36
-            yield f'<text x="{_n(x)}" y="{_n(y)}" fill="{PAINTS[paint[number]].ink}">{label}</text>'
-    yield "</g>"
+        if len(label) * digit > box.width - 2:
+            continue
+        number = element(
+            "text",
+            label,
+            x=(box.left + box.right) / 2,
+            y=sheet.middle(box.span.rank) + sheet.font * 0.36,
+            fill=box.paint.ink,
+        )
+        numbers.append(number)
+    yield from group(
+        numbers,
+        class_="numbers",
+        text_anchor="middle",
+        font_size=sheet.font,
+        pointer_events="none",
+    )
 
 
 def _sums(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
@@ -260,16 +300,23 @@ def _sums(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
         return
     height = min(MAX_SUM_HEIGHT, sheet.row / 3)
     units = timeline.units
-    yield f'<g class="sums" fill="{SUM_COLOUR}">'
+    strips = []
     for one in timeline.sums:
         left, right = sheet.x(np.array([one.start, one.end])).tolist()
         times = f"{write_time(one.start, units)} to {write_time(one.end, units)}"
-        title = f"<title>sum of {one.name}: {times}</title>"
+        title = element("title", f"sum of {one.name}: {times}")
         for rank in one.ranks:
-            y = sheet.y(rank) + sheet.row - sheet.gap - height
-            box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(right - left)}" height="{_n(height)}">'
-            yield f"{box}{title}</rect>"
-    yield "</g>"
+            lower_edge = sheet.y(rank) + sheet.row - sheet.gap
+            strip = element(
+                "rect",
+                title,
+                x=left,
+                y=lower_edge - height,
+                width=right - left,
+                height=height,
+            )
+            strips.append(strip)
+    yield from group(strips, class_="sums", fill=SUM_COLOUR)
 
 
 def _longest_label(timeline: Timeline) -> int:
@@ -287,10 +334,16 @@ def _image(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
         work, colour = palette.means(timeline, rank, columns, paint)
         pixels[rank] = 255.0 + work[:, None] * (colour - 255.0)
     data = b64encode(_png(pixels.clip(0, 255).astype(np.uint8))).decode("ascii")
-    yield (
-        f'<image class="spans" x="{sheet.left}" y="{_n(sheet.top)}" width="{columns}"'
-        f' height="{_n(sheet.bottom - sheet.top)}" preserveAspectRatio="none" image-rendering="pixelated"'
-        f' href="data:image/png;base64,{data}"/>'
+    yield element(
+        "image",
+        class_="spans",
+        x=sheet.left,
+        y=sheet.top,
+        width=columns,
+        height=sheet.bottom - sheet.top,
+        preserveAspectRatio="none",
+        image_rendering="pixelated",
+        href=f"data:image/png;base64,{data}",
     )
 
 
@@ -323,41 +376,83 @@ def _axis(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     last = int(sheet.makespan / step * (1 + 1e-9))
     times: Floats = np.arange(last + 1).astype(np.float64) * step
     base = sheet.bottom + 3
-    line = f"M{sheet.left} {_n(base)}h{_n(sheet.width)}"
-    line += "".join(f"M{_n(x)} {_n(base)}v4" for x in sheet.x(times))
-    yield f'<path d="{line}" stroke="{AXIS_COLOUR}" fill="none"/>'
-    yield f'<g class="time" text-anchor="middle" font-size="11" fill="{AXIS_COLOUR}">'
+    y = write_number(base)
+    line = f"M{write_number(sheet.left)} {y}h{write_number(sheet.width)}"
+    labels = []
     for time, x in zip(times.tolist(), sheet.x(times).tolist(), strict=True):
+        line += f"M{write_number(x)} {y}v4"
         label = write_time(time, timeline.units) if time else "0"
-        yield f'<text x="{_n(x)}" y="{_n(base + 16)}">{label}</text>'
-    yield "</g>"
+        labels.append(element("text", label, x=x, y=base + 16))
+    if not timeline.units.seconds:
+        labels.append(
+            element(
+                *("text", FORWARDS[1]),
+                x=sheet.left - 8,
+                y=base + 16,
+                text_anchor="end",
+            )
+        )
+    yield element("path", d=line, stroke=AXIS_COLOUR, fill="none")
+    yield from group(
+        labels, class_="time", text_anchor="middle", font_size=11, fill=AXIS_COLOUR
+    )
 
 
 def _legend(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
-    """Each op that occurs, with several shades if they have a meaning."""
-    x = sheet.left
-    y = sheet.bottom + 36
+    """Each op that occurs, with several shades if they have a meaning, then sums and idle time."""
     meaning = " and ".join(_shade_meanings(timeline))
     levels = (0.15, 0.5, 0.85) if meaning else (0.5,)
-    width = 21 / len(levels)
-    yield '<g class="legend">'
+    x = sheet.left
+    y = sheet.bottom + 36
+    entries: list[str] = []
     for op in palette.ops_of(timeline):
-        for number, level in enumerate(levels):
-            left = x + width * number
-            box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(width)}" height="12"'
-            yield f'{box} fill="{palette.paint_of(op, level).fill}"/>'
-        yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">{OP_NAMES[op]}</text>'
-        x += 27 + 5.2 * len(OP_NAMES[op]) + 26
+        entries += _shades(op, levels, x, y)
+        entries.append(_legend_name(OP_NAMES[op], x, y))
+        x += _entry_width(OP_NAMES[op])
     if timeline.sums:
-        yield f'<rect x="{_n(x)}" y="{_n(y + 4)}" width="21" height="4" fill="{SUM_COLOUR}"/>'
-        yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">{SUM_NAME}</text>'
-        x += 27 + 5.2 * len(SUM_NAME) + 26
-    yield f'<rect x="{_n(x)}" y="{_n(y)}" width="21" height="12" fill="{IDLE}" stroke="{GRID_COLOUR}"/>'
-    yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">idle</text>'
+        strip = element(
+            "rect", x=x, y=y + 4, width=LEGEND_BOX, height=4, fill=SUM_COLOUR
+        )
+        entries += [strip, _legend_name(SUM_NAME, x, y)]
+        x += _entry_width(SUM_NAME)
+    idle = element(
+        "rect",
+        x=x,
+        y=y,
+        width=LEGEND_BOX,
+        height=12,
+        fill=IDLE,
+        stroke=GRID_COLOUR,
+    )
+    entries += [idle, _legend_name("idle", x, y)]
     if meaning:
-        text = f"light to dark: {meaning}"
-        yield f'<text x="{_n(x + 64)}" y="{_n(y + 10.5)}" fill="{AXIS_COLOUR}">{text}</text>'
-    yield "</g>"
+        words = f"light to dark: {meaning}"
+        entries.append(element("text", words, x=x + 64, y=y + 10.5, fill=AXIS_COLOUR))
+    yield from group(entries, class_="legend")
+
+
+def _shades(op: Op, levels: Sequence[float], x: float, y: float) -> Iterator[str]:
+    """A box in the colours of an op, from light to dark."""
+    width = LEGEND_BOX / len(levels)
+    for number, level in enumerate(levels):
+        yield element(
+            "rect",
+            x=x + width * number,
+            y=y,
+            width=width,
+            height=12,
+            fill=palette.paint_of(op, level).fill,
+        )
+
+
+def _legend_name(name: str, x: float, y: float) -> str:
+    """The name of the entry whose box is at this position."""
+    return element("text", name, x=x + LEGEND_NAME, y=y + 10.5)
+
+
+def _entry_width(name: str) -> float:
+    """The width of a box, its name, and the space after it."""
+    return LEGEND_NAME + LEGEND_LETTER * len(name) + LEGEND_SPACE
 
 
 def _shade_meanings(timeline: Timeline) -> list[str]:

@@ -28,9 +28,10 @@ import numpy as np
 from penstock.ir.table import Ints
 from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.cheapest_path import LinkPrices, cheapest_path
 from penstock.plan.paths.circuits import circuit_terms
 from penstock.plan.paths.move_search import HOT, SUM_WEIGHT, MoveSearch, Trial
-from penstock.plan.paths.path_simulator import QueueOrder, simulate_paths
+from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import (
     Problem,
     expand_paths,
@@ -70,6 +71,7 @@ RESERVED_MOVE_WEIGHTS = {"trade": 25, "swap": 25, "reorder": 40, "queueing": 10}
 # Seconds of travel that one second of work already given to a node counts for.
 DRAWN_BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
 COLD = 0.0001  # last temperature, as a share of the makespan
+QUEUE_ORDER_CHANGES = 0.2  # share of the changes of queues that change their order
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
@@ -106,7 +108,8 @@ class Annealing(MoveSearch[list[float]]):
         self.moves = list(allowed)
         self.cumulative_weights = list(accumulate(allowed.values()))
         self.terms = circuit_terms(problem)
-        self.pair: list[list[float]] = self.terms.pair.tolist()
+        pair = self.terms.pair.tolist()
+        self.links = LinkPrices(pair, self.terms.inner, self.terms.close)
         self.loads = np.zeros(problem.traffic.nodes)
         self.rows = np.array(self.paths, dtype=np.int64)
         self._index_replicas()
@@ -146,16 +149,28 @@ class Annealing(MoveSearch[list[float]]):
     def _simulate(self) -> Trial[list[float]]:
         """Simulate the step; the details are the end of each unit."""
         problem = self.problem
+        times = self._times(self.careful)
+        has_deadlock = times.makespan == np.inf
+        if has_deadlock and not self.careful:
+            times = self._times(careful=True)
+        end = step_end(problem, times, self.labels)
+        ends = times.finish.tolist()
+        value = end + MEAN_WEIGHT * sum(ends) / len(ends)
+        if problem.has_sums and end < math.inf:
+            value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
+        return Trial(value, end, ends[-len(self.paths) :])
+
+    def _times(self, careful: bool) -> PathTimes:
+        """Simulate the paths, with or without slots that stay free for older micro-batches."""
+        problem = self.problem
+        rounds = problem.policy.rounds
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
-        delay = self.delays
-        if problem.policy.rounds > 1:
-            delay = np.tile(delay, (problem.policy.rounds, 1))
-        slots = problem.traffic.slots_with(self.labels)
         queue_orders: QueueOrder | Ints = self.queue_order
         if self.own_orders:
-            queue_orders = np.tile(self.own_orders, problem.policy.rounds)
-        times = simulate_paths(
+            queue_orders = np.tile(self.own_orders, rounds)
+        delay = np.tile(self.delays, (rounds, 1)) if rounds > 1 else self.delays
+        return simulate_paths(
             problem.traffic,
             nodes,
             parts,
@@ -163,27 +178,9 @@ class Annealing(MoveSearch[list[float]]):
             after,
             release,
             delay,
-            self.careful,
-            slots,
+            careful,
+            problem.traffic.slots_with(self.labels),
         )
-        if times.makespan == np.inf and not self.careful:
-            times = simulate_paths(
-                problem.traffic,
-                nodes,
-                parts,
-                queue_orders,
-                after,
-                release,
-                delay,
-                True,
-                slots,
-            )
-        end = step_end(problem, times, self.labels)
-        ends = times.finish.tolist()
-        value = end + MEAN_WEIGHT * sum(ends) / len(ends)
-        if problem.has_sums and end < math.inf:
-            value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
-        return Trial(value, end, ends[-len(self.paths) :])
 
     def _note(self, details: list[float]) -> None:
         self.finish = details
@@ -269,14 +266,20 @@ class Annealing(MoveSearch[list[float]]):
         self.paths[unit] = path
         self.rows[unit] = path
 
-    def _in_legal_order(self, path: list[int]) -> NodePath | None:
+    def _visit_instead(self, unit: int, node: int, others: list[int]) -> None:
+        """Let a unit that visits a node visit one of the others instead."""
+        path = self.paths[unit]
+        other = self.random.choice(others)
+        self._set_path(unit, _replace_node(path, path.index(node), other))
+
+    def _in_legal_order(self, path: NodePath) -> NodePath | None:
         """Return the path with its nodes in an order that the rules allow, or None."""
         parts = tuple([self.part[node] for node in path])
         if len(set(parts)) < len(parts):
             return None
         allowed = part_orders(frozenset(parts[1:]), self.problem.rules)
         if parts[1:] in allowed:
-            return tuple(path)
+            return path
         if not allowed:
             return None
         node_of_part = {self.part[node]: node for node in path[1:]}
@@ -291,14 +294,14 @@ class Annealing(MoveSearch[list[float]]):
         other_path = self.paths[others[0]]
         if len(path) < 2 or path == other_path:
             return False
-        i = self.random.randrange(1, len(path))
-        j = self.random.randrange(1, len(other_path))
-        node = path[i]
-        other_node = other_path[j]
+        place = self.random.randrange(1, len(path))
+        other_place = self.random.randrange(1, len(other_path))
+        node = path[place]
+        other_node = other_path[other_place]
         if node == other_node:
             return False
-        new = self._in_legal_order([*path[:i], other_node, *path[i + 1 :]])
-        other_new = self._in_legal_order([*other_path[:j], node, *other_path[j + 1 :]])
+        new = self._in_legal_order(_replace_node(path, place, other_node))
+        other_new = self._in_legal_order(_replace_node(other_path, other_place, node))
         if new is None or other_new is None:
             return False
         # Change equally many on both sides, to keep the shares of the parts and nodes.
@@ -313,12 +316,12 @@ class Annealing(MoveSearch[list[float]]):
         path = self.paths[units[0]]
         if len(path) < 2:
             return False
-        i = self.random.randrange(1, len(path))
-        replicas = self.replicas[self.part[path[i]]]
-        node = self.random.choice(replicas)
-        if node == path[i]:
+        place = self.random.randrange(1, len(path))
+        part = self.part[path[place]]
+        node = self.random.choice(self.replicas[part])
+        if node == path[place]:
             return False
-        self._set_paths(units, (*path[:i], node, *path[i + 1 :]))
+        self._set_paths(units, _replace_node(path, place, node))
         return True
 
     def _reorder(self) -> bool:
@@ -380,9 +383,7 @@ class Annealing(MoveSearch[list[float]]):
                 return False
         for unit, path in enumerate(self.paths):
             if node in path:
-                place = path.index(node)
-                other = self.random.choice(others)
-                self._set_path(unit, (*path[:place], other, *path[place + 1 :]))
+                self._visit_instead(unit, node, others)
 
         def undo() -> None:
             self.labels[node] = part
@@ -400,7 +401,7 @@ class Annealing(MoveSearch[list[float]]):
         if len(old) < 2:
             return False
         price = self._prices(units)
-        new = self._cheapest_path(old[0], old, price)
+        new = self._reroute_path(old[0], old, price)
         if new == old:
             return False
         self._set_paths(units, new)
@@ -420,10 +421,7 @@ class Annealing(MoveSearch[list[float]]):
         passing = [unit for unit, path in enumerate(self.paths) if new in path]
         begun = [unit for unit, path in enumerate(self.paths) if path[0] == old]
         for unit in passing:
-            path = self.paths[unit]
-            place = path.index(new)
-            other = self.random.choice(others)
-            self._set_path(unit, (*path[:place], other, *path[place + 1 :]))
+            self._visit_instead(unit, new, others)
 
         def relabel(data: int, other: int) -> None:
             self.labels[data] = 0
@@ -433,9 +431,8 @@ class Annealing(MoveSearch[list[float]]):
         self.undo.append(lambda: relabel(old, new))
         relabel(new, old)
         for unit in begun:
-            path = self.paths[unit]
-            route = self._cheapest_path(new, path, self._prices([unit]))
-            self._set_path(unit, route)
+            price = self._prices([unit])
+            self._set_path(unit, self._reroute_path(new, self.paths[unit], price))
         return True
 
     def _prices(self, units: list[int]) -> list[float]:
@@ -444,82 +441,66 @@ class Annealing(MoveSearch[list[float]]):
         rows = np.delete(self.rows, units, axis=0)[:, 1:]
         np.add.at(loads, rows.ravel(), 1.0)
         weight = self.random.choice(DRAWN_BUSY_PRICES)
-        hop = self.terms.hop
-        prices: list[float] = (hop * (1.0 + weight * loads)).tolist()
+        busy_hop = self.terms.hop * (1.0 + weight * loads)
+        prices: list[float] = busy_hop.tolist()
         return prices
 
-    def _cheapest_path(
+    def _reroute_path(
         self, data_node: int, path: NodePath, price: list[float]
     ) -> NodePath:
         """Return the cheapest path from a data node over the parts of a path, in one of their orders."""
         parts = frozenset([self.part[node] for node in path[1:]])
         order = self.random.choice(part_orders(parts, self.problem.rules))
-        pair = self.pair
-        inner = self.terms.inner
-        layer = [data_node]
-        costs = [0.0]
-        came: list[list[int]] = []
-        layers: list[list[int]] = []
-        for part in order:
-            replicas = self.replicas[part]
-            new_costs = []
-            back_pointers = []
-            for node in replicas:
-                row = pair[node]
-                least = math.inf
-                best = 0
-                for place, before in enumerate(layer):
-                    cost = costs[place] + inner * row[before]
-                    if cost < least:
-                        least = cost
-                        best = place
-                new_costs.append(least + price[node])
-                back_pointers.append(best)
-            came.append(back_pointers)
-            layers.append(replicas)
-            layer, costs = replicas, new_costs
-        close = self.terms.close
-        home = pair[data_node]
-        ends = [
-            cost + close * home[node] for node, cost in zip(layer, costs, strict=True)
-        ]
-        at = ends.index(min(ends))
-        nodes = []
-        for replicas, back_pointers in zip(
-            reversed(layers), reversed(came), strict=True
-        ):
-            nodes.append(replicas[at])
-            at = back_pointers[at]
-        return (data_node, *reversed(nodes))
+        replicas = [self.replicas[part] for part in order]
+        return cheapest_path(data_node, replicas, price, self.links)
 
     def _change_queueing(self) -> bool:
         """Change the stagger, the queue order, or the delay of one unit."""
-        policy = self.problem.policy
-        queue_order = self.queue_order
-        own_orders = self.own_orders
-        stagger = self.stagger
+        if not self.problem.policy.ordered:
+            return self._change_stagger()
+        if self.random.random() < QUEUE_ORDER_CHANGES:
+            return self._change_queue_order()
+        return self._change_delay()
 
-        def undo_queueing() -> None:
-            self.queue_order = queue_order
-            self.own_orders = own_orders
-            self.stagger = stagger
+    def _change_stagger(self) -> bool:
+        old = self.stagger
 
-        if not policy.ordered:
-            self.undo.append(undo_queueing)
-            self.stagger = self.problem.stagger(self.random.choice(policy.staggers))
-            return self.stagger != stagger
-        if self.random.random() < 0.2:
-            self.undo.append(undo_queueing)
-            self.queue_order = self.random.choice(policy.queue_orders)
-            self.own_orders = ()
-            return queue_order is not self.queue_order or bool(own_orders)
+        def undo() -> None:
+            self.stagger = old
+
+        self.undo.append(undo)
+        choice = self.random.choice(self.problem.policy.staggers)
+        self.stagger = self.problem.stagger(choice)
+        return self.stagger != old
+
+    def _change_queue_order(self) -> bool:
+        """Give all units the same queue order."""
+        old = self.queue_order
+        old_own_orders = self.own_orders
+
+        def undo() -> None:
+            self.queue_order = old
+            self.own_orders = old_own_orders
+
+        self.undo.append(undo)
+        self.queue_order = self.random.choice(self.problem.policy.queue_orders)
+        self.own_orders = ()
+        return self.queue_order is not old or bool(old_own_orders)
+
+    def _change_delay(self) -> bool:
+        """Let a unit stand further back or further ahead in all queues, or as far as the others."""
         unit = self.random.randrange(len(self.paths))
         old = self.delays[unit].copy()
 
-        def undo_delay() -> None:
+        def undo() -> None:
             self.delays[unit] = old
 
-        self.undo.append(undo_delay)
+        self.undo.append(undo)
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
         self.delays[unit] = self.random.choice((0.0, delay))
         return True
+
+
+def _replace_node(path: NodePath, place: int, node: int) -> NodePath:
+    """Return the path with another node at a place."""
+    return (*path[:place], node, *path[place + 1 :])

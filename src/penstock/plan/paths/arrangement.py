@@ -41,14 +41,14 @@ def replica_counts(
     """
     if nodes < parts:
         raise ShapeError(
-            f"{nodes} nodes cannot hold {parts} parts; the least is {parts} nodes"
+            f"{nodes} nodes cannot hold {parts} parts; give at least {parts} nodes"
         )
     max_data = nodes - (parts - 1)
     if data is None:
         data = max(min(nodes // (hops + 1), max_data), 1)
     if not 1 <= data <= max_data:
         raise ShapeError(
-            f"{data} data nodes of {nodes} nodes and {parts} parts; from 1 to {max_data} fit"
+            f"{data} data nodes do not fit {nodes} nodes and {parts} parts; give from 1 to {max_data}"
         )
     each, more = divmod(nodes - data, parts - 1)
     return (data, *(each + (number < more) for number in range(parts - 1)))
@@ -255,7 +255,7 @@ def _refuse_design(problem: Problem, design: tuple[int, ...]) -> None:
     if not part_orders(frozenset(design), problem.rules):
         raise ShapeError(
             f"a path over the parts 0 {' '.join(map(str, design))} takes a step of more than "
-            f"{problem.rules.ahead} parts; leave out less, or allow steps further ahead"
+            f"{problem.rules.ahead} parts; leave out fewer parts, or allow steps further ahead"
         )
 
 

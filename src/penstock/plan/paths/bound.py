@@ -50,6 +50,14 @@ LEAST_SECONDS = 1e-12  # to divide by
 COUNT_ROUNDING = 1e-9
 
 
+def pass_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
+    """Return a lower bound on the mean time of a pass: only the last of them sums gradients."""
+    bound = path_bound(problem, sizes, labels)
+    if problem.passes == 1 or not problem.has_sums:
+        return bound
+    return problem.mean_pass(path_bound(problem.without_sums(), sizes, labels), bound)
+
+
 def path_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
     """Return a time that no plan can beat.
 

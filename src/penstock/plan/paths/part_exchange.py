@@ -51,7 +51,7 @@ def exchange_parts(
         allowed = part_orders(frozenset(parts), problem.rules)[:MAX_ORDERS_PER_SET]
         if not allowed:
             raise ShapeError(
-                "no order of the remaining parts keeps to the rules; leave out less"
+                "no order of the remaining parts keeps to the rules; leave out fewer parts"
             )
         orders += allowed
         first.append(len(orders))

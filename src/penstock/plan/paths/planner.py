@@ -22,10 +22,12 @@ import numpy as np
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.model import PartCost
+from penstock.cost.wrapped import PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.ir.sum_plan import SumPlan
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.paths.arrangement import (
@@ -36,7 +38,7 @@ from penstock.plan.paths.arrangement import (
     replica_counts,
     tilt_counts,
 )
-from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.bound import pass_bound
 from penstock.plan.paths.budget import Budget, TimeSource, never_stop
 from penstock.plan.paths.cells import cell_solution, cut_into_cells
 from penstock.plan.paths.improve import MAX_NODES_AT_ONCE
@@ -62,6 +64,7 @@ from penstock.plan.paths.staged_search import (
     site_stage_moves,
 )
 from penstock.schedules.size import refuse_if_too_large
+from penstock.sim.planned_sums import plan_sums
 from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
@@ -77,7 +80,7 @@ BUSY_PRICES = (0.1, 0.4, 1.5)
 class PathPlan:
     """A schedule with its makespan, its lower bound, and the work of the search.
 
-    makespan: seconds of a step, with the sums of gradients.
+    makespan: seconds of a step, with the sums of gradients; the mean of a pass if a step has several.
     bound: seconds that no plan under the same rules can beat.
     seconds: how long the search took.
     simulations: moves that the search tried.
@@ -134,6 +137,7 @@ def plan_paths(
     waves: bool = False,
     gradients: float = 0.0,
     planned_sums: bool = True,
+    passes: int = 1,
     gap: float = 0.0,
     first_gap: float = 0.0,
     iterations: int = DEFAULT_SEARCH_MOVES,
@@ -153,6 +157,7 @@ def plan_paths(
     gradients: bytes of a part's gradients, which its replicas sum at the end of a step, in place of
         those that the `parts` have.
     planned_sums: whether replicas sum in the quickest way, or in rings, as gloo and NCCL do.
+    passes: passes of a step, of which only the last one sums gradients. All times are means of a pass.
     gap: seconds between two tasks on a node; `first_gap` after the first task of a micro-batch.
     iterations: moves that the search tries. It ends earlier, and marks the plan as `cut_short`, if
         `seconds` pass on the `clock` or once `stop()` returns True.
@@ -173,6 +178,7 @@ def plan_paths(
         sizes is not None,
         arrangement is not None,
         planned_sums,
+        passes,
     )
     nodes = len(cluster.nodes)
     labels = None
@@ -198,7 +204,7 @@ def best_plan(
         per_data_node * int(shape[0]),
         f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}",
     )
-    bound = path_bound(problem, shape, labels)
+    bound = pass_bound(problem, shape, labels)
 
     def starts(stage_seed: int, stage_budget: Budget) -> list[Solution]:
         return _start_solutions(problem, labels, shape, stage_budget, stage_seed)
@@ -335,7 +341,8 @@ def finish_plan(
     """Return a solution as a plan, timed by `penstock.sim.simulate`."""
     times = simulate_solution(problem, solution)
     schedule = schedule_from(problem, solution, times)
-    makespan = simulate(schedule, problem.cost()).makespan
+    timeline = simulate(schedule, problem.cost())
+    makespan = problem.mean_pass(float(timeline.end.max()), timeline.makespan)
     assert bound <= makespan * (1 + 1e-9), "the plan beats its lower bound"
     return PathPlan(
         schedule,
@@ -381,12 +388,14 @@ def paths_plan(
     model: ModelParts | None = None,
     rotation: Sequence[PathPlan] = (),
     full: PathPlan | None = None,
+    sum_messages: str = "float32",
 ) -> Plan:
     """Return the plan as a plan.json stores it, with the figures that led to it.
 
     model: the model that was planned for, if it is known. Its layers are then part of the plan.
     rotation: further plans on the same arrangement, which steps take in turn with the first one.
     full: a plan on the same arrangement for steps that run all parts.
+    sum_messages: the type in which sums of gradients travel, as `penstock.cost.sum_bytes` prices it.
     """
     problem = plan.problem
     bound_holds_for = "every plan under these rules"
@@ -406,12 +415,19 @@ def paths_plan(
         ("rules", rules_text(problem.rules)),
         ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
         ("sums", "planned" if problem.planned_sums else "ring"),
+        ("sum_messages", sum_messages),
+        ("passes", problem.passes),
     )
+    if problem.has_sums:
+        why = (*why, ("last_backward", float(plan.timeline.end.max())))
     if rotation:
         slowest = max(other.makespan for other in rotation)
         why = (*why, ("rotation_makespan", slowest))
     if full is not None:
         why = (*why, ("full_makespan", full.makespan))
+        if problem.has_sums:
+            last = float(full.timeline.end.max())
+            why = (*why, ("full_last_backward", last))
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     if model is not None:
@@ -428,7 +444,16 @@ def paths_plan(
         recompute,
         rotation=tuple(other.schedule for other in rotation),
         full=None if full is None else full.schedule,
+        sums=planned_sums_of(plan),
     )
+
+
+def planned_sums_of(plan: PathPlan) -> tuple[SumPlan, ...]:
+    """Return how the replicas of each part sum their gradients; empty if the backend decides."""
+    cost = plan.problem.cost()
+    if not isinstance(cost, PlannedSumsCost):
+        return ()
+    return plan_sums(plan.timeline, cost)
 
 
 def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:

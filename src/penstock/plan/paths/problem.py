@@ -80,6 +80,8 @@ class Problem:
     first_gap: seconds after the first task of a micro-batch.
     sized: whether the number of nodes of each part is given.
     arranged: whether the nodes of each part are given.
+    passes: passes of a step over its micro-batches. Gradients are summed once, in the last one, and
+        plans are compared by the mean time of a pass.
     """
 
     cluster: Cluster
@@ -96,11 +98,16 @@ class Problem:
     sized: bool = False
     arranged: bool = False
     planned_sums: bool = True
+    passes: int = 1
     traffic: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
         require_at_least(
-            1, microbatches=self.microbatches, slices=self.slices, tokens=self.tokens
+            1,
+            microbatches=self.microbatches,
+            slices=self.slices,
+            tokens=self.tokens,
+            passes=self.passes,
         )
         if len(self.parts) < 3:
             raise ShapeError(
@@ -121,7 +128,7 @@ class Problem:
             )
         if self.waves and self.hops < 1:
             raise ShapeError(
-                "a wave needs at least one part besides the first; leave out less"
+                "a wave needs at least one part besides the first; leave out fewer parts"
             )
         if self.gradients > 0:
             *body, head = self.parts
@@ -177,6 +184,17 @@ class Problem:
     def has_sums(self) -> bool:
         """Whether replicas have gradients to sum."""
         return bool(self.traffic.sums.any())
+
+    def mean_pass(self, last_backward: float, end: float) -> float:
+        """Return the mean time of a pass, if the last one ends with the sums of gradients."""
+        return last_backward + (end - last_backward) / self.passes
+
+    def without_sums(self) -> Problem:
+        """Return the problem of the passes that do not sum gradients."""
+        parts = [
+            replace(part, gradients=0.0, tied_gradients=0.0) for part in self.parts
+        ]
+        return replace(self, parts=tuple(parts), gradients=0.0, passes=1)
 
     def stagger(self, choice: float | None) -> float:
         """Return the seconds between the first starts on a data node."""

@@ -19,7 +19,7 @@ import numpy as np
 from penstock.errors import ShapeError
 from penstock.ir.table import Ints
 from penstock.plan.paths.arrangement import NO_PART_HELD, find_circuits
-from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.bound import pass_bound
 from penstock.plan.paths.budget import Budget, TimeSource, never_stop
 from penstock.plan.paths.planner import PathPlan, finish_plan, first_solutions
 from penstock.plan.paths.problem import Policy
@@ -63,7 +63,7 @@ def replan(
         policy=_recovery_policy(plan.problem.policy),
         microbatches=max(round(total / data_nodes), 1),
     )
-    bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
+    bound = pass_bound(problem, np.bincount(labels[labels >= 0]), labels)
 
     def starts(stage_seed: int, _budget: Budget) -> list[Solution]:
         circuits = find_circuits(problem, labels, RECOVERY_CIRCUIT_MOVES, stage_seed)

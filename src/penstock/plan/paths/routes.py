@@ -61,7 +61,7 @@ def route_units(
         orders = part_orders(frozenset(parts), problem.rules)
         if not orders:
             raise ShapeError(
-                f"no order of the parts {' '.join(map(str, parts))} keeps to the rules; leave out less"
+                f"no order of the parts {' '.join(map(str, parts))} keeps to the rules; leave out fewer parts"
             )
         data_node = data[unit % len(data)]
         best: Route = ()

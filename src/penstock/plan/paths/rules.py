@@ -47,9 +47,8 @@ class Rules:
     # By how many visits parts may differ if the visits do not divide evenly.
     uneven: int = 1
     full: int = 10  # every how many steps the whole model runs; 0: never
-    wait: float = (
-        math.inf
-    )  # seconds that a micro-batch may wait on a node for another one
+    # Seconds that a micro-batch may wait on a node for another one.
+    wait: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share < 1.0:
@@ -60,13 +59,13 @@ class Rules:
         for name in ("behind", "distance", "swaps", "uneven", "full"):
             value = getattr(self, name)
             if value < 0:
-                raise ShapeError(f"{name} is {value}; the least is 0")
+                raise ShapeError(f"{name} must be at least 0, not {value}")
         if self.ahead < 1:
             raise ShapeError(
-                f"ahead is {self.ahead}: no path could go on; the least is 1"
+                f"ahead must be at least 1, not {self.ahead}: no path could go on"
             )
         if not self.wait >= 0:
-            raise ShapeError(f"wait is {self.wait} seconds; the least is 0")
+            raise ShapeError(f"wait must be at least 0 seconds, not {self.wait}")
 
     def hops(self, parts: int) -> int:
         """Return the number of parts on a path, without the first one."""
@@ -74,7 +73,7 @@ class Rules:
         if not 1 <= length <= parts:
             raise ShapeError(
                 f"this share leaves a path over {length} of {parts} parts; "
-                "leave out less, or give more parts"
+                "leave out fewer parts, or give more parts"
             )
         return length - 1
 

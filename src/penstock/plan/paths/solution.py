@@ -91,7 +91,7 @@ def _queue_orders(problem: Problem, solution: Solution) -> QueueOrder | Ints:
 
 
 def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
-    """Return the end of the last backward or sum of gradients.
+    """Return the end of the last backward or sum of gradients; with several passes, the mean time of one.
 
     Seconds that tasks wait for longer than the rules allow are added many times. The end is
     infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
@@ -104,7 +104,8 @@ def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
     sums = ends_of_sums(
         problem.traffic, problem.planned_sums, labels, times.last, times.last_up
     )
-    return max(times.makespan, float(sums.max())) + fine
+    end = max(times.makespan, float(sums.max()))
+    return problem.mean_pass(times.makespan, end) + fine
 
 
 def mean_end_of_sums(problem: Problem, times: PathTimes, labels: Ints) -> float:

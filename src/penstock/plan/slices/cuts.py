@@ -77,7 +77,7 @@ def best_cuts(
     if slices is not None and not 1 <= slices <= times.points:
         raise ShapeError(
             f"a sequence of {times.points} points cannot have {slices} slices; "
-            f"the least is 1, the most {times.points}"
+            f"give from 1 to {times.points}"
         )
     weight = stages - 1
     starts = [
@@ -164,7 +164,7 @@ def check_lengths(lengths: Sequence[int], points: int) -> None:
 def _check_stages(stages: int) -> None:
     """Refuse a pipeline without stages."""
     if stages < 1:
-        raise ShapeError(f"{stages} stages are too few; the least is 1")
+        raise ShapeError(f"there must be at least 1 stage, not {stages}")
 
 
 def _evaluate(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:

@@ -1,4 +1,4 @@
-"""Plans for documents of different lengths, made anew at every step: long ones are cut and short ones packed.
+"""Plans for documents of different lengths, made at every step: long ones are cut and short ones packed.
 
     budget 8 tokens             lengths 20 7 5 3 1
     bundle 0 | 8 | 7 | 5        the document of 20 in slices, each a unit of the pipeline
@@ -112,7 +112,7 @@ def document_planner(
         raise ShapeError(
             f"documents of up to {longest} tokens cannot be cut "
             f"into units of {budget} tokens in steps of {granularity}; "
-            f"the least is 1 token for each, and one step for a unit"
+            "all three must be at least 1, and a unit at least one step long"
         )
     points = -(-longest // granularity)
     curves = stage_curves(loop_placement(ranks), cost, points * granularity)
@@ -143,11 +143,11 @@ def plan_documents(planner: DocumentPlanner, lengths: Sequence[int]) -> Document
     for number, length in enumerate(lengths):
         if not 1 <= length <= planner.longest:
             raise ShapeError(
-                f"document {number} has {length} tokens; "
-                f"the least is 1, the most here {planner.longest}"
+                f"document {number} has {length} tokens; it must have from 1 to "
+                f"{planner.longest} here"
             )
     if not lengths:
-        raise ShapeError("0 documents are too few; the least is 1")
+        raise ShapeError("there must be at least 1 document, not 0")
     step = _prepare_step(planner, lengths)
     bundles = _make_bundles(step, _find_limit(step))
     latency = _latency(planner, bundles, lengths)
@@ -174,7 +174,7 @@ def equal_work_cuts(
     if not 1 <= slices <= tokens or token_work < 0 or step < 1:
         raise ShapeError(
             f"{tokens} tokens cannot be cut into {slices} slices in steps of {step}; "
-            f"the least is 1 of each, and the most are {tokens} slices"
+            f"there must be from 1 to {tokens} slices, and steps of at least 1 token"
         )
     if tokens % step or tokens // step < slices:
         step = 1

@@ -59,8 +59,8 @@ def layouts(
     """
     if devices < 1 or batch < 1:
         raise ShapeError(
-            f"{devices} devices for a batch of {batch} sequences are too few; "
-            "the least is 1 of each"
+            f"there must be at least 1 device and 1 sequence, not {devices} devices "
+            f"for a batch of {batch} sequences"
         )
     feasible = []
     least_bytes = math.inf

@@ -193,7 +193,7 @@ def _check_seconds(table: Floats) -> None:
         prefix, column = place.tolist()
         raise ShapeError(
             f"a slice of {column + 1} points after {prefix} "
-            f"takes {table[prefix, column]:g} seconds; the least is 0"
+            f"takes {table[prefix, column]:g} seconds; a time must be at least 0"
         )
 
 

@@ -153,7 +153,7 @@ def sliced_pipeline(
     if granularity < 1 or tokens < 1:
         raise ShapeError(
             f"{tokens} tokens cannot be cut in steps of {granularity}; "
-            "the least is 1 of each"
+            "both must be at least 1"
         )
     if tokens % granularity:
         nearest = granularity * max(round(tokens / granularity), 1)
@@ -323,7 +323,7 @@ def stage_curves(
 ) -> tuple[StageCurves, ...]:
     """Return the curves of stages that a sequence of this many tokens goes through in turn."""
     if tokens < 1:
-        raise ShapeError(f"a sequence of {tokens} tokens is too short; the least is 1")
+        raise ShapeError(f"a sequence must have at least 1 token, not {tokens}")
     probe = _probe_schedule(stages, tokens)
     return tuple(_fit_stage(probe, cost, stage) for stage in range(len(stages)))
 

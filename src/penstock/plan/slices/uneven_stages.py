@@ -90,7 +90,7 @@ def uneven_cuts(
     `effort` is about the number of labels that the exact search may extend.
     """
     if microbatches < 1:
-        raise ShapeError(f"{microbatches} micro-batches are too few; the least is 1")
+        raise ShapeError(f"there must be at least 1 micro-batch, not {microbatches}")
     _check_tables(tables)
     bound = 0.0
     candidates = {(tables.points,), _cuts_of_mean_stage(tables, microbatches)}

@@ -92,6 +92,15 @@ class Comm(Protocol):
         """
         ...
 
+    def apart(self) -> Comm:
+        """A second connection to the same ranks, which another thread may use.
+
+        Its messages are matched among themselves, whatever this connection carries meanwhile. All
+        ranks must call this; every call returns the same connection. Raises RunError if the
+        backend cannot have two.
+        """
+        ...
+
     def barrier(self) -> None:
         """Wait until all ranks have reached this point."""
         ...

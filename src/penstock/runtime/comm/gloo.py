@@ -1,4 +1,4 @@
-"""Connects processes over gloo for as long as all of them live; after a loss, the others connect anew.
+"""Connects processes over gloo for as long as all of them live; after a loss, the others connect again.
 
     generation 1   rank 0 ─ rank 1 ─ rank 2 ─ rank 3        store: g1/...
                              ✗
@@ -56,13 +56,18 @@ class GlooComm(ProcessComm):
         """Gloo moves tensors through the CPU."""
         return False
 
-    def connect(self, group: tuple[int, ...], rank: int) -> dist.ProcessGroup:
+    def connect(
+        self, group: tuple[int, ...], rank: int, purpose: str = "group"
+    ) -> dist.ProcessGroup:
         """Connect some ranks, of which this is one.
+
+        Groups of the same ranks for different purposes do not meet each other.
 
         Torch cannot interrupt this, so it happens on a thread. If another rank is lost
         meanwhile, the thread is left to its own time limit.
         """
-        store = PrefixStore("group " + " ".join(map(str, group)), self.meeting)
+        name = f"{purpose} {' '.join(map(str, group))}"
+        store = PrefixStore(name, self.meeting)
         made: list[dist.ProcessGroup] = []
         errors: list[str] = []
 
@@ -95,6 +100,10 @@ class GlooComm(ProcessComm):
         """Connect some ranks of this generation; None if this rank is not among them."""
         return self.connect(group, self.rank) if self.rank in group else None
 
+    def create_second_group(self) -> dist.ProcessGroup:
+        """Connect all ranks of this generation once more."""
+        return self.connect(self.everyone, self.rank, "second group")
+
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a group."""
         return group.allreduce([tensor], AllreduceOptions())
@@ -110,7 +119,9 @@ class GlooComm(ProcessComm):
         """
         self.cut_connections()
         self.waiting = None
-        dropped = [*self.groups.values()]
+        dropped = [*self.groups.values(), *self.beside]
         self.groups = {}
+        self.beside = []
+        self.second = None
         del self.world
         threading.Thread(target=dropped.clear, name="drops groups", daemon=True).start()

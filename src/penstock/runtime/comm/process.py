@@ -138,6 +138,7 @@ class ProcessComm:
         self.store: Store | None = None
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
+        self.second: ProcessComm | None = None  # made by `apart`
         # The groups that this rank belongs to, and all groups that exist.
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
         self.prepared = {self.everyone}
@@ -192,6 +193,8 @@ class ProcessComm:
         # Under NCCL the GPU does the waiting; a limit would make the CPU wait instead.
         limit = 0.0 if self.on_gpu else seconds + self.extra_seconds
         self.limit = timedelta(seconds=limit)
+        if self.second is not None:
+            self.second.set_patience(seconds)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Create the groups that `add` will use; all ranks pass the same list."""
@@ -224,6 +227,15 @@ class ProcessComm:
         members = [numbers[rank] for rank in group]
         created = dist.new_group(members, use_local_synchronization=self.is_subgroup)
         return created if isinstance(created, dist.ProcessGroup) else None
+
+    def create_second_group(self) -> dist.ProcessGroup:
+        """Connect all ranks once more."""
+        created = dist.new_group(
+            dist.get_process_group_ranks(self.world),
+            use_local_synchronization=self.is_subgroup,
+        )
+        assert isinstance(created, dist.ProcessGroup)
+        return created
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a process group."""
@@ -374,6 +386,20 @@ class ProcessComm:
         home = None if raw is tensor else tensor
         return _Work(self, work, "sum", group, self.sums, raw, home)
 
+    def apart(self) -> ProcessComm:
+        """A second connection over gloo, whose waits end when those of this one are ended."""
+        if self.on_gpu:
+            raise RunError(
+                "gradients cannot be summed as this plan says: GPUs that send to each other have one "
+                "connection, and planned sums need a second one\n"
+                "  plan with `penstock paths --sums ring`, remove `sums` from the plan, or use run.device=cpu"
+            )
+        if self.second is None:
+            group = self.create_second_group()
+            self.beside.append(group)
+            self.second = SecondComm(self.patience, self.wire, group, self.name)
+        return self.second
+
     def barrier(self) -> None:
         """Wait until all ranks have reached this point."""
         self.sums += 1
@@ -429,6 +455,14 @@ class ProcessComm:
         if late:
             return StuckError(f"{waits} for more than {self.patience:g} s")
         return PeerLostError(f"{waits}, but the connection is lost\n\n{cause}")
+
+
+class SecondComm(ProcessComm):
+    """The second connection of a rank, for messages alone."""
+
+    def uses_gpus(self) -> bool:
+        """It moves tensors through the CPU."""
+        return False
 
 
 def barrier_devices() -> list[int] | None:

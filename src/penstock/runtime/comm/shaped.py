@@ -12,6 +12,7 @@ with small tensors. A sum over replicas takes as long as a ring all-reduce would
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -34,6 +35,8 @@ class ShapedComm:
         self.scale = scale
         self.inflate = inflate
         self.link_free = [0.0] * inner.ranks  # when the link to each rank becomes free
+        self.lock = threading.Lock()  # of `link_free`, which a second connection shares
+        self.second: ShapedComm | None = None
 
     @property
     def rank(self) -> int:
@@ -60,8 +63,9 @@ class ShapedComm:
         leaves = time.monotonic()
         wire = self.wire_seconds(tensor, target)
         if self.network.serial:
-            leaves = max(leaves, self.link_free[target])
-            self.link_free[target] = leaves + wire
+            with self.lock:
+                leaves = max(leaves, self.link_free[target])
+                self.link_free[target] = leaves + wire
         latency = self.scale * self._latency(self.rank, target)
         arrival = torch.tensor([leaves + wire + latency], dtype=torch.float64)
         sent_arrival = self.inner.send(arrival, target)
@@ -100,6 +104,16 @@ class ShapedComm:
         size = tensor.nbytes * self.inflate / len(group)
         seconds = self.scale * hops * (latency + size / bandwidth)
         return _DelayedSum(self.inner.add(tensor, group), seconds)
+
+    def apart(self) -> ShapedComm:
+        """A second connection over the same links: serial ones carry a message of either at a time."""
+        if self.second is None:
+            second = ShapedComm(
+                self.inner.apart(), self.network, self.scale, self.inflate
+            )
+            second.link_free, second.lock = self.link_free, self.lock
+            self.second = second
+        return self.second
 
     def barrier(self) -> None:
         """Wait for all ranks, without a delay: a barrier is not part of a step."""

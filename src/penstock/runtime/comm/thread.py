@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from penstock.errors import PeerLostError, StuckError
 from penstock.ir.program import Program
 
 Returned = TypeVar("Returned")
+Mailboxes: TypeAlias = dict[tuple[int, int], queue.SimpleQueue[Tensor]]
 LOOK_SECONDS = 0.1  # how often a waiting thread looks whether another rank has failed
 
 
@@ -33,24 +35,29 @@ class Hub:
         self.ranks = ranks
         self.patience = patience
         self.lock = threading.Lock()
-        # A mailbox for each pair of source and target.
-        self.mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
-        for source in range(ranks):
-            for target in range(ranks):
-                if source != target:
-                    self.mail[source, target] = queue.SimpleQueue()
+        # A mailbox for each pair of source and target, and another set for a second connection.
+        self.mail = _mailboxes(ranks)
+        self.mail_apart = _mailboxes(ranks)
         # Unfinished sums, by group and by number within the group.
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}
         self.gate = threading.Barrier(ranks)
         self.failed: int | None = None  # the first rank that has failed
 
 
+def _mailboxes(ranks: int) -> Mailboxes:
+    """A mailbox for each pair of source and target."""
+    pairs = itertools.permutations(range(ranks), 2)
+    return {pair: queue.SimpleQueue() for pair in pairs}
+
+
 class ThreadComm:
     """One thread's connection to the other threads of a `Hub`."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Hub, rank: int, mail: Mailboxes | None = None) -> None:
         self.hub = hub
         self._rank = rank
+        self.mail = hub.mail if mail is None else mail
+        self.second: ThreadComm | None = None
         self.sums_started: dict[tuple[int, ...], int] = {}  # by group
         # Messages from a source go to the receives in the order in which those were
         # started, whatever the order in which they are waited for.
@@ -75,7 +82,7 @@ class ThreadComm:
 
     def send(self, tensor: Tensor, target: int) -> _ThreadSend:
         """Put the tensor itself into the target's mailbox."""
-        self.hub.mail[self._rank, target].put(tensor)
+        self.mail[self._rank, target].put(tensor)
         return _ThreadSend()
 
     def receive(
@@ -108,6 +115,12 @@ class ThreadComm:
                 del self.hub.sums[group, number]
                 whole.ready.set()
         return _ThreadSum(self, whole.ready)
+
+    def apart(self) -> ThreadComm:
+        """A second connection, with mailboxes of its own."""
+        if self.second is None:
+            self.second = ThreadComm(self.hub, self._rank, self.hub.mail_apart)
+        return self.second
 
     def barrier(self) -> None:
         """Wait until all threads have reached this point."""
@@ -144,7 +157,7 @@ class _ThreadReceive:
         """Block until the tensor is there, or its sender has failed."""
         comm = self.comm
         remaining = comm.hub.patience
-        mailbox = comm.hub.mail[self.source, comm.rank]
+        mailbox = comm.mail[self.source, comm.rank]
         while (self.source, self.number) not in comm.early:
             try:
                 tensor = mailbox.get(timeout=min(LOOK_SECONDS, remaining))

@@ -17,7 +17,7 @@ from penstock.runtime.comm.gloo import LOOK_SECONDS, Broken, GlooComm
 from penstock.runtime.torch_internals import Store
 from penstock.runtime.wire.exchange import Exchange, Flow
 from penstock.runtime.wire.group import WireGroup
-from penstock.runtime.wire.links import Links
+from penstock.runtime.wire.links import SECOND_MESSAGES, Links
 
 
 class WireComm(GlooComm):
@@ -86,6 +86,12 @@ class WireComm(GlooComm):
     def gives_up(self) -> bool:
         """Whether to stop waiting for other ranks."""
         return self.broken() or time.monotonic() > self.connect_end
+
+    def create_second_group(self) -> dist.ProcessGroup:
+        """Use the same connections; messages of this group are matched among themselves."""
+        assert self.links is not None
+        made: Any = WireGroup(self.links, self.everyone, SECOND_MESSAGES)
+        return cast(dist.ProcessGroup, made)
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a group."""

@@ -41,7 +41,7 @@ from penstock.runtime.comm.process import (
     ProcessComm,
     barrier_devices,
 )
-from penstock.runtime.process.machine import own_gpu
+from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.process.mps import be_own_host, shared_gpu_backend
 from penstock.runtime.process.status import ERRORS
 from penstock.runtime.torch_internals import (
@@ -459,7 +459,7 @@ def _worker(
     os.environ.update(environment, LOCAL_RANK=str(rank))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    use_threads(max(1, (os.cpu_count() or 1) // ranks))
     limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
     try:
         store = TCPStore(LOCALHOST, port, is_master=False, timeout=limit)

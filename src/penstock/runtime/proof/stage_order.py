@@ -1,9 +1,15 @@
-"""The order in which a lane treats one stage, cut out of the plan for a micro-batch or two."""
+"""The order in which a lane treats one stage, cut out of the plan for a micro-batch or two.
+
+lane of the rank      0F0 2F0 0F1 2F1 2B0 0B0 2F2 2B1 ...
+stage 2 alone             2F0     2F1 2B0     2F2 2B1
+micro-batches 0, 1        2F0     2F1 2B0         2B1      1 is the companion: held at the same time as 0
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule
@@ -11,8 +17,13 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.options import Option, Options
 
-# An operation on one of the micro-batches, and on a slice of it.
-Operation = tuple[Op, int, int]
+
+class Operation(NamedTuple):
+    """An op on a slice of one of the micro-batches of a `StageOrder`, by its number there."""
+
+    op: Op
+    microbatch: int
+    slice: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +36,7 @@ class StageOrder:
     @property
     def is_split(self) -> bool:
         """Whether weight gradients have operations of their own."""
-        return any(op is Op.W for op, _, _ in self.operations)
+        return any(operation.op is Op.W for operation in self.operations)
 
     def under(self, planned: Options, options: Options) -> list[Operation]:
         """Return the operations with these of the planned options.
@@ -33,40 +44,55 @@ class StageOrder:
         That is the lane's own order, or the plainest one if an option that shaped it is off.
         """
         shaping = {Option.SLICES, Option.INTERLEAVED} & planned
-        order = list(self.operations)
-        if not shaping <= options:
-            order = self.plainest(options)
-        if Option.SPLIT in options:
-            return order
-        unsplit: list[Operation] = []
-        for op, number, piece in order:
-            if op is not Op.W:
-                unsplit.append((Op.B if op is Op.I else op, number, piece))
-        return unsplit
+        keeps_shape = shaping <= options
+        order = list(self.operations) if keeps_shape else self.plainest(options)
+        return order if Option.SPLIT in options else join_backwards(order)
 
     def plainest(self, options: Options) -> list[Operation]:
         """Return all forwards of a micro-batch, then all its backwards.
 
         With interleaving, the forwards of both micro-batches come first.
         """
-        backward_ops = (Op.I, Op.W) if self.is_split else (Op.B,)
-        forwards: list[list[Operation]] = []  # of each micro-batch
-        backwards: list[list[Operation]] = []
-        for number, planned in enumerate(self.microbatches):
-            pieces = range(planned.slices if Option.SLICES in options else 1)
-            forwards.append([(Op.F, number, piece) for piece in pieces])
-            backward: list[Operation] = []
-            for piece in reversed(pieces):
-                backward += [(op, number, piece) for op in backward_ops]
-            backwards.append(backward)
         order: list[Operation] = []
+        numbers = range(len(self.microbatches))
         if Option.INTERLEAVED in options:
-            for operations in (*forwards, *backwards):
-                order += operations
+            for number in numbers:
+                order += self._forwards(number, options)
+            for number in numbers:
+                order += self._backwards(number, options)
         else:
-            for forward, backward in zip(forwards, backwards, strict=True):
-                order += forward + backward
+            for number in numbers:
+                order += self._forwards(number, options)
+                order += self._backwards(number, options)
         return order
+
+    def _slices(self, number: int, options: Options) -> range:
+        """The slices of a micro-batch under these options."""
+        planned = self.microbatches[number].slices
+        return range(planned if Option.SLICES in options else 1)
+
+    def _forwards(self, number: int, options: Options) -> list[Operation]:
+        slices = self._slices(number, options)
+        return [Operation(Op.F, number, piece) for piece in slices]
+
+    def _backwards(self, number: int, options: Options) -> list[Operation]:
+        """The backwards of a micro-batch, last slice first."""
+        ops = (Op.I, Op.W) if self.is_split else (Op.B,)
+        order: list[Operation] = []
+        for piece in reversed(self._slices(number, options)):
+            order += [Operation(op, number, piece) for op in ops]
+        return order
+
+
+def join_backwards(order: Sequence[Operation]) -> list[Operation]:
+    """Return the order with a whole backward, B, in the place of each I, and without W."""
+    joined: list[Operation] = []
+    for operation in order:
+        if operation.op is Op.I:
+            joined.append(operation._replace(op=Op.B))
+        elif operation.op is not Op.W:
+            joined.append(operation)
+    return joined
 
 
 def stage_order(
@@ -86,7 +112,7 @@ def stage_order(
     operations = []
     for action in actions:
         number = numbers.index(action.microbatch)
-        operations.append((action.op, number, action.slice))
+        operations.append(Operation(action.op, number, action.slice))
     microbatches = tuple(schedule.microbatches[number] for number in numbers)
     return StageOrder(microbatches, tuple(operations))
 
@@ -109,14 +135,26 @@ def _companion(
     return None
 
 
+class MicroBatchKind(NamedTuple):
+    """What two micro-batches must have in common to be run together."""
+
+    operations: list[tuple[Op, int]]  # ops and slices, sorted
+    shape: tuple[int, ...]  # of its input, without the rows
+    enters_here: bool  # whether the stage is the first of its path
+    ends_here: bool
+
+
 def _kind(
     schedule: Schedule, lane: Sequence[Action], positions: Sequence[int], batch: Batch
-) -> tuple[object, ...]:
-    """What two micro-batches must have in common to be run together."""
-    first = lane[positions[0]]
-    number = first.microbatch
-    path = schedule.microbatches[number].path
+) -> MicroBatchKind:
+    """The kind of the micro-batch that has these positions in the lane."""
     actions = [lane[position] for position in positions]
-    ops = sorted((action.op, action.slice) for action in actions)
-    tokens = batch.shapes[number][1:]
-    return ops, tokens, path[0] == first.stage, path[-1] == first.stage
+    stage = actions[0].stage
+    number = actions[0].microbatch
+    path = schedule.microbatches[number].path
+    return MicroBatchKind(
+        operations=sorted((action.op, action.slice) for action in actions),
+        shape=batch.shapes[number][1:],
+        enters_here=path[0] == stage,
+        ends_here=path[-1] == stage,
+    )

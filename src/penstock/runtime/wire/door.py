@@ -3,7 +3,7 @@
     stranger ── garbage, or no key ──► ✗ closed before anything it sends is read
     worker ──── TLS, both sides show the key ──► serve(connection)
 
-The port is open to everyone, so everyone may try to exhaust it. Only so many connections can be without a key at a
+The port is open to everyone, so everyone may try to exhaust it. Only a few connections can be without a key at a
 time: another one closes the oldest of them. A worker needs some milliseconds to show its key, so a flood of silent
 connections does not keep it out. After `HANDSHAKE_SECONDS` the door closes a connection in any case.
 """

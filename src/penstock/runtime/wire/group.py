@@ -38,10 +38,13 @@ class SumInProgress(TensorTransfer):
 
 
 class WireGroup:
-    """Some ranks of a generation; `members` are their numbers in it."""
+    """Some ranks of a generation; `members` are their numbers in it, and `messages` is their channel."""
 
-    def __init__(self, links: Links, members: tuple[int, ...]) -> None:
+    def __init__(
+        self, links: Links, members: tuple[int, ...], messages: int = MESSAGES
+    ) -> None:
         self.links = links
+        self.messages = messages
         self.members = members
         self.place = members.index(links.rank)
         digest = hashlib.sha256(repr(members).encode()).digest()
@@ -61,12 +64,12 @@ class WireGroup:
     def send(self, tensors: Sequence[Tensor], target: int, tag: int) -> TensorTransfer:
         """Start sending a tensor."""
         peer = self.members[target]
-        return self.links.send(tensors[0], peer, Address(MESSAGES, tag))
+        return self.links.send(tensors[0], peer, Address(self.messages, tag))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> TensorTransfer:
         """Start receiving a tensor."""
         peer = self.members[source]
-        return self.links.receive(tensors[0], peer, Address(MESSAGES, tag))
+        return self.links.receive(tensors[0], peer, Address(self.messages, tag))
 
     def add(self, tensor: Tensor) -> TensorTransfer:
         """Start summing a tensor over the group, in place; sums run one after the other."""

@@ -29,6 +29,7 @@ from penstock.runtime.wire.frames import fill
 HEADER = struct.Struct(">QQQ")  # channel, tag, bytes
 MAX_JOINED_BYTES = 1 << 14  # Up to this size a tensor is sent together with its header.
 MESSAGES = 0  # the channel of messages between two ranks
+SECOND_MESSAGES = 1 << 60  # the channel of a second connection; those of sums have less
 Ends = Mapping[int, ssl.SSLSocket]  # connections by the rank at the other end
 
 

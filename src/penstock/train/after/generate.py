@@ -236,7 +236,7 @@ def generate_text(
     If a `path` names layers, only these run.
     """
     if tokens < 0:
-        raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
+        raise ShapeError(f"the number of new tokens must be at least 0, not {tokens}")
     if not 0 <= temperature < math.inf:
         raise ShapeError(
             f"{temperature:g} is not a temperature; 0 takes the likeliest word, "

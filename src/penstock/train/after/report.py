@@ -28,7 +28,7 @@ from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of
-from penstock.view.numbers import write_size, write_time
+from penstock.view.numbers import short, write_size, write_time
 
 ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
 WARM_UP_STEPS = 3  # The first steps are slower because caches are cold.
@@ -44,6 +44,9 @@ class StepKind:
     planned: float | None = None  # seconds by the plan of a cluster, if there is one
     step: int = 0  # the step that was measured; 0 if none was
     measured: Timeline | None = None
+    planned_sums: float | None = (
+        None  # seconds from the last backward to the end, by the plan
+    )
 
     @property
     def predicted(self) -> Timeline | None:
@@ -84,6 +87,30 @@ class StepKind:
             return ""
         took = write_time(self.seconds, digits=3)
         return f"a {self.name} took {took}, {', '.join(expected)}"
+
+    @property
+    def sums_text(self) -> str:
+        """Compare the time for which a step waited for its sums with what was predicted; empty without planned sums."""
+        measured = self.measured
+        if measured is None or not measured.sums:
+            return ""
+        expected = []
+        if self.forecast is not None:
+            seconds = write_time(tail_of_sums(self.forecast.timeline), digits=3)
+            expected.append(f", predicted {seconds}")
+        if self.planned_sums is not None:
+            seconds = write_time(self.planned_sums, digits=3)
+            expected.append(f", planned for the cluster {seconds}")
+        took = write_time(tail_of_sums(measured), digits=3)
+        return (
+            f"the sums of gradients of a {self.name} ended {took} after its last backward"
+            + "".join(expected)
+        )
+
+
+def tail_of_sums(timeline: Timeline) -> float:
+    """Return the seconds from the last backward to the end of the last sum of gradients."""
+    return timeline.makespan - float(timeline.end.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +181,10 @@ def _kinds(
         if config is not None:
             alone = replace(plan, schedule=schedule, rotation=(), full=None)
             expected = known_forecast(folder, config, alone)
-        planned = planned_seconds(plan, full)
-        yield StepKind(name, own if both else rows, expected, planned, step, measured)
+        passes = 1 if config is None else config.run.accumulate
+        planned, tail = planned_seconds(plan, full, passes)
+        own_rows = own if both else rows
+        yield StepKind(name, own_rows, expected, planned, step, measured, tail)
 
 
 def _is_full(row: StepRow, plan: Plan) -> bool:
@@ -163,13 +192,24 @@ def _is_full(row: StepRow, plan: Plan) -> bool:
     return row.layers is None or row.layers >= sum(plan.partition)
 
 
-def planned_seconds(plan: Plan, full: bool) -> float | None:
-    """Return the seconds that `penstock paths` planned for a step on its cluster; None for other plans."""
+def planned_seconds(
+    plan: Plan, full: bool, passes: int = 1
+) -> tuple[float | None, float | None]:
+    """Return what `penstock paths` planned for a step on its cluster: its seconds, and those of its sums.
+
+    The sums count from the last backward. Both are None for other plans, and the second for plans without sums.
+    """
     facts = plan.facts
-    if "rules" not in facts:
-        return None
-    seconds = facts.get("full_makespan" if full else "makespan")
-    return float(seconds) if isinstance(seconds, int | float) else None
+    prefix = "full_" if full else ""
+    mean = facts.get(f"{prefix}makespan")
+    if "rules" not in facts or not isinstance(mean, int | float):
+        return None, None
+    last = facts.get(f"{prefix}last_backward")
+    planned_for = facts.get("passes", 1)
+    if not isinstance(last, int | float) or not isinstance(planned_for, int):
+        return passes * float(mean), None
+    tail = planned_for * (float(mean) - float(last))
+    return passes * float(last) + tail, tail
 
 
 def render_report(summary: Summary, title: str, sample: str = "") -> str:
@@ -178,7 +218,7 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     lists = [
         ("Events", _number(list_events(summary))),
         ("Text by source", describe_use(summary.sources)),
-        ("Predicted and measured", [kind.text for kind in summary.kinds if kind.text]),
+        ("Predicted and measured", list_comparisons(summary)),
         ("Largest differences", _list_differences(summary.main)),
         ("Ranks", _list_ranks(summary)),
     ]
@@ -199,8 +239,16 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     )
 
 
+def list_comparisons(summary: Summary) -> list[str]:
+    """Return a line for each figure that was predicted or planned, and measured."""
+    lines = []
+    for kind in summary.kinds:
+        lines += [text for text in (kind.text, kind.sums_text) if text]
+    return lines
+
+
 def _number(lines: Sequence[str]) -> list[str]:
-    """Lines with the numbers that the figures show."""
+    """Number the lines as the figures do."""
     return [f"{number}: {line}" for number, line in enumerate(lines, start=1)]
 
 
@@ -211,11 +259,13 @@ def list_events(summary: Summary) -> list[str]:
         before = [row.speed for row in summary.rows if row.step <= event.step]
         after = [row.speed for row in summary.rows if row.step > event.step]
         line = (
-            f"after step {event.step}: {event.text}; {event.workers} workers went on "
+            f"after step {event.step}: {event.text}; {len(event.members)} workers went on "
             f"after {write_time(event.seconds)}"
         )
         if event.speed != 1:
             line += f", planned at {event.speed:.0%} of the full speed"
+            if event.limit < 1:
+                line += f" (at most {event.limit:.0%} is possible)"
         if before and after:
             earlier = median(before[-ROWS_AROUND_EVENT:])
             later = median(after[:ROWS_AROUND_EVENT])
@@ -232,7 +282,7 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
         ("loss", f"{last.loss:.4f}"),
         ("tokens per second", f"{summary.speed:,.0f}"),
         ("tokens", f"{sum(row.tokens for row in summary.rows):,}"),
-        ("epochs", f"{last.epoch:.3g}"),
+        ("epochs", short(last.epoch, 3)),
         ("memory of the fullest rank", write_size(last.memory)),
     ]
     mirrored = [row for row in summary.rows if row.mirror_bytes is not None]

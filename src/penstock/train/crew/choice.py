@@ -13,9 +13,14 @@ from penstock.train.placement import Placement
 def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> list[str]:
     """Return why a run cannot go on without one of its workers; empty if it can."""
     reasons = []
-    if placement.device != "cpu":
+    if placement.device != "cpu" and placement.machine.workers_per_gpu > 1:
         reasons.append(
-            "its workers use GPUs, and only connections over gloo can be made anew; "
+            "its workers share a GPU through MPS, which fails for all of them if one ends; "
+            "run.device=cpu would do"
+        )
+    elif placement.device != "cpu":
+        reasons.append(
+            "its workers use GPUs, and only connections between CPUs can be made anew; "
             "run.device=cpu would do"
         )
     if config.mesh.size > 1:
@@ -50,7 +55,7 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
             )
     if mirrored and wanted == "false":
         raise ConfigError(
-            "run.mirror = true, but run.elastic = false: mirrors are only of use to runs "
+            "run.mirror = true, but run.elastic = false: mirrors help only runs "
             "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:

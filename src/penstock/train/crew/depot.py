@@ -22,13 +22,14 @@ from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
 from penstock.runtime.wire.store import Dial
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, STEP_PREFIX, newest
 from penstock.train.data.corpus import validation_data
 from penstock.train.data.document_end import side_files
 from penstock.train.data.token_cache import cached_tokens, file_of_marks
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
-from penstock.train.worker import CONFIG_FILE, cache_of
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.worker import cache_of
 
 VALIDATION = "validation"  # the name of the text of data.validation
 TOKENS_SUFFIX = ".bin"
@@ -36,10 +37,9 @@ MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
 MAX_SENT_BYTES = 1 << 20  # sent at once
 FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
-SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
-UNFINISHED_FILE = re.compile(
-    rf"{CHECKPOINTS_FOLDER}/step-\d+{re.escape(SAVING)}/{FILE_NAME}"
-)
+STEP_FOLDER = rf"{CHECKPOINTS_FOLDER}/{STEP_PREFIX}\d+"
+SAVED_FILE = re.compile(rf"{STEP_FOLDER}/{FILE_NAME}")
+UNFINISHED_FILE = re.compile(rf"{STEP_FOLDER}{re.escape(SAVING)}/{FILE_NAME}")
 # Sees the name and the size of a file before it comes.
 Watch = Callable[[str, int], None]
 
@@ -202,7 +202,7 @@ class RemoteDepot:
 
 
 def _answer(connection: ssl.SSLSocket) -> dict[str, Any]:
-    """The launcher's answer; raise OSError if it could not do it."""
+    """Return the launcher's answer; raise OSError if the launcher reports an error."""
     answer = receive_frame(connection)
     if "error" in answer:
         raise OSError(str(answer["error"]))

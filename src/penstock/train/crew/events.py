@@ -1,7 +1,7 @@
 """What happened to the workers of a run, one line an event: RUN/events.jsonl.
 
-{"step": 41, "event": "lost", "workers": 3, "seconds": 0.9, "text": "worker 3 was killed by SIGKILL",
- "members": [0, 1, 2], "speed": 0.52}
+{"step": 41, "event": "lost", "seconds": 0.9, "text": "worker 3 was killed by SIGKILL",
+ "members": [0, 1, 2], "speed": 0.52, "limit": 0.55}
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ class Event:
 
     step: int  # the last step before it
     event: str  # "lost", "joined", "pace" if one is slow or fast again, or "retry"
-    workers: int  # that go on
     seconds: float  # without training
     text: str
-    members: tuple[int, ...] = ()  # the workers that go on
-    # Steps per second of their plan, compared with the plan for all workers.
+    members: tuple[int, ...]  # the workers that go on
+    # Steps per second of their plan, compared with the plan for all workers, and what no plan for
+    # them can exceed.
     speed: float = 1.0
+    limit: float = 1.0
 
 
 class EventLog:
-    """The file of events. A run that starts anew begins an empty one."""
+    """The file of events. A run that does not resume begins with an empty one."""
 
     def __init__(self, folder: Path, resume: bool) -> None:
         self.file = folder / EVENTS
@@ -56,5 +57,6 @@ def read_events(folder: Path) -> list[Event]:
 
 
 def _event(fields: dict[str, Any]) -> Event:
+    fields.pop("workers", None)  # Earlier versions wrote down how many members go on.
     event = Event(**fields)
     return replace(event, members=tuple(event.members))

@@ -27,11 +27,11 @@ from penstock.runtime.wire.door import Door, hang_up, split_address
 from penstock.runtime.wire.frames import receive_frame, send_frame
 from penstock.runtime.wire.store import serve_store
 from penstock.train.crew.depot import RunFiles, serve_files
+from penstock.train.screen import SayLine
 from penstock.train.worker import Verdict
 
 # A worker that waits for a place hears after this time that it still waits.
 ANSWER_SECONDS = 1.0
-Say = Callable[[str], None]  # shows the user a line
 
 
 class Guest:
@@ -54,7 +54,7 @@ class Guest:
         self.others: set[ssl.SSLSocket] = set()  # its connections to store and files
 
     def seat(self, **place: Any) -> None:
-        """Give it a place."""
+        """Give the worker a place in the crew."""
         self.place = place
         self.seated.set()
 
@@ -119,7 +119,7 @@ class Gate:
         store: Store,
         files: RunFiles,
         version: str,
-        say: Say,
+        say: SayLine,
     ) -> None:
         self.store = store
         self.files = files

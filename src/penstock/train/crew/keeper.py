@@ -19,6 +19,7 @@ import pickle
 import secrets
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest, Say
+from penstock.train.crew.gate import Gate, Guest
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -46,6 +47,7 @@ from penstock.train.crew.notes import (
     broken_key,
     change_key,
     decision_key,
+    left_key,
     load_report,
     place_key,
     ready_key,
@@ -56,11 +58,14 @@ from penstock.train.crew.pace import PaceWatch
 from penstock.train.crew.succession import (
     decide,
     holders_of,
+    plan_without,
     rank_work,
     shares_a_part,
+    speed_limit,
     step_length,
 )
 from penstock.train.history import last_step
+from penstock.train.screen import SayLine
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 # Between two looks at the workers: while workers wait for a decision or a place, and while all
@@ -68,6 +73,7 @@ from penstock.train.worker import Verdict, read_failure, saved_step
 # that train on this machine.
 LOOK_SECONDS = 0.05
 CALM_LOOK_SECONDS = 0.25
+BEATS_LOOK_SECONDS = 0.8  # between two looks at the workers' signs of life
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
@@ -75,6 +81,9 @@ MAX_LOOK_SECONDS = 1.0
 MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
+# When the launcher loads what makes plans, so that nobody waits for that after the first loss.
+# Workers that start need the cores more, and short runs hardly lose a worker.
+SECONDS_TO_LOAD_PLANNER = 5.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
 WorkerArguments = tuple[int, int, str, int, str, bool, bool]
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
@@ -120,7 +129,7 @@ class Keeper:
         plan: Plan,
         settings: RunConfig,
         resume: bool,
-        say: Say,
+        say: SayLine,
         open_gate: OpenGate | None = None,
     ) -> None:
         self.entry = entry
@@ -148,6 +157,7 @@ class Keeper:
         self.announced = False  # whether its workers were told why
         self.broken_before = 0.0  # when the generation before ended
         self.last_look = time.monotonic()
+        self.unheard = 0.0  # seconds since the last look at signs of life
         self.watch = PaceWatch(settings.slow)
         self.windows = 0  # whose times were heard in this generation
         self.changed_paces: list[str] = []  # during this generation
@@ -158,14 +168,18 @@ class Keeper:
     # ------------------------------------------------------------ the life of a run
     def run(self) -> Verdict:
         """Start the workers, and return how the run ended."""
+        loader = threading.Timer(SECONDS_TO_LOAD_PLANNER, self.load_planner)
+        loader.daemon = True
         try:
             self.start()
+            loader.start()
             while True:
                 verdict = self.look()
                 if verdict is not None:
                     self.finish()
                     return verdict
         finally:
+            loader.cancel()
             for worker in self.workers.values():
                 worker.kill()
                 worker.pipe.close()
@@ -177,6 +191,10 @@ class Keeper:
         for number in range(self.own_workers):
             self.workers[number] = self.start_worker(number, newcomer=False)
         self.broken_at = time.monotonic()  # Generation 0 only starts the workers.
+
+    def load_planner(self) -> None:
+        """Make a plan that nobody needs: the first one loads compiled loops, which takes a second."""
+        plan_without(self.plan, (self.plan.schedule.ranks - 1,), {})
 
     def start_worker(self, number: int, newcomer: bool) -> Worker:
         """Start one worker."""
@@ -268,7 +286,8 @@ class Keeper:
         if isinstance(verdict, Verdict):
             return verdict
         worker.process.join()
-        self.lose(worker, f"failed: {verdict}")
+        # The worker has printed the rest, which can be long: CUDA adds advice to its errors.
+        self.lose(worker, f"failed: {verdict.splitlines()[0]}")
         return None
 
     def check_signs_of_life(self) -> None:
@@ -277,14 +296,23 @@ class Keeper:
         passed = min(now - self.last_look, MAX_LOOK_SECONDS)
         self.last_look = now
         for worker in list(self.workers.values()):
-            beats = self.store.add(alive_key(worker.number), 0)
-            worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
-            worker.beats = beats
             stopped = is_stopped(worker.process.pid)
             worker.stopped = worker.stopped + passed if stopped else 0.0
             if worker.stopped > MAX_STOPPED_SECONDS:
                 self.lose(worker, "was stopped (SIGSTOP), so it was ended")
-            elif beats and worker.silent > self.settings.silence:
+        self.unheard += passed
+        # A question to the store takes time from the workers, and silence is long.
+        if self.unheard >= min(BEATS_LOOK_SECONDS, self.settings.silence / 4):
+            self.hear_beats(self.unheard)
+            self.unheard = 0.0
+
+    def hear_beats(self, passed: float) -> None:
+        """Count the seconds since the last sign of life of each worker."""
+        for worker in list(self.workers.values()):
+            beats = self.store.add(alive_key(worker.number), 0)
+            worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
+            worker.beats = beats
+            if beats and worker.silent > self.settings.silence:
                 limit = f"{self.settings.silence:g} s"
                 self.lose(worker, f"has shown no life for {limit} and was ended")
 
@@ -326,6 +354,8 @@ class Keeper:
 
     def read_reports(self) -> None:
         """Read what workers have reported. A report also ends a generation in which all live."""
+        if self.broken_at is None and not self.store.check([left_key(self.generation)]):
+            return
         for number in self.members:
             if number in self.reports:
                 continue
@@ -340,17 +370,17 @@ class Keeper:
         """Start new workers in place of lost ones, once the others train again."""
         if not self.vacant or self.pending is not None:
             return
-        own = sum(not worker.is_guest for worker in self.workers.values())
-        while (
-            self.vacant
-            and own < self.own_workers
-            and self.replaced < self.settings.restarts
-        ):
+        while self.vacant and self.can_replace:
             number = self.vacant.pop(0)
             self.replaced += 1
-            own += 1
             self.forget(number)
             self.workers[number] = self.start_worker(number, newcomer=True)
+
+    @property
+    def can_replace(self) -> bool:
+        """Whether this machine may start one more worker in place of a lost one."""
+        own = sum(not worker.is_guest for worker in self.workers.values())
+        return own < self.own_workers and self.replaced < self.settings.restarts
 
     def seat_guests(self) -> None:
         """Give workers from other machines the ranks that have no worker."""
@@ -433,6 +463,8 @@ class Keeper:
             lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
             self.watch.paces,
             lambda: last_step(self.folder),
+            before.seat_of if before is not None else {},
+            before is not None and not self.expects_workers(arrived),
         )
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
@@ -451,6 +483,13 @@ class Keeper:
         self.broken_before = self.broken_at
         self.broken_at = None
         self.announced = False
+
+    def expects_workers(self, arrived: list[int]) -> bool:
+        """Whether workers for empty seats are about to come, so that nobody should move there."""
+        if self.can_replace or (self.gate is not None and self.gate.waiting()):
+            return True
+        newcomers = [worker for worker in self.workers.values() if worker.newcomer]
+        return any(one.number not in arrived for one in newcomers)
 
     def leader_of(self, members: tuple[int, ...]) -> int:
         """The first rank whose worker is on this machine, where the files of the run are."""
@@ -480,13 +519,25 @@ class Keeper:
         step = decision.step
         if decision.keep:
             text += describe_takeovers(before, decision)
+            text += self.describe_moves(before, decision)
             self.say(f"{text}; {workers} workers go on after step {step}")
         else:
             step = saved_step(self.folder) if decision.resume else 0
             self.say(
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
-        self.pending = Event(step, kind, workers, 0.0, text, decision.members)
+        self.pending = Event(step, kind, 0.0, text, decision.members)
+
+    def describe_moves(self, before: Decision, decision: Decision) -> str:
+        """Say which workers change their seats; how fast they were there says nothing any more."""
+        sentences = []
+        for worker, seat in decision.seat_of.items():
+            if before.seat_of.get(worker, seat) != seat:
+                self.watch.forget(worker)
+                parts = {s.part for s in self.plan.schedule.stages if s.rank == seat}
+                listed = " and ".join(map(str, sorted(parts)))
+                sentences.append(f"; worker {worker} moves to part {listed}")
+        return "".join(sentences)
 
     def arrival_story(self, number: int) -> str:
         """Say who has joined."""
@@ -515,15 +566,28 @@ class Keeper:
         """Write down the last event, if it is not written yet."""
         if self.pending is not None:
             seconds = round(time.monotonic() - self.broken_before, 3)
-            speed = round(self.speed_of_plan(), 3)
-            self.events.put(replace(self.pending, seconds=seconds, speed=speed))
+            speed, limit = self.speeds()
+            event = replace(
+                self.pending,
+                seconds=seconds,
+                speed=round(speed, 3),
+                limit=round(limit, 3),
+            )
+            self.events.put(event)
             self.pending = None
 
-    def speed_of_plan(self) -> float:
-        """The speed of this generation by its plan, compared with the plan for all workers."""
-        assert self.decision is not None
-        paces = [self.watch.paces.get(worker, 1.0) for worker in self.decision.members]
-        return step_length(self.plan) / step_length(self.decision.plan, paces)
+    def speeds(self) -> tuple[float, float]:
+        """The speed of this generation by its plan, compared with the plan for all workers, and its limit."""
+        decision = self.decision
+        assert decision is not None
+        paces = [self.watch.paces.get(worker, 1.0) for worker in decision.members]
+        speed = step_length(self.plan) / step_length(decision.plan, paces)
+        slow = {
+            seat: pace
+            for seat, pace in zip(decision.seats, paces, strict=True)
+            if pace != 1.0
+        }
+        return speed, speed_limit(self.plan, decision.seats, slow)
 
 
 def describe_takeovers(before: Decision, decision: Decision) -> str:

@@ -44,6 +44,7 @@ from penstock.train.crew.notes import (
     broken_key,
     change_key,
     decision_key,
+    left_key,
     load_decision,
     place_key,
     ready_key,
@@ -98,6 +99,7 @@ class Member:
     def report(self, report: Report) -> None:
         """Report at the end of a generation."""
         self.store.set(report_key(self.generation, self.worker), report.dump())
+        self.store.set(left_key(self.generation), "yes")
 
     def arrive(self) -> Decision | None:
         """Come during the run, and wait for a place; return None if the run is over."""
@@ -173,20 +175,20 @@ def work_in_crew(
     threading.Thread(target=end_with_parent, daemon=True).start()
     folder = site.folder
     saved = saved_step(folder) if resume else 0
-    turns = None
+    generations = None
     try:
-        turns = Turns(member, site, resume, show)
-        return turns.run(newcomer)
+        generations = Generations(member, site, resume, show)
+        return generations.run(newcomer)
     except PenstockError as error:
         write_failure(folder, error)
         return Verdict(error=type(error).__name__, text=str(error))
     except Exception as error:
-        trainer = turns.trainer if turns is not None else None
+        trainer = generations.trainer if generations is not None else None
         note_crash(folder, error, trainer is not None and trainer.step > saved)
         raise
 
 
-class Turns:
+class Generations:
     """The generations of one worker, one after the other."""
 
     def __init__(self, member: Member, site: Site, resume: bool, show: Show) -> None:
@@ -217,7 +219,7 @@ class Turns:
             decision = self.member.next_decision()
         while decision is not None:
             try:
-                outcome = self.take_turn(decision)
+                outcome = self.train_generation(decision)
                 return Verdict(outcome.step, outcome.stopped)
             except (PeerLostError, StuckError) as error:
                 text = str(error)
@@ -256,7 +258,7 @@ class Turns:
             mirrors=tuple(sorted(trainer.mirrors.kept)),
         )
 
-    def take_turn(self, decision: Decision) -> RunOutcome:
+    def train_generation(self, decision: Decision) -> RunOutcome:
         """Train in one generation, from its decision to the end of the run."""
         before = self.trainer if decision.keep else None
         if before is not None and before.step < decision.step:

@@ -2,6 +2,7 @@
 
 crew/alive/3        how often worker 3 has shown that it lives
 crew/report/1/3     worker 3 has left generation 1: its last step, its parts, and what it saw
+crew/left/1         somebody has left generation 1
 crew/broken/1       generation 1 has lost a worker
 crew/decision/2     who is in generation 2, with which plan, and from which step it goes on
 crew/ready/2        generation 2 trains
@@ -37,6 +38,11 @@ def alive_key(worker: int) -> str:
 def report_key(generation: int, worker: int) -> str:
     """The key of a worker's report at the end of a generation."""
     return f"crew/report/{generation}/{worker}"
+
+
+def left_key(generation: int) -> str:
+    """The key that exists once a worker has left a generation, and reported."""
+    return f"crew/left/{generation}"
 
 
 def broken_key(generation: int) -> str:
@@ -132,10 +138,16 @@ class Decision:
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
     leader: int = 0  # the rank that writes the files of the run
+    seats: tuple[int, ...] = ()  # the ranks of its members in the plan for all
+
+    @property
+    def seat_of(self) -> dict[int, int]:
+        """The seat of each worker."""
+        return dict(zip(self.members, self.seats, strict=True))
 
     @property
     def handover(self) -> Handover | None:
-        """What the trainers of this generation go on with; None if they start anew."""
+        """What the trainers of this generation go on with; None if they start from the beginning."""
         if not self.keep:
             return None
         figures = self.figures if self.close else None
@@ -155,6 +167,7 @@ def load_decision(text: str | bytes) -> Decision:
     fields: dict[str, Any] = json.loads(text)
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
+    fields["seats"] = tuple(fields["seats"])
     for name in ("transfers", "mirrors"):
         fields[name] = tuple(PartTransfer(*words) for words in fields[name])
     fields["restores"] = tuple((rank, part) for rank, part in fields["restores"])

@@ -13,23 +13,29 @@ Ranks can never be further apart than that, because every step ends with one sum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import fitting_sums
 from penstock.ir.verify import verify
+from penstock.ir.verify_sums import verify_sums
+from penstock.plan.seats import (
+    LEAST_SAVED_BY_A_MOVE,
+    least_time,
+    seats_to_change,
+)
+from penstock.plan.survivors import PacedCost, orphans, part_work, without_ranks
 from penstock.schedules.coverage import hold_every_part
-from penstock.schedules.survivors import PacedCost, orphans, without_ranks
 from penstock.sim.simulate import simulate
 from penstock.train.crew.handover import PartTransfer
 from penstock.train.crew.notes import Decision, Report
 
 # The share of a step that must be saved to replan around a slow worker.
 LEAST_SAVED_SHARE = 0.05
-HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 
 
 def plan_without(
@@ -62,10 +68,18 @@ def plan_without(
         if stage.part in orphans(plan.schedule, lost):
             adopted[stage.part] = left[stage.rank]
     smaller = plan.map_schedules(
-        lambda one: without_ranks(one, lost, work, adopted, pace)
+        lambda one: (
+            first
+            if one is plan.schedule
+            else without_ranks(one, lost, work, adopted, pace)
+        )
     )
+    # Sums are planned again: the ranks that are left divide what the lost ones did.
+    sums = fitting_sums(smaller.schedule, plan.sums, left)
+    smaller = replace(smaller, sums=sums)
     for schedule in smaller.schedules:
         verify(lower(schedule))
+        verify_sums(schedule, sums)
     name = plan.name
     if lost:
         name += f" without {' '.join(map(str, lost))}"
@@ -79,11 +93,6 @@ def first_plan(plan: Plan, workers: int) -> Plan:
     """Return the plan with which the launcher's own workers begin; 0 is one for every rank."""
     ranks = plan.schedule.ranks
     return plan_without(plan, tuple(range(workers or ranks, ranks)), {})
-
-
-def part_work(plan: Plan) -> list[float]:
-    """Return the work of each part, in layers."""
-    return [max(float(layers), HEAD_WORK) for layers in plan.partition]
 
 
 def rank_work(plan: Plan) -> list[float]:
@@ -105,6 +114,19 @@ def step_length(plan: Plan, paces: Sequence[float] = ()) -> float:
     return sum(lengths) / len(lengths)
 
 
+def speed_limit(
+    plan: Plan, seats: Collection[int], paces: Mapping[int, float]
+) -> float:
+    """Return the speed that no plan for some of the seats can exceed, compared with the plan for all.
+
+    It is at most 1, which is the speed of that plan.
+    """
+    work = part_work(plan)
+    empty = set(range(plan.schedule.ranks)) - set(seats)
+    least = [least_time(one, empty, work, paces) for one in plan.schedules]
+    return min(1.0, step_length(plan) * len(least) / sum(least))
+
+
 def shares_a_part(schedule: Schedule, rank: int) -> bool:
     """Whether another rank holds one of a rank's parts, and could do some of its work."""
     holders = holders_of(schedule)
@@ -122,8 +144,12 @@ def decide(
     saved: Callable[[], int] = lambda: -1,
     paces: Mapping[int, float] = MappingProxyType({}),
     written: Callable[[], int] | None = None,
+    seats: Mapping[int, int] = MappingProxyType({}),
+    moving: bool = False,
 ) -> Decision:
-    """Return how the workers that have reported go on; worker n has the place of rank n.
+    """Return how the workers that have reported go on.
+
+    A worker keeps its seat, the rank that it has in the plan for all. Worker n begins on seat n.
 
     resume: whether the run was started from a checkpoint.
     mirror: whether parts that only one rank holds have a mirror on another one.
@@ -131,10 +157,19 @@ def decide(
     paces: workers that are slow, and how many times as long as before they take.
     written: returns the last step that is written down. A worker that is lost right after its
         step may have been the one to write it down.
+    seats: the seats of workers in the generation before.
+    moving: whether workers may change their seats, because nobody comes for those that are empty.
     """
-    members = tuple(sorted(reports))
-    lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
-    smaller = plan_without(plan, lost, _homes(plan, lost, reports), paces)
+    seated = seat_workers(plan, reports, seats)
+    smaller = _plan_for(plan, seated, reports, paces)
+    if moving:
+        moved = move_workers(plan, seated)
+        if moved != seated:
+            other = _plan_for(plan, moved, reports, paces)
+            least = (1 - LEAST_SAVED_BY_A_MOVE) * _paced_length(smaller, seated, paces)
+            if _paced_length(other, moved, paces) <= least:
+                seated, smaller = moved, other
+    members = tuple(seated.values())
     schedule = hold_every_part(smaller.schedule)
     # Newcomers have no weights, and neither have those that were taken in by a generation
     # that ended before it had begun.
@@ -148,6 +183,7 @@ def decide(
         resume=resume,
         whole=smaller is plan,
         mirrors=mirrors,
+        seats=tuple(seated),
     )
     if max((report.step for report in veterans), default=0) == 0:
         return plain  # Nobody has done a step.
@@ -228,18 +264,65 @@ def _source(
     return None
 
 
-def _homes(
-    plan: Plan, lost: tuple[int, ...], reports: Mapping[int, Report]
+def _plan_for(
+    plan: Plan,
+    seated: Mapping[int, int],
+    reports: Mapping[int, Report],
+    paces: Mapping[int, float],
+) -> Plan:
+    """The plan for the seats that are taken."""
+    lost = tuple(n for n in range(plan.schedule.ranks) if n not in seated)
+    homes = _homes(plan, lost, seated, reports)
+    slow = {seat: paces[worker] for seat, worker in seated.items() if worker in paces}
+    return plan_without(plan, lost, homes, slow)
+
+
+def _paced_length(
+    plan: Plan, seated: Mapping[int, int], paces: Mapping[int, float]
+) -> float:
+    """How long a step takes with these workers."""
+    return step_length(plan, [paces.get(worker, 1.0) for worker in seated.values()])
+
+
+def seat_workers(
+    plan: Plan, workers: Collection[int], seats: Mapping[int, int]
 ) -> dict[int, int]:
-    """Workers that have orphaned parts already: adopted before, or as a mirror."""
+    """Return the worker on each seat that is taken, in the order of the seats.
+
+    Newcomers get the seats with their numbers, or others if these are taken.
+    """
+    seated = {seats[worker]: worker for worker in sorted(workers) if worker in seats}
+    for worker in sorted(workers):
+        if worker not in seats:
+            free = [n for n in range(plan.schedule.ranks) if n not in seated]
+            seated[worker if worker in free else free[0]] = worker
+    return dict(sorted(seated.items()))
+
+
+def move_workers(plan: Plan, seated: Mapping[int, int]) -> dict[int, int]:
+    """Return the worker on each seat after the moves that promise to pay."""
+    moved = dict(seated)
+    empty = [n for n in range(plan.schedule.ranks) if n not in seated]
+    for seat, goal in seats_to_change(plan, empty).items():
+        moved[goal] = moved.pop(seat)
+    return dict(sorted(moved.items()))
+
+
+def _homes(
+    plan: Plan,
+    lost: tuple[int, ...],
+    seated: Mapping[int, int],
+    reports: Mapping[int, Report],
+) -> dict[int, int]:
+    """The seats of workers that have orphaned parts already: adopted before, or as a mirror."""
     homes: dict[int, int] = {}
     for part in orphans(plan.schedule, lost):
-        for worker, report in sorted(reports.items()):
-            if part in report.parts:
-                homes.setdefault(part, worker)
-        for worker, report in sorted(reports.items()):
-            if part in report.mirrors:
-                homes.setdefault(part, worker)
+        for seat, worker in seated.items():
+            if part in reports[worker].parts:
+                homes.setdefault(part, seat)
+        for seat, worker in seated.items():
+            if part in reports[worker].mirrors:
+                homes.setdefault(part, seat)
     return homes
 
 

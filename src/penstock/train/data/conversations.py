@@ -77,7 +77,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the conversations."""
+    """Counts of the conversations that were read, and of the tokens that are learned."""
 
     conversations: int = 0
     cut: int = 0  # longer than a row

@@ -43,7 +43,7 @@ def encode_dataset(
     `data` says how text becomes tokens. The name of the file is a digest of its content. Tokens that a dataset brings
     along must be below `vocab`, or else below the number of the tokenizer's words.
     """
-    _refuse_others(dataset)
+    refuse_others(dataset)
     tokenizer = tokenizer_of(data.tokenizer)
     vocab = max(vocab, tokenizer.vocab)
     texts = DatasetTexts(dataset, data, tokenizer, vocab)
@@ -62,7 +62,7 @@ def encode_dataset(
     return final
 
 
-def _refuse_others(dataset: object) -> None:
+def refuse_others(dataset: object) -> None:
     """Refuse what is not a dataset, though Python could iterate over it."""
     if isinstance(dataset, str | bytes | Path):
         raise FileError(

@@ -114,6 +114,8 @@ class Loader:
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.seen = 0  # sequences read so far
+        # Batches that were read ahead, and how many sequences come before them.
+        self.prepared: tuple[int, list[Batch]] | None = None
 
     @property
     def epoch(self) -> float:
@@ -122,13 +124,24 @@ class Loader:
 
     def step(self) -> list[Batch]:
         """Return the batches of the next step, one per pass; the loss is a mean over all."""
+        self.prepare()
+        assert self.prepared is not None
+        _, batches = self.prepared
+        self.prepared = None
+        self.seen += self.deal.sequences
+        return batches
+
+    def prepare(self) -> None:
+        """Read the batches of the next step already, while a GPU still computes another one."""
+        if self.prepared is not None and self.prepared[0] == self.seen:
+            return
         passes = [self._numbers(turn) for turn in range(self.deal.passes)]
         valid = self._valid(number for numbers in passes for number in numbers)
-        self.seen += self.deal.sequences
-        return [self._training_batch(numbers, valid) for numbers in passes]
+        batches = [self._training_batch(numbers, valid) for numbers in passes]
+        self.prepared = (self.seen, batches)
 
     def _training_batch(self, numbers: list[Ticket], valid: int) -> Batch:
-        """One pass over these sequences of all shards, whose documents may be dealt out anew."""
+        """One pass over these sequences of all shards, whose documents may be dealt out in another way."""
         packs = None
         if self.dealer is not None:
             packs = self.dealer.deal(self._starts(numbers))

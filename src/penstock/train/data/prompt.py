@@ -39,7 +39,7 @@ def find_prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
 
 
 def _first_question(corpus: Corpus, marks: Marks, tokenizer: Tokenizer) -> str:
-    """What comes before the first answer of a conversation, one that was held out if there is any."""
+    """The text before the first answer of a conversation, a held-out one if there is any."""
     begin = corpus.trained * corpus.length if corpus.held_out else 0
     answer = int((marks[begin : begin + corpus.length] & LEARNED).argmax())
     question = corpus.tokens[begin : begin + answer][-MAX_QUESTION_TOKENS:]

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from penstock.errors import FileError, RunError, ShapeError
+from penstock.train.data.dataset import refuse_others
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 
 StreamState = dict[str, Any]
 
 
 class Examples(Protocol):
-    """What is asked of a dataset: its examples, each a mapping from names to values."""
+    """What is asked of a dataset: its examples, each a text or a mapping from names to values."""
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[str | Mapping[str, Any]]:
         """Iterate over the examples."""
         ...
 
@@ -45,7 +46,15 @@ class TextStream:
         field: str = "text",
     ) -> None:
         if tokens < 1 or rows < 1:
-            raise ShapeError(f"{rows} rows of {tokens} tokens; the least is 1 of each")
+            raise ShapeError(
+                f"rows and tokens must be at least 1, not {rows} and {tokens}"
+            )
+        refuse_others(dataset)
+        if not hasattr(dataset, "state_dict") and not hasattr(dataset, "__getitem__"):
+            raise FileError(
+                f"a {type(dataset).__name__} cannot go back to where a stream was\n"
+                "  hand over a list, a Dataset or an IterableDataset, or train with `fit`, which reads it once"
+            )
         self.dataset = dataset
         self.tokens = tokens
         self.rows = rows
@@ -80,7 +89,13 @@ class TextStream:
             shape = (self.rows, self.tokens)
             yield words[:-1].view(shape), words[1:].view(shape)
 
-    def _encode(self, example: Mapping[str, Any]) -> list[int]:
+    def _encode(self, example: str | Mapping[str, Any]) -> list[int]:
+        if isinstance(example, str):
+            example = {self.field: example}
+        if not isinstance(example, Mapping):
+            raise FileError(
+                f"example {self.examples - 1} is neither a text nor a mapping, but {type(example).__name__}"
+            )
         text = example.get(self.field)
         if text is None and self.field not in example:
             known = ", ".join(map(repr, list(example)[:8])) or "nothing"
@@ -100,12 +115,12 @@ class TextStream:
 
     # ------------------------------------------------------------ the place in the dataset
     def _rewind(self) -> None:
-        """Begin a new epoch; a dataset that shuffles does so anew."""
+        """Begin a new epoch; a dataset that shuffles does so again."""
         dataset: Any = self.dataset
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.epoch)
 
-    def _rest(self) -> Iterator[Mapping[str, Any]]:
+    def _rest(self) -> Iterator[str | Mapping[str, Any]]:
         """The examples that were not read yet."""
         dataset: Any = self.dataset
         if hasattr(dataset, "state_dict"):  # It knows its place.
@@ -136,7 +151,7 @@ class TextStream:
             )
         if state["tokens"] != self.tokens:
             raise RunError(
-                f"the state is of rows of {state['tokens']} tokens, but these have {self.tokens}"
+                f"the state belongs to rows of {state['tokens']} tokens, but these rows have {self.tokens}"
             )
         self.epoch = int(state["epoch"])
         self.examples = int(state["examples"])

@@ -134,7 +134,7 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     return f"tokens-{digest.hexdigest()[:16]}"
 
 
-def is_complete(row: Path, note: Path) -> bool:
+def is_complete_cache(row: Path, note: Path) -> bool:
     """Whether the cache exists and is as long as its note says."""
     try:
         facts = json.loads(note.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ tokenizer.json   "def" ──► 4299                   needs the package `token
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.config import names_a_file
 from penstock.errors import FileError, RunError
-from penstock.train.data.document_end import find_end, keep_end
+from penstock.train.data.document_end import find_end, keep_end, side_files
 
 TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in the folder of a run
 # Bytes on either side of a cut that must give the same tokens with and without the cut.
@@ -189,8 +190,25 @@ def not_text(source: str, place: int) -> FileError:
 
 
 def tokenizer_of(name: str) -> Tokenizer:
-    """Return the tokenizer that a config names; "auto" means bytes here."""
-    return FileTokenizer(name) if names_a_file(name) else ByteTokenizer()
+    """Return the tokenizer that a config names; "auto" means bytes here.
+
+    A file is read once, and again only if it or a file beside it that says how documents end has changed.
+    """
+    if not names_a_file(name):
+        return ByteTokenizer()
+    path = Path(name)
+    states = []
+    for file in (path, *side_files(path)):
+        if file.is_file():
+            status = file.stat()
+            states.append((str(file), status.st_mtime_ns, status.st_size))
+    return _read_tokenizer(name, tuple(states))
+
+
+@lru_cache(maxsize=4)
+def _read_tokenizer(name: str, states: tuple[tuple[str, int, int], ...]) -> Tokenizer:
+    """Read a tokenizer.json. The `states` of its files are only there to tell the cache when it is out of date."""
+    return FileTokenizer(name)
 
 
 def kept_tokenizer(name: str, folder: Path) -> str:

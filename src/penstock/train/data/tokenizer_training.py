@@ -28,7 +28,7 @@ def train_tokenizer(
     """Train a tokenizer and write it, with its end word beside it; return the number of its words."""
     if vocab < MIN_VOCAB:
         raise ShapeError(
-            f"a vocabulary of {vocab} words is too small; the least is {MIN_VOCAB}, "
+            f"a vocabulary must have at least {MIN_VOCAB} words, not {vocab}: "
             "one for each byte and one that ends a document"
         )
     try:

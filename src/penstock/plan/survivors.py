@@ -6,30 +6,39 @@
     micro-batches 0 1    0 -> 1          0 -> 3
     micro-batches 2 3    2 -> 3          2 -> 3
 
-A micro-batch that visited a lost rank visits another rank with the same part, the one that has the
+A micro-batch that visited a lost rank visits another rank with the same parts, the one that has the
 least to do. The rest of its path stays, so the ranks that worked with the lost one keep working;
 unless it is faster to leave out the whole pipeline that the lost rank belonged to. If nobody else
-holds a part, the rank with the least to do gets it. The lanes are made anew by list scheduling, and
-no rank holds more activations than before, unless it got another part.
+holds a part, the rank with the least to do gets it.
+
+A short search finds the order of the lanes. It counts its work, so the same loss always gives the same
+plan. A rank may hold as many activations as before, or as another rank with as many weights did: in
+many schedules the last ranks hold fewer than their memory has room for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action
+from penstock.ir.compiled import many_schedules
+from penstock.ir.plan import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.plan.orders import OrderSearch, has_split_backwards
 from penstock.schedules.coverage import pipelines_of
-from penstock.schedules.list_scheduling import (
-    Priority,
-    backward_first,
-    list_schedule,
-    oldest_first,
-)
 from penstock.sim.simulate import simulate
+
+# Work of one search: simulations of all lanes, and actions that they may time together, which
+# takes a tenth of a second.
+MAX_SIMULATIONS = 4_000
+MAX_REPLANNED_ACTIONS = 2_000_000
+HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
+# Weights of the embedding, and of the head, compared with a layer.
+END_WEIGHT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,11 @@ class PacedCost(UnitCost):
         return pace * UnitCost.seconds(self, schedule, action)
 
 
+def part_work(plan: Plan) -> list[float]:
+    """Return the work of each part, in layers."""
+    return [max(float(layers), HEAD_WORK) for layers in plan.partition]
+
+
 def orphans(schedule: Schedule, lost: Collection[int]) -> tuple[int, ...]:
     """Return the parts that only lost ranks hold."""
     left = {stage.part for stage in schedule.stages if stage.rank not in lost}
@@ -66,7 +80,7 @@ def without_ranks(
     homes: Mapping[int, int] | None = None,
     paces: Sequence[float] = (),
 ) -> Schedule:
-    """Return the schedule for the ranks that are left, numbered anew in their order.
+    """Return the schedule for the ranks that are left, renumbered in their order.
 
     work: the work of each part, such as its layers; by default all have the same.
     homes: ranks (by their old numbers) that should take orphaned parts, if they are left.
@@ -91,21 +105,26 @@ def without_ranks(
     damaged = _stages_beside(schedule, lost)
     if survivors.can_leave(damaged):
         unused.append(damaged)
-    choices = []
+    choices: list[list[MicroBatch]] = []
     for stages_left in unused:
-        choices.append(survivors.routes(stages_left, bool(paces)))
-        if paces:  # Slow ranks may keep their first micro-batches, or their last ones.
-            choices.append(survivors.routes(stages_left, True, last_first=True))
-    split = any(action.op is Op.I for lane in schedule.lanes for action in lane)
+        for last_first in (False, True):
+            routed = survivors.routes(stages_left, bool(paces), last_first)
+            if routed not in choices:
+                choices.append(routed)
     cost = PacedCost(parts=works, paces=tuple(pace[rank] for rank in left))
-    candidates = []
-    for routed in choices:
-        stages, microbatches = survivors.renumber(routed)
-        caps = survivors.caps(microbatches, stages)
-        for priority in (backward_first, oldest_first):
-            listed = _list(stages, microbatches, cost, caps, split, priority)
-            candidates.append(listed)
-    return min(candidates, key=lambda one: float(simulate(one, cost).makespan))
+    split = has_split_backwards(schedule)
+    best: Schedule | None = None
+    shortest = math.inf
+    with many_schedules():
+        for routed in choices:
+            stages, microbatches = survivors.renumber(routed)
+            caps = survivors.caps(microbatches, stages)
+            found = _order(stages, microbatches, cost, caps, split, shortest)
+            if found is not None and simulate(found, cost).makespan < shortest:
+                best = found
+                shortest = float(simulate(found, cost).makespan)
+    assert best is not None
+    return best
 
 
 def _stages_beside(schedule: Schedule, lost: Collection[int]) -> frozenset[int]:
@@ -118,20 +137,28 @@ def _stages_beside(schedule: Schedule, lost: Collection[int]) -> frozenset[int]:
     return frozenset(n for n, pipeline in enumerate(pipelines) if pipeline in hit)
 
 
-def _list(
+def _order(
     stages: Sequence[Stage],
     microbatches: Sequence[MicroBatch],
     cost: PacedCost,
     caps: Sequence[float],
     split: bool,
-    priority: Priority,
-) -> Schedule:
-    """List lanes for all ranks; those without anything to do come back with empty lanes."""
+    limit: float,
+) -> Schedule | None:
+    """Search for lanes of all ranks; return None if no order can be faster than `limit`.
+
+    Ranks without anything to do come back with empty lanes.
+    """
     ranks = 1 + max(stage.rank for stage in stages)
-    listed = list_schedule(stages, microbatches, cost, caps[:ranks], split, priority)
-    idle = len(caps) - listed.ranks
-    lanes = [*listed.lanes, *[()] * idle]
-    return schedule_of(listed.stages, listed.microbatches, lanes)
+    search = OrderSearch(stages, microbatches, cost, split)
+    bound = search.bound(caps[:ranks])
+    if bound >= limit:
+        return None
+    work = min(MAX_SIMULATIONS, MAX_REPLANNED_ACTIONS // search.size)
+    best = search.best(caps[:ranks], work, bound=bound)
+    idle = len(caps) - best.ranks
+    lanes = [*best.lanes, *[()] * idle]
+    return schedule_of(best.stages, best.microbatches, lanes)
 
 
 class _Survivors:
@@ -200,36 +227,64 @@ class _Survivors:
             for number in microbatch.path:
                 if number in unused:
                     self.count(number, -1)
+        places = self.places(unused)
         microbatches = []
         order = self.schedule.microbatches
         for microbatch in reversed(order) if last_first else order:
-            path = []
-            for number in microbatch.path:
-                chosen = number
-                gone = self.stages[number] is None or number in unused
-                if rebalance and not gone:
-                    self.count(number, -1)
-                if rebalance or gone:
-                    part = self.schedule.stages[number].part
-                    chosen = self.least_loaded(part, unused)
-                path.append(chosen)
+            path = list(microbatch.path)
+            for positions in self.visits_by_rank(microbatch.path):
+                leaving = []
+                for position in positions:
+                    number = path[position]
+                    gone = self.stages[number] is None or number in unused
+                    if rebalance and not gone:
+                        self.count(number, -1)
+                    if rebalance or gone:
+                        leaving.append(position)
+                parts = [self.schedule.stages[path[one]].part for one in leaving]
+                for position, number in zip(
+                    leaving, self.hosts(parts, places), strict=True
+                ):
+                    path[position] = number
             microbatches.append(replace(microbatch, path=tuple(path)))
         self.load = before
         return microbatches[::-1] if last_first else microbatches
 
-    def least_loaded(self, part: int, unused: frozenset[int]) -> int:
-        """The stage of a part whose rank will be done first with one more visit, counted in."""
-        best = -1
-        earliest = 0.0
+    def visits_by_rank(self, path: Sequence[int]) -> list[list[int]]:
+        """The positions of a path, those on the same rank together."""
+        positions: dict[int, list[int]] = {}
+        for position, number in enumerate(path):
+            rank = self.schedule.stages[number].rank
+            positions.setdefault(rank, []).append(position)
+        return list(positions.values())
+
+    def places(self, unused: frozenset[int]) -> dict[int, dict[int, int]]:
+        """The stages that may be visited, by rank and part."""
+        places: dict[int, dict[int, int]] = {rank: {} for rank in self.left}
         for number, stage in enumerate(self.stages):
-            if stage is None or stage.part != part or number in unused:
-                continue
-            end = self.load[stage.rank] + self.work[part] * self.pace[stage.rank]
-            if best < 0 or end < earliest:
-                best, earliest = number, end
-        if part not in self.adopted:  # The load of an adopted part is counted already.
-            self.count(best)
-        return best
+            if stage is not None and number not in unused:
+                places[stage.rank].setdefault(stage.part, number)
+        return places
+
+    def hosts(
+        self, parts: Sequence[int], places: Mapping[int, Mapping[int, int]]
+    ) -> list[int]:
+        """The stages that a micro-batch visits for some parts, counted in.
+
+        One rank takes all of them if it can, so that visits that were together stay together:
+        the one that will be done first.
+        """
+        ranks = [r for r in self.left if all(part in places[r] for part in parts)]
+        if not ranks:
+            return [self.hosts([part], places)[0] for part in parts]
+        work = sum(self.work[part] for part in parts)
+        best = min(ranks, key=lambda r: (self.load[r] + work * self.pace[r], r))
+        stages = [places[best][part] for part in parts]
+        for part, number in zip(parts, stages, strict=True):
+            # The load of an adopted part is counted already.
+            if part not in self.adopted:
+                self.count(number)
+        return stages
 
     def renumber(
         self, microbatches: Sequence[MicroBatch]
@@ -251,14 +306,20 @@ class _Survivors:
     def caps(
         self, microbatches: Sequence[MicroBatch], stages: Sequence[Stage]
     ) -> list[float]:
-        """The most activations that each rank may hold: what it held before.
+        """The most activations that each rank may hold.
 
-        A rank that adopted a part may hold in addition what the part's old ranks held, and
-        every rank must be able to hold one whole micro-batch.
+        That is what it held before or, if ranks are lost, what any rank with at least as many
+        weights held. A rank that adopted a part may hold in addition what the part's old ranks
+        held, and every rank must be able to hold one whole micro-batch.
         """
         before = PacedCost(parts=tuple(self.work), paces=tuple(self.pace))
         peaks = simulate(self.schedule, before).peak_activations.tolist()
         caps = [peaks[rank] for rank in self.left]
+        if len(self.left) < self.schedule.ranks:
+            weights = self.weights()
+            for place, rank in enumerate(self.left):
+                equals = [q for q, held in enumerate(weights) if held >= weights[rank]]
+                caps[place] = max(peaks[q] for q in equals)
         for part, rank in self.adopted.items():
             held = [peaks[one.rank] for one in self.schedule.stages if one.part == part]
             caps[self.left.index(rank)] += max(held, default=0.0)
@@ -268,3 +329,12 @@ class _Survivors:
                 needed[stages[number].rank] += self.work[stages[number].part]
             caps = [max(pair) for pair in zip(caps, needed, strict=True)]
         return caps
+
+    def weights(self) -> list[float]:
+        """The weights that each rank of the whole schedule holds, in layers."""
+        last = self.schedule.parts - 1
+        weights = [0.0] * self.schedule.ranks
+        for rank, part in {(one.rank, one.part) for one in self.schedule.stages}:
+            weights[rank] += self.work[part]
+            weights[rank] += END_WEIGHT * ((part == 0) + (part == last))
+        return weights

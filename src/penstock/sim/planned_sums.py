@@ -1,0 +1,18 @@
+"""How the gradients of each part are summed in a step whose times were simulated."""
+
+from __future__ import annotations
+
+from penstock.cost.wrapped import PlannedSumsCost
+from penstock.ir.sum_plan import SumPlan
+from penstock.ir.timeline import Timeline
+from penstock.sim.simulate import sum_turns
+
+
+def plan_sums(timeline: Timeline, cost: PlannedSumsCost) -> tuple[SumPlan, ...]:
+    """The quickest sum of each part, given when each rank is ready for it."""
+    plans = []
+    for turn in sum_turns(timeline.schedule, cost, timeline.end):
+        if turn.bytes > 0:
+            plan = cost.plan_sum(turn.parts, turn.ranks, turn.bytes, turn.ready)
+            plans.append(plan)
+    return tuple(plans)
