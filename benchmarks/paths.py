@@ -46,9 +46,9 @@ SHORT, DEFAULT, LONG = (
 )  # moves of a search of three, four and five stages
 GROWTH = {
     20: DEFAULT,
-    42: 90_000,
-    200: 220_000,
-    1000: 220_000,
+    42: 165_500,
+    200: 645_500,
+    1000: 645_500,
 }  # moves for each number of nodes
 QUEUES = Policy(
     PUBLISHED.queue_orders, ordered=False

@@ -28,6 +28,7 @@ from penstock.plan.paths.arrangement import (
 )
 from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
 from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.cells import cut_into_cells
 from penstock.plan.paths.path_simulator import QueueOrder, task_graph
 from penstock.plan.paths.planner import (
     paths_plan,
@@ -686,7 +687,7 @@ def test_a_full_pipeline_that_was_cut_short_says_so():
 @pytest.mark.parametrize("name", "AB")
 def test_more_work_never_gives_a_worse_plan(name, policy):
     parts = even_parts(6, CITED["instances"][name]["forward"])
-    work = [1, 200, 400]  # the second stage of the search begins after 300
+    work = [1, 400, 1500]  # the second stage of the search begins after 300
     found = [
         plan_paths(
             cluster_of(name), parts, 6, policy=policy, iterations=n, **GAPS
@@ -1026,6 +1027,28 @@ def test_sites_are_planned_one_by_one_as_well_as_a_lane_alone():
         iterations=1,
     )
     assert found.makespan <= lane.makespan + 1e-9
+
+
+def test_cells_share_plans_and_take_the_data_nodes_that_places_have_no_room_for():
+    """Paris has room for four data nodes and three nodes more, Rome and Milan for one and one node more each."""
+    places = ["Paris"] * 19 + ["Rome"] * 5 + ["Milan"] * 5 + ["Tokyo"] * 11
+    cluster = Cluster.geo(places)
+    parts = even_parts(6, 0.5, message=8e6)
+    problem = Problem(cluster, parts, 6)
+    cells = cut_into_cells(problem, 10)
+    assert sorted(node for cell in cells for node in cell.nodes) == list(range(40))
+    assert sum(cell.data for cell in cells) == 10
+    crowded = [cell for cell in cells if cell.data > 1]
+    assert len(crowded) == 2  # in Paris and in Tokyo, which have the most nodes left
+    for cell in crowded:
+        assert len(cell.nodes) == 7
+        assert len({places[node] for node in cell.nodes}) == 1
+    found = plan_paths(cluster, parts, 6, iterations=0)
+    check_plan(found)  # also that all parts are visited equally often
+    home = {node: number for number, cell in enumerate(cells) for node in cell.nodes}
+    for path in found.solution.paths:
+        assert len({home[node] for node in path}) == 1  # no path leaves its cell
+    assert cut_into_cells(Problem(geo(20), parts, 6), 5) is None
 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["rings", "planned sums"])

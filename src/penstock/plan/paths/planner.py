@@ -40,6 +40,7 @@ from penstock.plan.paths.arrangement import (
 )
 from penstock.plan.paths.bound import pass_bound
 from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.cells import cell_solution, cut_into_cells
 from penstock.plan.paths.improve import MAX_NODES_AT_ONCE
 from penstock.plan.paths.model_parts import ModelParts, waved_partition
 from penstock.plan.paths.part_exchange import exchange_parts
@@ -56,7 +57,12 @@ from penstock.plan.paths.rules import (
 )
 from penstock.plan.paths.sites import near_nodes, site_solution
 from penstock.plan.paths.solution import Solution, simulate_solution
-from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search_in_stages
+from penstock.plan.paths.staged_search import (
+    DEFAULT_SEARCH_MOVES,
+    cell_stage_moves,
+    search_in_stages,
+    site_stage_moves,
+)
 from penstock.schedules.size import refuse_if_too_large
 from penstock.sim.planned_sums import plan_sums
 from penstock.sim.simulate import simulate
@@ -203,8 +209,13 @@ def best_plan(
     def starts(stage_seed: int, stage_budget: Budget) -> list[Solution]:
         return _start_solutions(problem, labels, shape, stage_budget, stage_seed)
 
-    by_sites = labels is None and has_sites(problem)
-    solution = search_in_stages(problem, starts, budget, labels is None, seed, by_sites)
+    free = labels is None
+    site_stages = None
+    if free and may_divide(problem) and cut_into_cells(problem, int(shape[0])):
+        site_stages = cell_stage_moves
+    elif free and has_sites(problem):
+        site_stages = site_stage_moves
+    solution = search_in_stages(problem, starts, budget, free, seed, site_stages)
     return finish_plan(problem, solution, bound, budget)
 
 
@@ -221,12 +232,17 @@ def _start_solutions(
     if labels is not None:
         circuits = find_circuits(problem, labels, moves, seed)
         return first_solutions(problem, labels, circuits, seed)
+    even_sizes = tuple(shape.tolist())
+    by_cells = None
+    if may_divide(problem):
+        by_cells = cell_solution(problem, even_sizes, BUSY_PRICES, budget, seed)
+    if by_cells is not None:
+        return [by_cells]
     may_drop_nodes = (
         not problem.policy.reserved
         and problem.traffic.nodes <= MAX_NODES_TO_DROP
         and problem.hops > 0
     )
-    even_sizes = tuple(shape.tolist())
     tried_sizes = [even_sizes]
     if may_drop_nodes and not problem.sized:
         tilted_sizes = tilt_counts(even_sizes, problem.hops)
@@ -248,13 +264,16 @@ def _start_solutions(
     return solutions
 
 
-def has_sites(problem: Problem) -> bool:
-    """Whether a cluster is so large that it is planned site by site."""
+def may_divide(problem: Problem) -> bool:
+    """Whether a cluster is so large that its cells or sites are planned one by one, if it has any."""
     is_large = problem.traffic.nodes > MAX_NODES_AT_ONCE
     may_arrange = not problem.sized and not problem.policy.reserved
-    return (
-        is_large and may_arrange and problem.hops > 0 and len(near_nodes(problem)) > 1
-    )
+    return is_large and may_arrange and problem.hops > 0
+
+
+def has_sites(problem: Problem) -> bool:
+    """Whether a cluster is planned site by site, unless it has cells."""
+    return may_divide(problem) and len(near_nodes(problem)) > 1
 
 
 def _exchanged_solutions(

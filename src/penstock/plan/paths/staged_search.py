@@ -11,8 +11,8 @@ every other stage starts from the best solution so far, and less hot. A search w
 makes the same first moves as one with a large budget, and both return the best solution they met.
 So more work never gives a worse plan, and a seed gives the same plan on every machine.
 
-A cluster that is planned site by site is worse off in the middle of a stage: some sites are improved, others are not.
-There, a stage from scratch counts only once it is complete.
+A cluster that is planned site by site or cell by cell is worse off in the middle of a stage: some
+sites are improved, others are not. There, a stage from scratch counts only once it is complete.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ MAX_STAGE_MOVES = 40_000
 FIRST_RESTART = 4  # the first stage that starts from the best solution so far
 RESTART_MOVES = 20_000
 SITE_STAGE_MOVES = 120_000  # moves of a long stage that plans site by site
+MAX_CELL_STAGE_MOVES = 500_000  # moves of the longest stages that plan cell by cell
 TRIED_STARTS = 3  # solutions that get a short search before the best is chosen
 TRIAL_SHARE = 0.12  # share of a stage's moves for each short search
 GROUP_TRIAL_MOVES = 1_500  # moves of a short search that works group by group
 Starts = Callable[[int, Budget], Sequence[Solution]]
+StageMoves = Callable[[int], int]
 UNLIMITED_MOVES = 1 << 60  # until the budget ends or nothing more is found
 
 
@@ -52,16 +54,16 @@ def search_in_stages(
     budget: Budget,
     free: bool,
     seed: int,
-    by_sites: bool = False,
+    site_stages: StageMoves | None = None,
 ) -> Solution:
     """Return the best solution that the search meets within its budget.
 
     starts: makes the solutions that a stage starts from, given a seed and a budget.
     free: whether nodes may change their parts.
-    by_sites: whether the starts are planned site by site.
+    site_stages: the moves of each stage, if the starts are planned site by site or cell by cell.
     """
-    if by_sites:
-        return _search_by_sites(problem, starts, budget, free, seed)
+    if site_stages is not None:
+        return _search_by_sites(problem, starts, budget, free, seed, site_stages)
 
     def value(solution: Solution) -> tuple[float, float]:
         return solution_value(problem, solution)
@@ -93,7 +95,12 @@ def search_in_stages(
 
 
 def _search_by_sites(
-    problem: Problem, starts: Starts, budget: Budget, free: bool, seed: int
+    problem: Problem,
+    starts: Starts,
+    budget: Budget,
+    free: bool,
+    seed: int,
+    site_stages: StageMoves,
 ) -> Solution:
     """Return the best solution of the stages that are complete, or that improve the best so far."""
 
@@ -104,7 +111,7 @@ def _search_by_sites(
     best = min((choose_queueing(problem, start) for start in simple), key=value)
     for stage in count():
         stage_seed = seed + stage
-        moves = site_stage_moves(stage)
+        moves = site_stages(stage)
         part = budget.part(moves)
         improves = moves == RESTART_MOVES
         if improves:
@@ -149,6 +156,19 @@ def site_stage_moves(stage: int) -> int:
     if stage < 2:
         return (FIRST_STAGE_MOVES, DEFAULT_SEARCH_MOVES - FIRST_STAGE_MOVES)[stage]
     return SITE_STAGE_MOVES if stage % 4 == 3 else RESTART_MOVES
+
+
+def cell_stage_moves(stage: int) -> int:
+    """Return the number of moves of a stage that plans cell by cell.
+
+    The paths of different cells never meet, so no stage improves the whole.
+
+    >>> [cell_stage_moves(stage) for stage in range(5)]
+    [300, 25200, 120000, 500000, 500000]
+    """
+    if stage < 2:
+        return site_stage_moves(stage)
+    return SITE_STAGE_MOVES if stage == 2 else MAX_CELL_STAGE_MOVES
 
 
 def is_restart(stage: int) -> bool:
