@@ -99,7 +99,7 @@ def test_what_is_no_text_is_refused(tmp_path):
         list(TextStream(stored(), 7, 3, field="body"))
     with pytest.raises(FileError, match="'number' does not hold text, but int"):
         list(TextStream(stored(), 7, 3, field="number"))
-    with pytest.raises(ShapeError, match="0 rows"):
+    with pytest.raises(ShapeError, match="at least 1, not 0 and 7"):
         TextStream(stored(), 7, 0)
     state = TextStream(stored(), 7, 3).state_dict()
     with pytest.raises(RunError, match="another kind of dataset"):
