@@ -38,8 +38,9 @@ class CellFormat:
         """A cell as it travels."""
         if not self.quantizes:
             return cell.to(self.sent_as)
-        full = len(cell) // SUM_ROW * SUM_ROW
-        rows = [quantize(cell[:full].view(-1, SUM_ROW)).view(-1)]
+        count = len(cell) // SUM_ROW
+        full = count * SUM_ROW
+        rows = [quantize(cell[:full].view(count, SUM_ROW)).view(-1)]
         if full < len(cell):  # The last row is shorter.
             rows.append(quantize(cell[full:]))
         return torch.cat(rows)
@@ -49,8 +50,9 @@ class CellFormat:
         if not self.quantizes:
             return packed.to(self.dtype)
         row_bytes = SUM_ROW + SCALE_BYTES
-        full = numbers // SUM_ROW * row_bytes
-        rows = [restore(packed[:full].view(-1, row_bytes), self.dtype).view(-1)]
+        count = numbers // SUM_ROW
+        full = count * row_bytes
+        rows = [restore(packed[:full].view(count, row_bytes), self.dtype).view(-1)]
         if full < len(packed):
             rows.append(restore(packed[full:], self.dtype))
         return torch.cat(rows)
