@@ -73,7 +73,7 @@ from penstock.train.profile import (
     ProfileRequest,
     affordable,
     measure_rows_of,
-    rounds_of,
+    measuring_rounds,
 )
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -216,7 +216,7 @@ def profile_case(comm: Comm, case: Case, run: Run) -> RowProfiles:
         run.device,
         dtype="bfloat16" if run.device == "cuda" else "float32",
         threads=1 if run.device == "cpu" else None,
-        rounds=rounds_of(quick=True),
+        rounds=measuring_rounds(quick=True),
         graphs=run.device == "cuda",
         quick=True,
     )

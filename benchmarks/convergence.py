@@ -130,9 +130,8 @@ class Scale:
     runs: tuple[str, ...]
     seeds: int
     points: int = 12  # of a curve, up to equal tokens
-    held: int = (
-        64  # rows on which perplexity is measured, and half as many to search on
-    )
+    # Rows on which perplexity is measured, and half as many to search on.
+    held: int = 64
     draws: int = 8
     seed: int = 0  # the first
     device: str = "cpu"

@@ -156,9 +156,8 @@ def work(
 ) -> np.ndarray:
     """Floating-point operations of a layer on one device, there and back."""
     _, hidden, _ = SIZES[setting.model]
-    scores = (
-        rows * length * (length + prefix)
-    )  # unfused attention computes those it then masks
+    # Unfused attention also computes the scores that it then masks.
+    scores = rows * length * (length + prefix)
     return 3 * (24 * rows * length * hidden**2 + 4 * hidden * scores) / setting.op
 
 

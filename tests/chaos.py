@@ -268,8 +268,12 @@ def main() -> None:
         abs(row.loss - loss) / loss for row, loss in zip(rows, expected, strict=True)
     )
     print(f"  losses   at most {apart:.1e} from the quiet run")
-    if not kinds["lost"]:
-        raise SystemExit("no worker was lost, which proves nothing: try more steps")
+    missing = [name for name in DEEDS if not done[name]]
+    missing += [name for name in ("lost", "joined") if not kinds[name]]
+    if missing:
+        raise SystemExit(
+            f"these never happened, which proves nothing: {', '.join(missing)}; try more steps"
+        )
     if faults:
         raise SystemExit("\n".join(faults))
     if apart > TOLERANCE:

@@ -19,6 +19,7 @@ ROOMS = {
     "partition": {"errors"},
     "carry": {"errors"},
     "dropout": {"errors"},
+    "families": {"errors"},
     "config": {"errors"},
     "ir": {"errors"},
     "cost": {"ir", "partition", "errors"},
@@ -33,20 +34,20 @@ ROOMS = {
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "carry", "dropout", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
-    "models": {"carry", "dropout", "partition", "errors"},
+    "models": {"carry", "dropout", "families", "partition", "errors"},
     "peers": {"ir", "formats", "runtime", "errors"},
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("carry", "dropout", "extras", "runtime", "measure", "models", "version"),
-        "errors",
+        *("carry", "dropout", "extras", "families", "runtime", "measure", "models"),
+        *("version", "errors"),
     },
     "ray": {
         *("ir", "config", "formats", "plan", "runtime", "train", "errors"),
     },
     "titan": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
-        *("carry", "runtime", "train", "errors"),
+        *("carry", "partition", "runtime", "train", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
@@ -62,6 +63,7 @@ LIBRARIES = {
     "partition": set(),
     "carry": {"torch"},
     "dropout": {"torch"},
+    "families": set(),
     "config": set(),
     "ir": {"numpy", "numba"},
     "cost": {"numpy"},
@@ -153,6 +155,11 @@ def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
         "import sys; import penstock; from penstock.view import svg; "
         "wave = penstock.make('hanayo', ranks=4, microbatches=4, waves=2); "
         "svg(penstock.simulate(wave, penstock.UnitCost())); "
+        "from penstock.cli.plan import ModelOptions, config_question; "
+        "from penstock.plan.recipes import Limits; "
+        "options = (None, (), 8, None, 'h100', None, None, False, None); "
+        "asked = config_question(ModelOptions(*options), Limits()); "
+        "assert asked.workload.layers == 8 and asked.analytic; "
         "assert 'torch' not in sys.modules and 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -87,6 +87,7 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
+from penstock.titan.model_method import pipeline_with
 from penstock.titan.options import PenstockOptions
 from penstock.titan.trainer import use_plan, with_penstock
 
@@ -391,6 +392,110 @@ def evaluate(case: Case, built: Pipelined, dims: Any) -> list[float]:
     with torch.no_grad(), get_spmd_context(parallel_dims=dims)():
         built.schedule.eval(**arguments)
     return [float(one) for one in arguments["losses"] or []]
+
+
+# ---------------------------------------------------------------- the method of a model, in torchtitan's repository
+def packed_model() -> Any:
+    """A stand-in for a model of torchtitan's repository: packed tokens, and the method `parallelize`."""
+
+    class PackedLlama(llama3.Llama3Model):
+        def forward(self, x: Tensor, positions: Tensor, attention_masks: Any = None):
+            return super().forward(x[None], positions=positions[None])[0]
+
+        def parallelize(
+            self,
+            *,
+            parallelism_context: Any,
+            training: Any,
+            parallelism: Any,
+            local_compile_regions: Any,
+            ac_config: Any,
+            dump_folder: str,
+            skip_dp: bool = False,
+        ) -> Any:
+            assert parallelism_context.pp_enabled
+            return self
+
+    return PackedLlama(model_config())
+
+
+def method_arguments(loss: Any, microbatches: int) -> dict[str, Any]:
+    """What the repository's training engine passes to `model.pipeline`, without the context."""
+    return {
+        "training": SimpleNamespace(
+            num_tokens_per_microbatch_per_dp_rank=TOKENS,
+            mixed_precision_param="float32",
+            enable_cpu_offload=False,
+        ),
+        "parallelism": SimpleNamespace(
+            pipeline_parallel_degree=2,
+            num_pp_microbatches=microbatches,
+            pipeline_parallel_module_fqns_per_model_part=None,
+            pipeline_parallel_schedule_csv="",
+            tensor_parallel_degree=1,
+            context_parallel_degree=1,
+            expert_parallel_degree=1,
+        ),
+        "ac_config": None,
+        "dump_folder": "",
+        "device": torch.device("cpu"),
+        "model_config": model_config(),
+        "loss_fn": loss,
+        "local_compile_regions": None,
+    }
+
+
+def call_model_method(
+    comm: ProcessComm, schedules: list[str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Losses and gradients of this rank by schedule and name: of the pipeline, and of the model in one piece."""
+    config = trainer_config(Case("1f1b"), comm.ranks)
+    dims = ParallelDims.from_config(config.parallelism, comm.ranks)
+    dims.build_mesh()
+    tokens, labels, positions = data_of(Case("1f1b"), 0, 0)
+    valid = {"global_valid_tokens": torch.tensor(len(tokens) * (TOKENS - 2))}
+    rowwise = config.loss.build(compile_config=config.compile)
+
+    def loss(logits: Tensor, labels: Tensor, **keywords: Any) -> Any:
+        return rowwise(logits[None], labels[None], **keywords)
+
+    found: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
+    for name in schedules:
+        torch.manual_seed(0)
+        whole = packed_model()
+        whole.init_weights(buffer_device=None)
+        whole.__class__.pipeline = pipeline_with(name)
+        context = SimpleNamespace(get_mesh=dims.get_mesh, pp_enabled=True)
+        schedule, parts, has_first, has_last = whole.pipeline(
+            **method_arguments(loss, len(tokens)), parallelism_context=context
+        )
+        losses: list[Tensor] | None = [] if has_last else None
+        schedule.step(
+            arg_mbs=[(one,) for one in tokens] if has_first else None,
+            kwarg_mbs=[{"positions": one} for one in positions],
+            target_mbs=list(labels) if has_last else None,
+            losses=losses,
+            loss_kwargs=valid,
+            return_outputs=False,
+            finalize_gradients=True,
+        )
+        plain = [
+            loss(whole(*one), y, **valid)[0]
+            for *one, y in zip(tokens, positions, labels, strict=True)
+        ]
+        torch.stack(plain).sum().backward()
+        for part in parts:
+            for key, parameter in part.named_parameters():
+                assert parameter.grad is not None
+                found[f"{name} {key}"] = parameter.grad
+                theirs = whole.get_parameter(key).grad
+                assert theirs is not None
+                expected[f"{name} {key}"] = theirs
+        if losses is not None:
+            found[name] = torch.stack(losses)
+            expected[name] = torch.stack(plain).detach()
+    return found, expected
 
 
 # ---------------------------------------------------------------- torchtitan's whole trainer

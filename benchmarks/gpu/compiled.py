@@ -81,6 +81,7 @@ DRY_MODEL = (
 PIPELINES: dict[str, tuple[str, dict[str, int]]] = {
     "1f1b": ("1f1b", {}),
     "hanayo W=2": ("hanayo", {"waves": 2}),
+    "hanayo W=4": ("hanayo", {"waves": 4}),
     "zb-v": ("zb-v", {}),
     "interleaved-zb v=2": ("interleaved-zb", {"chunks": 2}),
     "v-half": ("v-half", {}),

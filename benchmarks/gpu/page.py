@@ -1,4 +1,4 @@
-"""Writes docs/results/h200.md and its pictures from the JSON files of the runs on one H200.
+"""Writes docs/results/h200.md, h200_uncompiled.md and their pictures from the JSON files of the runs on one H200.
 
     python benchmarks/gpu/page.py
 
@@ -31,11 +31,12 @@ from penstock.view import svg
 from schedules import DEPTH, NAMES
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-FILES, PAGE, IMAGES = (
-    DOCS / "results" / "h200",
-    DOCS / "results" / "h200.md",
-    DOCS / "images",
-)
+FILES = DOCS / "results" / "h200"
+IMAGES = DOCS / "images"
+PAGES = {  # by template
+    "page.md": DOCS / "results" / "h200.md",
+    "page_uncompiled.md": DOCS / "results" / "h200_uncompiled.md",
+}
 WORKERS = 8  # shares of the GPU
 WEIGHTS = 4 * 1024**2 + 3 * 1024 * 2816  # of a layer
 PUBLISHED = {"GPipe": (1.132, 1.149), "DAPPLE (1F1B)": (1.130, 1.142), "Chimera-wave": (1.444, 1.439),
@@ -475,41 +476,43 @@ def pictures(model: Model) -> None:
         )
 
 
-def page() -> tuple[str, Model]:
-    """The text, and what its predictions come from."""
+def pages() -> tuple[list[str], Model]:
+    """The texts of both pages, and what their predictions come from."""
     transport = json.loads((FILES / "transport.json").read_text())
     model = Model(rows_of("schedules-8.json"), transport, 2048)
     schedules, errors = schedules_table(model)
-    text = (Path(__file__).parent / "page.md").read_text()
     hops = ", ".join(
         f"{1e6 * took:.0f} us for {int(size) >> 10:,} KiB"
         for size, took in transport["hops"].items()
     )
-    return text.format(
-        gains=gains_table(),
-        kernel_gain=kernel_gain(),
-        zb_share=zb_share(),
-        transport=transport_table(transport),
-        hops=hops,
-        waiting=f"{transport['waiting']:.1%}",
-        schedules=schedules,
-        median=f"{statistics.median(errors):.1%}",
-        worst=f"{max(errors):.1%}",
-        count=len(errors),
-        crowding=f"{model.crowding:.2f}",
-        torch=torch_table(),
-        profiles=profiles_table(),
-        published=published_table(),
-        gain_8=wave_gain(8),
-        gain_4=wave_gain(4),
-        slices=slices_table(),
-        training=training_table(),
-    ), model
+    values = {
+        "gains": gains_table(),
+        "kernel_gain": kernel_gain(),
+        "zb_share": zb_share(),
+        "transport": transport_table(transport),
+        "hops": hops,
+        "waiting": f"{transport['waiting']:.1%}",
+        "schedules": schedules,
+        "median": f"{statistics.median(errors):.1%}",
+        "worst": f"{max(errors):.1%}",
+        "count": len(errors),
+        "crowding": f"{model.crowding:.2f}",
+        "torch": torch_table(),
+        "profiles": profiles_table(),
+        "published": published_table(),
+        "gain_8": wave_gain(8),
+        "gain_4": wave_gain(4),
+        "slices": slices_table(),
+        "training": training_table(),
+    }
+    texts = [(Path(__file__).parent / name).read_text() for name in PAGES]
+    return [text.format(**values) for text in texts], model
 
 
 def main() -> None:
-    text, model = page()
-    PAGE.write_text(text)
+    texts, model = pages()
+    for file, text in zip(PAGES.values(), texts, strict=True):
+        file.write_text(text)
     pictures(model)
 
 

@@ -122,9 +122,8 @@ def variants(
 def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[str, Any]:
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
-    long = (
-        size.tokens > 2 * SHORT and schedule.slices == 1
-    )  # a step takes ten seconds, an action half of one
+    # Such a step takes ten seconds, and an action half a second.
+    long = size.tokens > 2 * SHORT and schedule.slices == 1
     recorded = setting.recorded and not long
     ours = Ours(schedule, stages, comm, size, recorded)
     memory(comm, size)

@@ -30,7 +30,7 @@ from bench import DRY, REAL, Size, arguments, clocked, data, note, stages_of, wr
 from penstock import Schedule, lower, make, simulate
 from penstock.cost.network import Network
 from penstock.ir.idle import split_idle_time
-from penstock.measure.links import measured_network
+from penstock.measure.links import gather_rows, measured_network
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.sim.own_times import own_cost
@@ -46,6 +46,7 @@ DEPTH = 4  # layers of a rank
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
+CROWDED_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,14 @@ class Setting:
     rounds: int
     names: tuple[str, ...]
     layouts: tuple[str, ...]
-    dtypes: tuple[str, ...]  # of messages, with layouts that we do not use
+    dtypes: tuple[str, ...]  # of messages; if empty, those of the layout
     seconds: float
+
+    def types_of(self, layout: str) -> tuple[str, ...]:
+        """The types of messages to try with a layout."""
+        if self.dtypes:
+            return self.dtypes
+        return tuple(TYPES) if layout in ("ipc", "one") else ("float32",)
 
 
 def use_layout(comm: ProcessComm, layout: str) -> None:
@@ -89,7 +96,7 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
     note(comm, f"{layout}: {took:.3f} ms and {rate:.2f} GB/s a link")
     rows = []
     for label in setting.names:
-        for dtype in TYPES if layout in ("ipc", "one") else setting.dtypes:
+        for dtype in setting.types_of(layout):
             if time.perf_counter() - begin > setting.seconds:
                 note(comm, f"no time for {label}, {dtype}")
                 continue
@@ -102,7 +109,8 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
                 comm,
                 f"  {label}, {dtype}: {1e3 * row['step']:.1f} ms, makespan "
                 f"{1e3 * row['makespan']:.1f}, simulated {1e3 * row['simulated']:.1f} "
-                f"with links and {1e3 * row['free']:.1f} without, "
+                f"with links, {1e3 * row['crowded']:.1f} with crowded ones "
+                f"({1e3 * row['crowded_hop']:.2f} ms) and {1e3 * row['free']:.1f} without, "
                 f"idle {row['bubble']:.1%}  [{time.perf_counter() - begin:.0f} s]",
             )
     return rows
@@ -141,6 +149,7 @@ def one(
     timeline = sorted(timelines, key=lambda each: each.makespan)[1]  # type: ignore[union-attr]
     assert timeline is not None
     message = size.tokens * size.config.width * TYPES[dtype].itemsize
+    crowded = crowded_hop(comm, message, torch.device(size.device))
     hop = float(network.latency) + message / float(network.bandwidth)  # type: ignore[arg-type]
     idle = split_idle_time(timeline, hop)
     whole = comm.ranks * timeline.makespan
@@ -154,12 +163,52 @@ def one(
         "makespan": timeline.makespan,
         "simulated": simulated(schedule, timeline, network, message),
         "free": simulated(schedule, timeline, Network(), 0),
+        "crowded_hop": crowded,
+        "crowded": simulated(schedule, timeline, Network(crowded), 0),
         "bubble": timeline.bubble,
         "schedule": (sum(idle.schedule) + sum(idle.end)) / whole,
         "hop": sum(idle.hop) / whole,
         "host": sum(idle.host) / whole,
         "loss": loss,
     }
+
+
+def crowded_hop(comm: ProcessComm, message: int, device: torch.device) -> float:
+    """The seconds of a message between neighbours while all ranks talk at once and nobody computes."""
+    payload = torch.ones(message // 4, device=device)
+    seconds = []
+    for shift in (0, 1):
+        peer = ((comm.rank + shift) ^ 1) - shift
+        rounds = CROWDED_ROUNDS if 0 <= peer < comm.ranks else 0
+        for counted in (
+            min(rounds, 1),
+            rounds,
+        ):  # The first message connects two ranks.
+            comm.barrier()
+            settle_device(device)
+            began = time.perf_counter()
+            for _ in range(counted):
+                exchange(comm, payload, peer)
+            settle_device(device)
+        seconds.append((time.perf_counter() - began) / (2 * CROWDED_ROUNDS))
+    rows = torch.zeros(comm.ranks, 2, dtype=torch.float64)
+    rows[comm.rank] = torch.tensor(seconds)
+    return float(gather_rows(comm, rows).max())
+
+
+def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
+    """A message to a neighbour and one back; the lower rank sends first."""
+    for sends in (comm.rank < peer, comm.rank > peer):
+        if sends:
+            comm.send(payload, peer).wait()
+        else:
+            received = comm.receive((len(payload),), payload.dtype, peer).wait()
+            comm.give_back(received)
+
+
+def settle_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def simulated(
@@ -179,7 +228,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated schedules")
     parser.add_argument("--layouts", default="ipc,one,direction,link")
     parser.add_argument(
-        "--dtypes", default="float32", help="of messages, with the other layouts"
+        "--dtypes", default="", help="of messages: float32, bfloat16, or both"
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
@@ -190,7 +239,7 @@ def main() -> None:
     size = DRY if given.dry else replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
     names = tuple(filter(None, given.only.split(","))) or tuple(SCHEDULES)
     layouts = tuple(filter(None, given.layouts.split(",")))
-    dtypes = tuple(given.dtypes.split(","))
+    dtypes = tuple(filter(None, given.dtypes.split(",")))
     setting = Setting(
         size, 2 * ranks, given.rounds, names, layouts, dtypes, given.seconds
     )

@@ -19,8 +19,9 @@ machines on a fast Ethernet do: about 0.1 ms and 3 GB/s a link. Every schedule f
 slices, recorded actions, messages in bfloat16, and meshes with shards and with tensor parallelism train there with the
 gradients of one piece (`tests/runtime/test_nccl.py`). A rank that fails or hangs ends the run with one message that
 names it. After a rank had failed, the testbed turned new processes away for more than 30 s ("busy or unavailable"),
-so start a new one then. A killed rank was tried once, and the try did not end before our time on the GPU was over;
-nothing is known about it.
+so start a new one then. A rank that is killed (SIGKILL) ends the run with one message that names it, 2 s later. MPS
+gives all processes that share the GPU an "illegal memory access" then, whether they compute or not, so no rank of a
+testbed can go on without it.
 
 `benchmarks/gpu/transports.py` runs recorded steps of a Llama with 4 layers of width 1,024 a rank, 2P micro-batches of
 1,024 tokens, float32 weights and bfloat16 products, on a machine with 16 cores. *Simulated* has the median times of the
@@ -40,6 +41,12 @@ rows of Chimera, Hanayo and Interleaved-ZB come from a second run on another suc
 - 1F1B is within {near:.1%} of its simulation over NCCL. The others are {far_least:.0%} to {far_most:.0%} above it: most
   of them send more often, and eight ranks share sixteen cores with the threads that move their messages. The aim of 5%
   is not met there.
+- Settings of NCCL do not help. On a third machine, ZB-V with bfloat16 took 314 ms as it is, 320 with one channel
+  (`NCCL_MAX_NCHANNELS=1`, `NCCL_MAX_P2P_NCHANNELS=1`), and 333 with one socket and chunks of 1 MB besides
+  (`NCCL_SOCKET_NTHREADS=1`, `NCCL_NSOCKS_PERTHREAD=1`, `NCCL_P2P_NET_CHUNKSIZE`, `NCCL_BUFFSIZE`). In that step of 314
+  ms, the actions alone need 252 ms and links as measured one by one make it 282. If all ranks send at once and nobody
+  computes, a message takes 0.98 ms, and the simulation with that says 288. So crowded sockets explain 6 of the 32 ms
+  that are missing. The other 26 ms appear only while the ranks compute too.
 - A communicator for each direction is slower than one for all messages ({direction:.0%} for ZB-V in float32). Its
   threads and kernels wait by spinning, and there are not enough cores for them.
 

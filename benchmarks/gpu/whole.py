@@ -12,9 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+from penstock.families import GPTConfig, LlamaConfig
 from penstock.formats.profile_json import dump_profile
-from penstock.models.gpt import GPTConfig
-from penstock.models.llama import LlamaConfig
 from penstock.train.profile import ProfileRequest, measure_request
 
 TOKENS = 4096

@@ -53,6 +53,22 @@ def dropping(seed: int, step: int, first_row: int = 0) -> Iterator[None]:
         _current.place = None
 
 
+def current_place() -> DropoutPlace | None:
+    """The place of what this thread computes now; None if nothing is dropped."""
+    return _current.place
+
+
+@contextmanager
+def standing_at(place: DropoutPlace | None) -> Iterator[None]:
+    """Inside, drop what is dropped at this place: for a forward that runs once more, perhaps in another thread."""
+    before = _current.place
+    _current.place = place
+    try:
+        yield
+    finally:
+        _current.place = before
+
+
 def place_at(row: int, token: int) -> None:
     """Say which row of the pass and which token the first number of a stage's input belongs to."""
     place = _current.place

@@ -9,7 +9,7 @@ from penstock.errors import RunError
 
 
 def missing_package(error: ModuleNotFoundError) -> RunError | None:
-    """The error that says how to install what an import did not find; None if it is no package of an extra."""
+    """The error that says how to install what an import did not find; None if no extra brings the package."""
     package = (error.name or "").partition(".")[0]
     extra = extra_of(package)
     if not extra or package == "penstock":  # An extra may include another one.

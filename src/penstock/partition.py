@@ -23,7 +23,7 @@ def even_partition(layers: int, parts: int) -> tuple[int, ...]:
             raise ShapeError(f"{name} must be at least 1, not {count}")
     if parts > layers:
         raise ShapeError(
-            f"{layers} layers cannot fill {parts} parts: at most {layers}, so that none is empty"
+            f"{layers} layers cannot fill {parts} parts; give at most {layers} parts"
         )
     share, left_over = divmod(layers, parts)
     return (share + 1,) * left_over + (share,) * (parts - left_over)

@@ -36,9 +36,10 @@ from penstock.train.launcher import forget_previous_end
 from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
+from penstock.train.run_source import CONFIG_FILE
 from penstock.train.session import kept_plan, plan_and_prepare
 from penstock.train.start import check_sources, find_run
-from penstock.train.worker import CONFIG_FILE, STOP_FILE, job_of, join
+from penstock.train.worker import STOP_FILE, job_of, join
 
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop
 

@@ -111,7 +111,7 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
     assert re.search(r"event +worker 0 has joined; 4 workers go on", err)
     assert re.search(r"event +worker 3 was stopped \(SIGSTOP\), so it was ended", err)
     events = read_events(folder)
-    assert [event.workers for event in events] == [3, 4, 3]
+    assert [len(event.members) for event in events] == [3, 4, 3]
     assert "worker 3 was stopped (SIGSTOP), so it was ended; 3 workers went on" in out
     assert int((folder / "ranks" / "1.pid").read_text()) == survivor
     rows = read_rows(folder)
@@ -172,7 +172,7 @@ def test_a_worker_that_sleeps_in_its_stage_gets_less_work_until_it_wakes_up(text
     _, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     slow, fast = read_events(folder)[:2]
-    assert (slow.event, slow.workers, fast.event) == ("pace", 4, "pace")
+    assert (slow.event, len(slow.members), fast.event) == ("pace", 4, "pace")
     assert re.match(r"worker 1 takes [\d.]+ times as long", slow.text)
     assert fast.text.startswith("worker 1 ")
     rows = read_rows(folder)

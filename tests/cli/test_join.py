@@ -88,7 +88,7 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
         first.communicate(timeout=600)
     assert re.search(r"worker 3 on \S+ has joined; 4 workers go on", err)
     assert re.search(r"worker 3 on \S+ has ended, or cannot be reached any more", err)
-    assert [event.workers for event in read_events(folder)] == [4, 3, 4, 3]
+    assert [len(event.members) for event in read_events(folder)] == [4, 3, 4, 3]
     assert sorted(far.iterdir()) == [far / "key.pem"]
     assert "over      the run has done" in far_err
     rows = read_rows(folder)

@@ -151,7 +151,10 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
     [
         ("--forward 1", "--forward describes a model without a config"),
         ("--parts 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
-        ("--microbatches 5", "12 sequences do not deal out to 2 data nodes with 5"),
+        (
+            "--microbatches 5",
+            "12 sequences cannot be dealt out evenly to 2 data nodes with 5",
+        ),
         ("--sums fast", "--sums is ring or planned, not 'fast'"),
         ("--gpu b900", "b900"),
     ],

@@ -24,7 +24,7 @@ MISTAKES = {
     "plan config.toml --gpu h100 --set schedule.ranks=16": "4 layers cannot fill 16 ranks",
     "plan config.toml --gpu h100 --devices 2 --set mesh.tensor=4": "4 processes, but there are only 2",
     "plan config.toml --gpu h100 --devices 2 --set data.batch=7 --set schedule.microbatches=4": (
-        "7 sequences do not deal out to 4 micro-batches"
+        "7 sequences cannot be dealt out evenly to 4 micro-batches"
     ),
     "simulate 1f1b --ranks 2 --microbatches 2 --cluster c.toml": "--cluster needs the times",
 }

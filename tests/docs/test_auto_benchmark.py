@@ -28,7 +28,7 @@ def auto(monkeypatch):
 def test_the_plan_of_auto_and_its_rivals_compute_the_same_loss(auto, monkeypatch):
     monkeypatch.setattr(penstock.measure.profile, "QUICK_SECONDS", 0.01)
     monkeypatch.setattr(penstock.measure.overhead, "OVERHEAD_STEPS", 6)
-    monkeypatch.setattr(auto, "rounds_of", lambda quick: 1)
+    monkeypatch.setattr(auto, "measuring_rounds", lambda quick: 1)
     case = auto.Case("small", auto.llama(16, 4, 31, 2), 16, 2, 2, 2, 0.9)
     run = auto.Run(rounds=2)
     profiles = run_threads(2, partial(auto.profile_cases, cases=[case], run=run))[0]

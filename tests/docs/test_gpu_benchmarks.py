@@ -41,11 +41,12 @@ def test_both_runtimes_run_the_same_schedules_and_find_the_same_loss(tmp_path):
         )
 
 
-def test_the_page_is_made_of_the_results(monkeypatch):
+def test_both_pages_are_made_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import page  # noqa: PLC0415
 
-    assert page.page()[0] == page.PAGE.read_text()
+    texts, _ = page.pages()
+    assert texts == [file.read_text() for file in page.PAGES.values()]
 
 
 @pytest.mark.parametrize("name", ["compiled_page", "transports_page"])

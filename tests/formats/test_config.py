@@ -124,7 +124,7 @@ def test_set_changes_values_of_every_type():
         ("[data]\nsources = [1]", "data.sources must be a list of strings"),
         (
             '[data]\nbatch = 12\n[schedule]\nname = "1f1b"\nmicrobatches = 8',
-            "12 sequences do not deal out to 8 micro-batches",
+            "12 sequences cannot be dealt out evenly to 8 micro-batches",
         ),
         (
             '[model]\nfamily = "gpt"\npositions = 8',

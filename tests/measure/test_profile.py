@@ -31,6 +31,11 @@ from penstock.measure.probe import Probe, Subject
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.partition import even_partition
 from penstock.schedules.transforms import slice_tokens
+from penstock.train.profile import (
+    ProfileRequest,
+    subjects_of,
+    whole_sequence,
+)
 from penstock.view.numbers import write_time
 
 LAYER = {
@@ -136,9 +141,8 @@ def test_coefficients_are_not_negative_and_the_best_possible():
         a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
         x = least_squares(a, b)
         assert (x >= 0).all()
-        slope = (
-            a.T @ (a @ x - b)
-        )  # of the squares: nowhere to go, except where a coefficient would become negative
+        # The sum of squares cannot fall, except where a coefficient would become negative.
+        slope = a.T @ (a @ x - b)
         assert (np.abs(slope[x > 0]) < 1e-9).all()
         assert (slope[x == 0] > -1e-9).all()
 
@@ -649,6 +653,17 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
         )[0]
         == 0
     )
+
+
+def test_whole_sequences_alone_need_no_keys_of_earlier_slices():
+    """Otherwise a GPU would compile slices that nobody times."""
+    sizes = LlamaConfig(vocab=17, width=8, layers=2, heads=2, kv_heads=2, inner=8)
+    request = ProfileRequest(sizes, 32)
+    assert Probe(subjects_of(request).layer).carry.rows
+    request = replace(request, where=whole_sequence(request))
+    assert not subjects_of(request).layer.prefixes
+    probe = Probe(subjects_of(request).layer)
+    assert not probe.carry.rows, "nothing has run slice by slice"
 
 
 def test_several_ranks_measure_together_and_then_their_links(run):

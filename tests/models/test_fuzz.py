@@ -18,9 +18,8 @@ SEEDS = (
 )
 MODULE_SEEDS = (8, 11, 18, 26, 29, 41, 49, 62, 79, 87, 98, 101, 106, 110, 128)
 SLICED_DYNAMIC, SLICED_CHECKPOINTING, PLAIN = 222, 123, 0
-LONGROPE_BY_KIND = (
-    2428  # slices of a Gemma 3, whose kinds of layers have their own angles
-)
+# Slices of a Gemma 3, whose kinds of layers have their own angles.
+LONGROPE_BY_KIND = 2428
 
 
 @pytest.fixture(autouse=True)

@@ -1,24 +1,17 @@
 """Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
 
-They are skipped outside of such a testbed. The test with a lost worker leaves the testbed's MPS, which lets nobody
-live on; its processes take turns on the GPU. A testbed that has lost ranks in the middle of a kernel may turn others
+They are skipped outside of such a testbed. A testbed that has lost ranks in the middle of a kernel may turn others
 away from then on, so give each case of the last test a testbed of its own: -k raise, -k sleep, -k kill.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-import penstock
 from commands import train_elsewhere
 from gpu_workers import kind_of
 from mesh_workers import Case
@@ -78,64 +71,6 @@ def test_messages_in_bfloat16_change_gradients_by_their_rounding(recorded):
     ):
         assert max(worst.values()) < 5e-2, worst
     assert max(worst.values()) > 1e-5, worst
-
-
-def start_crew(folder: Path) -> subprocess.Popen:
-    """Start a run with two copies of two ranks, without MPS."""
-    line = [sys.executable, "-m", "penstock", "train", "--sample", "0"]
-    for option in (
-        "run.device=cuda",
-        "run.elastic=true",
-        "run.steps=40",
-        "run.log=1",
-        "run.evaluate=0",
-        "run.timed=0",
-        "run.forecast=false",
-        "run.prove=false",
-        "model.layers=4",
-        "data.batch=8",
-        "schedule.name=1f1b",
-        "schedule.ranks=2",
-        "schedule.copies=2",
-        "schedule.microbatches=2",
-        f"run.folder={folder}",
-    ):
-        line += ["--set", option]
-    source = str(Path(penstock.__file__).parents[1])
-    variables = {name: value for name, value in os.environ.items() if "MPS" not in name}
-    variables.pop("PENSTOCK_TESTBED_WORKERS", None)
-    log = folder.with_suffix(".log").open("w")
-    return subprocess.Popen(
-        line, env=variables | {"PYTHONPATH": source}, stdout=log, stderr=log
-    )
-
-
-def losses_of(folder: Path) -> list[float]:
-    """The losses of all steps that are written down."""
-    file = folder / "metrics.jsonl"
-    rows = file.read_text().splitlines() if file.is_file() else []
-    return [json.loads(row)["loss"] for row in rows if row.endswith("}")]
-
-
-def test_the_others_go_on_without_a_worker_and_a_new_one_joins(tmp_path):
-    quiet = start_crew(tmp_path / "quiet")
-    assert quiet.wait(200) == 0, (tmp_path / "quiet.log").read_text()
-    folder = tmp_path / "run"
-    run = start_crew(folder)
-    end = time.monotonic() + 120
-    while len(losses_of(folder)) < 5 and time.monotonic() < end:
-        time.sleep(0.1)
-    os.kill(int((folder / "ranks" / "1.pid").read_text()), signal.SIGKILL)
-    log = folder.with_suffix(".log")
-    assert run.wait(200) == 0, log.read_text()
-    print(log.read_text())  # shown by -s: how long everything took
-    events = [
-        json.loads(line)["event"]
-        for line in (folder / "events.jsonl").read_text().splitlines()
-    ]
-    assert events[0] == "lost"
-    assert "joined" in events
-    assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "quiet"), rel=1e-3)
 
 
 MESHES = [

@@ -526,9 +526,8 @@ def test_a_mean_that_is_taken_for_a_sum_is_refused(loss):
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced", "recorded"])
 def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
     schedule = make("zb-h1" if name == "zb-h1" else "1f1b", ranks=2, microbatches=4)
-    schedule = (
-        slice_tokens(schedule, (0, 1, 6)) if name == "sliced" else schedule
-    )  # slices without a label
+    if name == "sliced":
+        schedule = slice_tokens(schedule, (0, 1, 6))  # some slices have no label
     given = batch(rows=6)
     given.labels[1][:] = -100
     given = batch_of(given.inputs, given.labels)
@@ -546,7 +545,7 @@ def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
 
 def test_a_sum_that_is_said_to_be_a_mean_is_refused():
     with pytest.raises(
-        ShapeError, match="reduction='mean', but the loss is no mean over labels"
+        ShapeError, match="reduction='mean', but the loss is not a mean over labels"
     ):
         run(make("1f1b", ranks=2, microbatches=4), stages_of(2), reduction="mean")
     with pytest.raises(

@@ -692,12 +692,10 @@ def test_seq1f1b_holds_its_share_of_1f1bs_activations_plus_keys_and_values(slice
     )
     share = (slices + ranks - 1) / (slices * ranks)
     flying = -(-(slices + ranks - 1) // slices)  # micro-batches, at most
-    keys = (
-        flying * 2 * 2 * 4 * 8 * tokens
-    )  # keys and values: 2 heads of 4 numbers of 8 bytes for each token
-    masks = (
-        flying * 8 * tokens * tokens
-    )  # of a slice: one for all layers, on a CPU only
+    # Keys and values: 2 heads of 4 numbers of 8 bytes for each token.
+    keys = flying * 2 * 2 * 4 * 8 * tokens
+    # The mask of a slice: one for all layers, on a CPU only.
+    masks = flying * 8 * tokens * tokens
     assert ours <= share * plain + keys + masks
     assert ours >= share * plain * 0.8
     assert share * plain + keys + masks < 0.9 * plain

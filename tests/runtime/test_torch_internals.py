@@ -322,9 +322,3 @@ def test_a_view_without_owning_has_the_same_memory_and_does_not_keep_it():
     assert x[0, 0] == 7.0
     if count is not None:
         assert storage._use_count() == count
-
-
-def test_groups_can_be_aborted_and_left():
-    for name in ("abort", "shutdown"):
-        assert callable(getattr(torch._C._distributed_c10d.Backend, name))
-    assert callable(torch._C._distributed_c10d.Backend.eager_connect_single_device)

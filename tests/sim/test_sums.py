@@ -194,7 +194,7 @@ def test_simulate_takes_the_time_of_sums(run):
     assert "sums" not in alone
     groups = [each["ranks"] for each in copied["sums"]]
     assert groups == [[3, 7], [2, 6], [1, 5], [0, 4]]
-    assert "4; the last ends 1.5 after the last action" in run(two)[1]
+    assert "4; the last ends 1.5 forwards after the last action" in run(two)[1]
 
 
 def test_draw_and_compare_take_the_time_of_sums(run, tmp_path):

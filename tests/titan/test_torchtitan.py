@@ -26,6 +26,7 @@ with warnings.catch_warnings():
 
     import titan_workers as workers
     from penstock.titan import refuse_other_version
+    from penstock.titan.model_method import pipeline_group, pipeline_with
     from penstock.titan.options import PenstockOptions
     from penstock.titan.planning import (
         forecast_of,
@@ -248,6 +249,42 @@ def test_a_loss_in_chunks_must_fit_the_slices():
         PenstockError, match="16 chunks, but there is a slice of 8 tokens"
     ):
         spawn(2, workers.compare, [case])
+
+
+# ---------------------------------------------------------------- the method of a model
+@pytest.mark.numerics
+def test_the_method_of_a_model_computes_what_the_whole_model_computes():
+    """With the calls of torchtitan's repository; there is no release to run them with."""
+    for found, expected in spawn(2, workers.call_model_method, ["zb-h1", "hanayo"]):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "changes", "words"),
+    [
+        ("seq1f1b", {"slices": 2}, {}, "has token slices"),
+        ("chimera", {}, {}, "copies of parts"),
+        ("1f1b", {}, {"tensor_parallel_degree": 2}, "tensor_parallel_degree 2 does"),
+        ("plan.json", {}, {"num_pp_microbatches": 3}, "but .* is 2 and .*batches 3"),
+    ],
+)
+def test_what_the_method_of_a_model_cannot_do_is_refused(
+    schedule, shape, changes, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    made = make("1f1b", ranks=2, microbatches=4)
+    write_plan(Plan(made, "mine", partition=(3, 3)), Path("plan.json"))
+    model = workers.packed_model()
+    model.__class__.pipeline = pipeline_with(schedule, **shape)
+    arguments = workers.method_arguments(None, 4)
+    for key, value in changes.items():
+        setattr(arguments["parallelism"], key, value)
+    with pytest.raises(ConfigError, match=words):
+        model.pipeline(**arguments, parallelism_context=None)
+    with pytest.raises(ConfigError, match="without parallelism_context or"):
+        pipeline_group({})
 
 
 # ---------------------------------------------------------------- the whole trainer

@@ -158,9 +158,8 @@ def test_a_deal_meets_every_subset_and_every_micro_batch_meets_them(
     parts, microbatches, skips
 ):
     subsets = set(combinations(range(1, parts), parts - 1 - skips))
-    latest = (
-        len(subsets) * (parts - 1) // math.gcd(parts - 1, skips)
-    )  # a micro-batch by which all were dealt
+    # By this micro-batch all subsets were dealt.
+    latest = len(subsets) * (parts - 1) // math.gcd(parts - 1, skips)
     steps = list(islice(deals(parts, microbatches, skips), -(-latest // microbatches)))
     assert {path[1:] for step in steps for path in step} == subsets
     if len(subsets) <= 20:

@@ -437,11 +437,8 @@ def test_reports_and_decisions_come_back_from_json_as_they_were():
 
 
 # ---------------------------------------------------------------- who is elastic
-FOUR_GPUS = Machine(4, 4, 1)
-
-
-def placement_on(device: str, machine: Machine = FOUR_GPUS) -> Placement:
-    return Placement(device, machine, 4, 4, range(4), 1, "auto")
+def placement_on(device: str) -> Placement:
+    return Placement(device, Machine(4, 0, 1), 4, 4, range(4), 1, "auto")
 
 
 def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
@@ -453,16 +450,15 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
     assert not is_elastic(SMALL, TWO_COPIES, placement_on("cuda"))
     wanted = replace(SMALL, run=replace(SMALL.run, elastic="true"))
     assert is_elastic(wanted, alone, placement_on("cpu"))
-    assert is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
+    with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* GPUs"):
+        is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
+    testbed = replace(placement_on("cuda"), machine=Machine(4, 1, 4))
     with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* through MPS"):
-        is_elastic(wanted, TWO_COPIES, placement_on("cuda", Machine(4, 1, 4, True)))
-    with pytest.raises(ConfigError, match=r"share a GPU and talk through its memory"):
-        is_elastic(wanted, TWO_COPIES, placement_on("cuda", Machine(4, 1, 1)))
-    assert is_elastic(wanted, TWO_COPIES, placement_on("cuda", Machine(4, 1, 1, True)))
+        is_elastic(wanted, TWO_COPIES, testbed)
     joined = replace(SMALL, run=replace(SMALL.run, listen="10.0.0.1:29500"))
     assert is_elastic(joined, alone, placement_on("cpu"))
     with pytest.raises(
-        ConfigError, match=r"run\.listen lets workers join, but .* on CPUs"
+        ConfigError, match=r"run\.listen lets workers join, but .* GPUs"
     ):
         is_elastic(joined, TWO_COPIES, placement_on("cuda"))
     nowhere = replace(SMALL, run=replace(SMALL.run, listen=":29500"))

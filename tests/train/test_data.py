@@ -690,6 +690,22 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
     assert large < len(line) * 1500 / 2
 
 
+def test_rows_are_copied_from_the_file_and_outlive_it(tmp_path):
+    """Whoever touches a mapped file maps much of it, which would count as memory of the process."""
+    (tmp_path / "a.txt").write_text("0123456789" * 5)
+    data = DataConfig(sources=(str(tmp_path / "a.txt"),), tokens=10, held_out=0.0)
+    corpus = open_corpus(data, tmp_path / "cache")
+    assert isinstance(corpus.tokens, np.memmap)
+    rows = [corpus.sequence(number) for number in range(5)]
+    assert not any(isinstance(row, np.memmap) for row in rows)
+    for file in (tmp_path / "cache").iterdir():
+        file.unlink()
+    for number, row in enumerate(rows):
+        expected = corpus.tokens[10 * number : 10 * number + 11]
+        assert row.tolist() == expected.tolist()
+        assert corpus.sequence(number).tolist() == expected.tolist()
+
+
 def test_a_stream_reads_anything_that_has_examples():
     """A list of mappings will do; the library `datasets` has tests of its own."""
     texts = [{"text": f"text {n} " * (n % 5)} for n in range(40)] + [{"text": None}]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +22,14 @@ from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
-from penstock.models.decoder import build_decoder, check_positions, decoder_of
+from penstock.models.decoder import (
+    build_decoder,
+    check_positions,
+    decoder_of,
+    load_whole,
+)
 from penstock.plan.recipes import Limits
+from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
 from penstock.train.auto import model_limits
@@ -75,6 +83,21 @@ def penstock(run, tmp_path):
         return out + err
 
     return run_line
+
+
+def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
+    """transformers replaces `tie_weights` of all models meanwhile; two at once would leave the replacement behind."""
+    sizes = decoder_of(CONFIGS["gemma3"])
+    inside = threading.Semaphore(1)
+
+    def read(*_, **__) -> torch.nn.Module:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.05)
+        inside.release()
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
+    assert len(run_threads(2, lambda comm: load_whole(tmp_path, sizes))) == 2
 
 
 @pytest.mark.parametrize(

@@ -133,5 +133,5 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
         evaluate_run(model, [])
     with pytest.raises(FileError, match="there is no such file"):
         evaluate_text(model, [str(tmp_path / "b.txt")])
-    with pytest.raises(ShapeError, match="0 batches"):
+    with pytest.raises(ShapeError, match="at least 1, not 0 and 8"):
         evaluate_text(model, [str(tmp_path / "a.txt")], batches=0)

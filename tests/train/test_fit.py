@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.config import DataConfig
 from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
 from penstock.train import session
+from penstock.train.after.evaluate import evaluate_run
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.tokenizer_training import train_tokenizer
@@ -134,6 +136,10 @@ def test_fit_trains_on_a_dataset_and_its_run_needs_it_no_more(tmp_path, monkeypa
     assert bytes(job.validation.tokens.tolist()) == b"tests " * 20 + b"\0"
     with pytest.raises(ConfigError, match=r"data\.sources or data\.mixture names text"):
         fit("run", TEXTS, resume=True)
+    examined = evaluate_run(run.folder, ())  # on the validation set, as the run itself
+    assert (examined.available, examined.sequences) == (3, 3)
+    perplexity = examined.rows[0].perplexity
+    assert perplexity == pytest.approx(math.exp(row.evaluation), rel=1e-5)
 
 
 def test_auto_keeps_its_profiles_and_its_plan_before_workers_start(

@@ -15,7 +15,7 @@ from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.schedules.transforms import replicate
 from penstock.train.crew.events import read_events
-from penstock.train.crew.keeper import Keeper, describe_takeovers
+from penstock.train.crew.keeper import Keeper, Worker, describe_takeovers
 from penstock.train.crew.member import Member, local_store
 from penstock.train.crew.notes import (
     FINISHED,
@@ -132,6 +132,31 @@ def test_a_lost_worker_is_replaced_and_the_new_one_joins_after_a_step(tmp_path, 
     events = read_events(tmp_path / "killed-again")
     assert [event.event for event in events] == ["lost", "joined"]
     capfd.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("restarts", "move"), [(0, "; worker 3 moves to part 0"), (1, "")]
+)
+def test_a_worker_moves_only_if_nobody_comes_for_the_place_of_a_lost_one(
+    restarts, move, tmp_path
+):
+    keeper = keeper_of(tmp_path, "moves", restarts)
+    two = replicate(make("1f1b", ranks=2, microbatches=2), 2)
+    keeper.plan = Plan(two, "1f1b copies=2", (3, 1))  # The first part has most to do.
+    keeper.own_workers = 4
+    keeper.workers = {n: Worker(n, None, None) for n in range(4)}
+    keeper.reports = {n: Report(n) for n in range(4)}
+    keeper.broken_at = 0.0
+    keeper.begin_generation()
+    del keeper.workers[0]
+    keeper.losses = ["worker 0 was killed by SIGKILL"]
+    keeper.reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)}
+    keeper.broken_at = 0.0
+    keeper.begin_generation()
+    assert keeper.said == [
+        f"worker 0 was killed by SIGKILL{move}; 3 workers go on after step 4"
+    ]
+    assert keeper.decision.seat_of[3] == (0 if move else 3)
 
 
 def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd):

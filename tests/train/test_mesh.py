@@ -235,7 +235,7 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
             "mesh.tensor=4 model.kv_heads=2",
             "mesh.tensor = 4 does not divide the model's kv_heads = 2; 2 does",
         ),
-        ("mesh.shard=3", "16 sequences do not deal out to 3 micro-batches"),
+        ("mesh.shard=3", "16 sequences cannot be dealt out evenly to 3 micro-batches"),
         (
             "mesh.tensors=2",
             "[mesh] has no key 'tensors'\n  did you mean 'tensor'?",
@@ -272,7 +272,9 @@ def test_a_mesh_needs_its_number_of_processes_and_processes_at_all():
 
 
 def test_words_are_cut_so_that_nobody_is_without():
-    with pytest.raises(ShapeError, match="with 9 words, a process would have none"):
+    with pytest.raises(
+        ShapeError, match="with 9 words, some process would hold no word"
+    ):
         check_shares(GPTConfig(9, 16, 1, 8, 16, 8), 8)
     check_shares(GPTConfig(9, 16, 1, 8, 16, 8), 2)
 

@@ -19,7 +19,12 @@ from penstock.config import (
 from penstock.errors import ConfigError, RunError
 from penstock.formats.config_toml import apply_changes, preset
 from penstock.plan.recipes import Limits
-from penstock.train.auto import machine_workload, workload_limits
+from penstock.train.auto import (
+    machine_workload,
+    quick_rows,
+    rows_to_measure,
+    workload_limits,
+)
 from penstock.train.placement import (
     check_gpu_exists,
     check_gpus_suffice,
@@ -27,6 +32,7 @@ from penstock.train.placement import (
     launched_placement,
     uses_gpus,
 )
+from penstock.train.profile import request_of
 
 
 @pytest.fixture
@@ -156,6 +162,17 @@ def test_one_process_is_planned_where_several_would_take_turns_on_a_gpu(
     assert workload.devices == placement.processes == devices
     limits = workload_limits(workload, Limits())
     assert limits.slices == (1 if devices == 1 else Limits().slices)
+
+
+def test_the_largest_micro_batch_that_is_quick_enough_is_measured(machine):
+    """A pass over 64 rows takes too long, so that 32 are the most of all divisors of the batch."""
+    machine(1)
+    changes = ["run.check_memory=false", "run.compile=false"]
+    config = apply_changes(preset("llama-150m"), changes)
+    workload, placement = machine_workload(config, 12, [])
+    request = request_of(config, placement, 1, quick=True)
+    assert rows_to_measure(workload) == [1, 8, 64]
+    assert quick_rows(workload, request) == [1, 8, 32]
 
 
 def test_a_run_that_needs_a_gpu_is_refused_without_one(machine):

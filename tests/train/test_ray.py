@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -52,6 +54,8 @@ def cluster(monkeypatch, tmp_path):
     warnings.simplefilter("ignore")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # How long Ray waits for a node that is lost before it starts fewer workers.
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
     # Workers cannot import this file.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     nodes = Cluster(
@@ -60,7 +64,7 @@ def cluster(monkeypatch, tmp_path):
     )
     nodes.add_node(num_cpus=1, resources={"spot": 1})
     ray.init(nodes.address, log_to_driver=False, configure_logging=False)
-    yield
+    yield nodes
     ray.shutdown()
     nodes.shutdown()
 
@@ -108,6 +112,26 @@ def lose_node(settings: dict[str, Any]) -> None:
     train_loop(settings)
 
 
+WAITING = """
+import os, time
+
+class Wait:
+    def on_step(self, row):
+        while row.step > 21 and os.environ["WORLD_SIZE"] == "1":
+            time.sleep(0.1)  # until Ray ends this worker, because there is room for two
+"""
+
+
+def start_node_after(address: str, folder: Path, step: int) -> subprocess.Popen[bytes]:
+    """Bring a node back, in a process of its own, when the checkpoint of a step is there."""
+    saved = shlex.quote(str(folder / "checkpoints" / f"step-{step:08}"))
+    ray_start = f"{sys.executable} -m ray.scripts.scripts start --address={address}"
+    script = f"until [ -e {saved} ]; do sleep 0.1; done; exec {ray_start} --num-cpus=1 --block"
+    return subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
 def fit(tmp_path: Path, loop: Any, config: Path, workers: Any, *changes: str) -> Any:
     """Train with Ray; return its result."""
     folder = tmp_path / "run"
@@ -117,7 +141,9 @@ def fit(tmp_path: Path, loop: Any, config: Path, workers: Any, *changes: str) ->
             "config": str(config),
             "set": [f"run.folder={folder}", *changes],
         },
-        scaling_config=ScalingConfig(num_workers=workers),
+        scaling_config=ScalingConfig(
+            num_workers=workers, elastic_resize_monitor_interval_s=1.0
+        ),
         run_config=RunConfig(
             storage_path=str(tmp_path / "storage"),
             failure_config=FailureConfig(max_failures=3),
@@ -126,7 +152,7 @@ def fit(tmp_path: Path, loop: Any, config: Path, workers: Any, *changes: str) ->
 
 
 @pytest.mark.numerics
-def test_ray_goes_on_after_a_loss_and_with_the_workers_that_are_left(
+def test_ray_goes_on_after_a_loss_with_the_workers_that_are_left_or_come_back(
     tmp_path, config, cluster, monkeypatch, capsys
 ):
     first = fit(tmp_path, lose_worker, config, 2)
@@ -136,13 +162,23 @@ def test_ray_goes_on_after_a_loss_and_with_the_workers_that_are_left(
     second = fit(tmp_path, lose_node, config, (1, 2), f"run.steps={STEPS + 6}")
     assert (tmp_path / "lost-15").exists()
     assert (second.metrics["step"], second.metrics["workers"]) == (STEPS + 6, 1)
+    (tmp_path / "wait.py").write_text(WAITING)
+    node = start_node_after(cluster.address, tmp_path / "run", STEPS + 9)
+    third = fit(
+        *(tmp_path, train_loop, config, (1, 2), f"run.steps={STEPS + 12}"),
+        f'run.callbacks=["{tmp_path}/wait.py:Wait"]',
+    )
+    node.terminate()
+    node.wait(timeout=60)
+    assert (third.metrics["step"], third.metrics["workers"]) == (STEPS + 12, 2)
     rows = read_rows(tmp_path / "run")
-    assert [row.step for row in rows] == list(range(1, STEPS + 7))
+    assert [row.step for row in rows] == list(range(1, STEPS + 13))
     # The same steps without Ray and without a loss.
     plain = tmp_path / "plain"
     for line in (
         f"train {config} --set run.folder={plain} --sample 0",
         f"train {plain} --resume --sample 0 --set run.steps={STEPS + 6}",
+        f"train {plain} --resume --sample 0 --set run.steps={STEPS + 12}",
     ):
         code, _, err = called(monkeypatch, capsys, line)
         assert code == 0, err

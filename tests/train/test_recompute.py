@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from penstock.config import MeshConfig
+from penstock.dropout import Dropout, current_place, dropping, place_at
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import load_config
 from penstock.measure.footprint import footprint
 from penstock.measure.probe import Probe
+from penstock.models.recompute import recomputed
 from penstock.train.capacity import MemoryLoad, needs_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import sizes_of
@@ -41,6 +45,23 @@ def test_what_is_recomputed_inside_layers_does_not_change_the_curve(
         "run.recompute_attention=true",
     )
     assert apart(train(job_of(tmp_path / "b", name, *again, **shape)), plain) < 1e-6
+
+
+def test_dropout_inside_a_recomputed_block_drops_the_same_numbers_again():
+    """Although another micro-batch went forward in between. The dropout of LoRA's adapters is inside such blocks."""
+    dropout = Dropout("here", 0.5)
+    x = torch.randn(2, 3, 4, requires_grad=True)
+
+    def gradient(wanted: bool) -> Tensor:
+        with dropping(seed=1, step=2):
+            place_at(row=4, token=3)
+            y = recomputed(lambda x: dropout(x).square(), x, wanted)
+            place_at(row=0, token=0)
+            (found,) = torch.autograd.grad(y.sum(), x)
+            assert current_place() == replace(current_place(), row=0, token=0)
+        return found
+
+    assert torch.equal(gradient(True), gradient(False))
 
 
 @pytest.mark.parametrize("block", ["mlp", "attention"])

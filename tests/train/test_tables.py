@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pyarrow
@@ -94,3 +95,18 @@ def test_a_tokenizer_is_trained_from_the_command_line_and_used(
 def test_a_vocabulary_has_room_for_every_byte(tmp_path):
     with pytest.raises(ShapeError, match="at least 257 words, not 200"):
         train_tokenizer(DataConfig(), 200, tmp_path / "t.json")
+
+
+def test_arrow_holds_little_of_a_table_at_a_time(tmp_path):
+    """Random bytes cannot be compressed, so that a table held in memory would be seen."""
+    texts = pyarrow.table({"text": [os.urandom(5000).hex() for _ in range(600)]})
+    parquet.write_table(texts, tmp_path / "a.parquet", row_group_size=20)
+    before = pyarrow.total_allocated_bytes()
+    del texts
+    held = []
+    for text, _ in table_texts(tmp_path / "a.parquet", "text"):
+        assert len(text) == 10_000
+        held.append(pyarrow.total_allocated_bytes())
+    assert len(held) == 600
+    assert max(held) < before
+    assert held[-1] < held[len(held) // 2] + 500_000

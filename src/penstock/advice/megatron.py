@@ -88,7 +88,7 @@ class Megatron:
 
     def _notes(self, pipeline: PipelineTerms) -> tuple[str, ...]:
         notes = [
-            f"Megatron computes the {pipeline.microbatches} micro-batches of a step, in "
+            f"Megatron computes the number of micro-batches of a step, {pipeline.microbatches} in "
             f"{pipeline.replicas} data-parallel group{'s' * (pipeline.replicas > 1)}, from the "
             "batch sizes and the number of devices."
         ]

@@ -64,6 +64,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
     from penstock.train.after.report import list_comparisons, list_events
     from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name
     from penstock.train.data.mixture import describe_use
+    from penstock.view.numbers import write_time
 
     first = summary.rows[0]
     last = summary.rows[-1]
@@ -73,7 +74,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
     if summary.evaluation is not None:
         loss += f", held-out loss {summary.evaluation:.4f}"
     lines = [
-        f"{ending} {verdict.step} steps in {seconds:,.0f} s: {loss}, "
+        f"{ending} {verdict.step} steps in {write_time(seconds, digits=3)}: {loss}, "
         f"{summary.speed:,.0f} tokens/s"
     ]
     lines += list_comparisons(summary)

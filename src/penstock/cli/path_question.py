@@ -137,8 +137,8 @@ def _profile_of(
     from penstock.config import is_recording
     from penstock.cost.gpus import analytic_profile, gpu_of
     from penstock.plan.workload import Fixed, Workload
+    from penstock.train.own_models import config_of
     from penstock.train.placement import decide_placement
-    from penstock.train.weights import config_of
 
     if options.gpu is not None:
         if options.profile is not None:
@@ -172,6 +172,6 @@ def _profile_of(
 
 def _memory_of_gpu(name: str) -> float:
     from penstock.cost.gpus import gpu_of
-    from penstock.train.auto import USABLE_SHARE
+    from penstock.plan.workload import USABLE_SHARE
 
     return USABLE_SHARE * gpu_of(name).memory

@@ -307,21 +307,21 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.question import parse_bytes, profile_question
-    from penstock.train.auto import machine_workload, model_limits, workload_limits
-    from penstock.train.start import find_run
-    from penstock.train.worker import model_sizes
+    from penstock.train.own_models import limits_of, read_model
 
-    config, _ = find_run(options.source, None, options.changes, exists=True)
+    config, sizes = read_model(options.source, options.changes)
     if options.skip is None:
         limits = replace(limits, skip=config.schedule.skip)
-    limits = model_limits(config, limits)
+    limits = limits_of(sizes, limits)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)
-    sizes = model_sizes(config)
     memory = None if options.memory is None else parse_bytes(options.memory)
     if options.gpu is not None:
         return _gpu_question(options, config, sizes, given, memory, limits)
+    _require_torch()
+    from penstock.train.auto import machine_workload, workload_limits
+
     cluster = None
     devices = options.devices or 0
     if options.cluster is not None:
@@ -343,10 +343,14 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         granularity=options.granularity,
         uneven=cluster is not None,
     )
-    profiles, origin = profiles_of(
-        options.profile, options.accept_error, workload, placement
-    )
     limits = workload_limits(workload, limits)
+    profiles, origin = profiles_of(
+        options.profile,
+        options.accept_error,
+        workload,
+        placement,
+        whole=limits.slices == 1,
+    )
     return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 
@@ -362,9 +366,8 @@ def _gpu_question(
     from penstock.cost.gpus import gpu_of
     from penstock.cost.profile import tile_of
     from penstock.plan.question import gpu_question
-    from penstock.plan.workload import workload_of
-    from penstock.train.auto import USABLE_SHARE
-    from penstock.train.weights import config_of
+    from penstock.plan.workload import USABLE_SHARE, workload_of
+    from penstock.train.own_models import config_of
 
     if options.profile is not None or options.cluster is not None:
         raise ShapeError(
@@ -388,6 +391,19 @@ def _gpu_question(
     return gpu_question(workload, config_of(sizes), gpu, limits)
 
 
+def _require_torch() -> None:
+    """Refuse to measure a model without torch, and name the way to plan without it."""
+    from importlib.util import find_spec
+
+    from penstock.errors import RunError
+
+    if find_spec("torch") is None:
+        raise RunError(
+            "measuring a model needs torch, which is not installed: pip install 'penstock[torch]'\n"
+            "  to plan without it for a GPU that is known, add --gpu h100"
+        )
+
+
 def _refuse_beside_config(**options: float | None) -> None:
     """Refuse the options that contradict a config."""
     for name, value in options.items():
@@ -409,9 +425,16 @@ def _refuse_without_config(**options: object) -> None:
 
 
 def profiles_of(
-    file: Path | None, accept_error: bool, workload: Workload, placement: Placement
+    file: Path | None,
+    accept_error: bool,
+    workload: Workload,
+    placement: Placement,
+    whole: bool = False,
 ) -> tuple[RowProfiles, str]:
-    """Return the profiles of a config's model, and where they come from."""
+    """Return the profiles of a config's model, and where they come from.
+
+    With `whole`, nothing will be sliced, so that no slices need to be measured.
+    """
     from penstock.cost.profile import refuse_error
     from penstock.formats import read_row_profiles
     from penstock.train.auto import measure_workload
@@ -429,4 +452,5 @@ def profiles_of(
             )
         return profiles, str(file)
     with progress("timing a layer"):
-        return measure_workload(workload, placement), "measured on this machine"
+        profiles = measure_workload(workload, placement, whole=whole)
+    return profiles, "measured on this machine"

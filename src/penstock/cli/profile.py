@@ -167,7 +167,7 @@ def profile_command(
         options = " ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ShapeError(
             f"--hf already gives the sizes; it cannot be combined with {options}\n"
-            "  leave out either; a model of other sizes needs no --hf"
+            "  leave one of them out"
         )
     settings = {
         "preset": preset,
@@ -229,7 +229,7 @@ def profile_command(
             dtype or "float32",
             autocast,
             threads,
-            rounds=measuring.rounds_of(quick),
+            rounds=measuring.measuring_rounds(quick),
             graphs=graphs,
             quick=quick,
         )

@@ -221,6 +221,8 @@ def _announce(
 
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
+    from penstock.view.numbers import short
+
     epochs = config.run.steps * config.data.batch / corpus.trained
     said = ""
     tally = corpus.tally
@@ -234,7 +236,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
         said = f"{tally.conversations:,} conversations{lost}, {tally.learned:,} tokens to learn of "
     return (
         f"{said}{corpus.token_count:,} tokens: {corpus.trained:,} sequences to train on, "
-        f"{corpus.held_out:,} held out; {config.run.steps} steps are {epochs:.3g} epochs"
+        f"{corpus.held_out:,} held out; {config.run.steps} steps are {short(epochs, 3)} epochs"
     )
 
 

@@ -104,7 +104,7 @@ def eval_command(
         typer.Option(
             "--text",
             "--sources",
-            help="A file or folder to measure on, instead of the held-out text of the run. May be repeated.",
+            help="A file or folder to measure on, instead of the text of the run's own evaluations. May be repeated.",
         ),
     ] = None,
     tokens: Annotated[
@@ -136,8 +136,8 @@ def eval_command(
 ) -> None:
     """Measure the perplexity of a trained model, with all parts and with some left out.
 
-    The text is what a run has held out, or any other text. Every layer is a part of its own, counted from 0. The first
-    part always runs.
+    The text is that of the run's own evaluations (data.validation, or what was held out), or any other text. Every
+    layer is a part of its own, counted from 0. The first part always runs.
 
     Example: penstock eval runs/tiny --omit 0.25 --omit 0.5
 

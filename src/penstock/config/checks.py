@@ -342,10 +342,10 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
     if counted and passages and data.batch % passages:
         fitting = -(-data.batch // passages) * passages
         faults.append(
-            f"data.batch = {data.batch} sequences do not deal out to {passages} "
+            f"data.batch = {data.batch} sequences cannot be dealt out evenly to {passages} "
             f"micro-batches (microbatches {schedule.microbatches} x copies "
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
-            f"{config.run.accumulate}); {fitting} do"
+            f"{config.run.accumulate}); {fitting} can"
         )
     if model.family == "bert":
         faults += _bert_faults(config)

@@ -230,9 +230,7 @@ def _shares(profile: Profile, tensor: int) -> tuple[Shares, Shares, Shares]:
     cut = 2 * width * width + 2 * width * keys + (2 if is_gpt else 3) * width * inner
     whole_numbers = norms
     if is_gpt:
-        cut += (
-            3 * width + inner
-        )  # biases of query, key, value and of the first MLP matrix
+        cut += 3 * width + inner  # biases of query, key, value and first MLP matrix
         whole_numbers += 2 * width  # biases of the outputs, which every process has
     words = math.ceil(vocab / tensor)
     positions = 0

@@ -123,7 +123,7 @@ def error_warning(profile: HasError) -> str:
     return (
         f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "
         f"the most to plan with is {MAX_ERROR:.0%}\n"
-        "  measure again on a quiet machine, with more --rounds; or plan all the same with --accept-error"
+        "  measure again on a quiet machine, with more --rounds; or plan anyway with --accept-error"
     )
 
 

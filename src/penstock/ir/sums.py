@@ -31,13 +31,12 @@ class SharedGradients(NamedTuple):
     name: str
     parts: tuple[int, ...]
     ranks: tuple[int, ...]
-    ready: (
-        int  # the tick at which the last backward of these parts is done on all ranks
-    )
+    # The tick at which the last backward of these parts is done on all ranks.
+    ready: int
 
 
 def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that hold a stage of these parts. A stage that no micro-batch visits gets the sum all the same."""
+    """The ranks that hold a stage of these parts. A stage that no micro-batch visits gets the sum too."""
     return tuple(
         sorted({stage.rank for stage in schedule.stages if stage.part in parts})
     )

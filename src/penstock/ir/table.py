@@ -46,14 +46,13 @@ class Table:
 
     first: Ints  # number of the first action of each lane; one more entry for the end
     rank: Ints
-    op: Ints  # as in CODE
-    kind: Ints
+    op: Ints  # as in OP_CODES
+    kind: Ints  # FORWARD, BACKWARD or WEIGHTS
     stage: Ints
     microbatch: Ints
     slice: Ints
-    position: (
-        Ints  # of the stage on the path of the micro-batch; -1 if it is off the path
-    )
+    # Of the stage on the path of the micro-batch; -1 if it is off the path.
+    position: Ints
     length: Ints  # of the path of each micro-batch
     slices: Ints  # of each micro-batch
     base: Ints  # first slot of each micro-batch; one more entry for the end
@@ -118,8 +117,8 @@ def tabulate(
     lanes: Sequence[Sequence[Action]],
 ) -> Table:
     """The columns of the actions, faulty ones included: these have `sound` false."""
-    lengths = [len(lane) for lane in lanes]
-    total = sum(lengths)
+    lane_lengths = [len(lane) for lane in lanes]
+    total = sum(lane_lengths)
 
     def column(field: int) -> Ints:
         actions = chain.from_iterable(lanes)
@@ -130,7 +129,7 @@ def tabulate(
     stage = column(1)
     microbatch = column(2)
     piece = column(3)
-    rank = np.repeat(np.arange(len(lanes)), lengths)
+    rank = np.repeat(np.arange(len(lanes)), lane_lengths)
     length = np.array([len(m.path) for m in microbatches], dtype=np.int64)
     slices = np.array([m.slices for m in microbatches], dtype=np.int64)
     base = np.concatenate([[0], np.cumsum(length * slices * 3)]).astype(np.int64)
@@ -152,21 +151,21 @@ def tabulate(
     sound[sound] = is_slice & is_home
     kind = _KIND_OF_CODE[op]
     table = Table(
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        rank,
-        op,
-        kind,
-        stage,
-        microbatch,
-        piece,
-        position,
-        length,
-        slices,
-        base,
-        sound,
-        np.full(total, -1, dtype=np.int64),
-        np.full(int(base[-1]), -1, dtype=np.int64),
-        _crowd(stages, microbatches),
+        first=np.concatenate([[0], np.cumsum(lane_lengths)]).astype(np.int64),
+        rank=rank,
+        op=op,
+        kind=kind,
+        stage=stage,
+        microbatch=microbatch,
+        slice=piece,
+        position=position,
+        length=length,
+        slices=slices,
+        base=base,
+        sound=sound,
+        slots=np.full(total, -1, dtype=np.int64),
+        at=np.full(int(base[-1]), -1, dtype=np.int64),
+        crowd=_crowd(stages, microbatches),
     )
     numbers = np.flatnonzero(sound)
     place = position[numbers] * slices[microbatch[numbers]] + piece[numbers]

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from penstock.models.bert import Bert, BertConfig
+from penstock.families import BertConfig, GPTConfig, LlamaConfig
+from penstock.models.bert import Bert
 from penstock.models.decoder import (
     DecoderConfig,
     any_layer,
@@ -14,8 +15,8 @@ from penstock.models.decoder import (
     give_memory,
     initial_constants,
 )
-from penstock.models.gpt import GPT, GPTConfig
-from penstock.models.llama import Llama, LlamaConfig
+from penstock.models.gpt import GPT
+from penstock.models.llama import Llama
 from penstock.models.split import (
     Decoder,
     Part,

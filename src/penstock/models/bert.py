@@ -9,7 +9,6 @@ x ──┬─ attention ─(+)─ norm ─┬─ mlp ─(+)─ norm ─►     
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -17,44 +16,10 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.families import BertConfig
 from penstock.models.attention import token_positions
 from penstock.models.hf import rename
-from penstock.models.split import Stack, draw_weights, require_multiple, require_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class BertConfig:
-    """Sizes of a Bert.
-
-    The MLP has `inner` features, a sequence at most `positions` tokens, and there are
-    `types` kinds of segments. `padding` is the token that fills up short rows, or None.
-    As in Hugging Face's model, its vector starts at zero and gets no gradient from
-    look-ups.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    inner: int
-    positions: int
-    types: int = 2
-    eps: float = 1e-12
-    tied: bool = True
-    padding: int | None = 0
-
-    def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
-        )
-        require_sizes(1, inner=self.inner, positions=self.positions, types=self.types)
-        require_multiple("width", self.width, "heads", self.heads)
-        if self.eps <= 0:
-            raise ShapeError(f"eps must be above 0, not {self.eps}")
-        if self.padding is not None and not 0 <= self.padding < self.vocab:
-            raise ShapeError(
-                f"padding must be None or a token from 0 to {self.vocab - 1}, not {self.padding}"
-            )
+from penstock.models.split import Stack, draw_weights
 
 
 class BertEmbedding(nn.Module):

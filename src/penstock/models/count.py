@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.models.bert import BertConfig
+from penstock.families import BertConfig, GPTConfig, LlamaConfig
 from penstock.models.decoder import DecoderConfig, count_decoder
-from penstock.models.gpt import GPTConfig
-from penstock.models.llama import LlamaConfig
 
 AnyModelConfig = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
 

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
-from penstock.models.bert import BertConfig
-from penstock.models.gpt import GPTConfig
+from penstock.families import BertConfig, GPTConfig
 from penstock.models.hf_trial import small_config
 from penstock.models.split import find_anatomy
 
@@ -286,9 +285,13 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
 
 
 def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
-    """Let transformers read all weights, for folders whose names of weights differ from the model's."""
+    """Let transformers read all weights, for folders whose names of weights differ from the model's.
+
+    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns.
+    """
     transformers = import_transformers(f"the model in {folder}")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, config=transformers_config(sizes), dtype=torch.float32
-    )
+    with _BUILDING:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=transformers_config(sizes), dtype=torch.float32
+        )
     return {name: one.detach() for name, one in model.named_parameters()}

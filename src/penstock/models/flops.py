@@ -10,10 +10,9 @@ al. 2022), and others report it so.
 
 from __future__ import annotations
 
-from penstock.models.bert import BertConfig
+from penstock.families import BertConfig, GPTConfig
 from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import DecoderConfig, count_decoder
-from penstock.models.gpt import GPTConfig
 
 # Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
 # that torch gives the device. The first match counts.

@@ -10,7 +10,6 @@ q, k, v = Wqkv x                                         rows of Wqkv: q, k, v o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,37 +18,11 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.families import GPTConfig
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.layer import PreNormLayer
-from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class GPTConfig:
-    """Sizes of a GPT.
-
-    The MLP has `inner` features (GPT-2: 4 * width), a sequence at most `positions`
-    tokens.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    inner: int
-    positions: int
-    eps: float = 1e-5
-    tied: bool = True
-
-    def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
-        )
-        require_sizes(1, inner=self.inner, positions=self.positions)
-        require_multiple("width", self.width, "heads", self.heads)
-        if self.eps <= 0:
-            raise ShapeError(f"eps must be above 0, not {self.eps}")
+from penstock.models.split import Decoder, draw_weights
 
 
 class GPTEmbedding(nn.Module):

@@ -11,7 +11,6 @@ heads share keys and values in groups of heads / kv_heads
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,49 +19,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
-from penstock.errors import ShapeError
+from penstock.families import LlamaConfig
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.layer import PreNormLayer
-from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Sizes of a Llama.
-
-    The MLP has `inner` features; `theta` is the base of the rotary frequencies.
-    """
-
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    inner: int
-    theta: float = 10000.0
-    eps: float = 1e-5
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
-        )
-        require_sizes(1, kv_heads=self.kv_heads, inner=self.inner)
-        require_multiple("width", self.width, "heads", self.heads)
-        require_multiple("heads", self.heads, "kv_heads", self.kv_heads)
-        require_multiple(
-            "width / heads", self.head_width, "2 (rotary positions turn pairs)", 2
-        )
-        if self.theta <= 0 or self.eps <= 0:
-            raise ShapeError(
-                f"theta and eps must be above 0, not {self.theta} and {self.eps}"
-            )
-
-    @property
-    def head_width(self) -> int:
-        """The number of features of one head."""
-        return self.width // self.heads
+from penstock.models.split import Decoder, draw_weights
 
 
 class Rotary(nn.Module):

@@ -18,12 +18,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.dropout import current_place, standing_at
+
 
 def recomputed(call: Callable[[Tensor], Tensor], x: Tensor, wanted: bool) -> Tensor:
     """Return call(x); if wanted, keep only x of it for the backward."""
     if not wanted or not torch.is_grad_enabled():
         return call(x)
-    y: Tensor = checkpoint(call, x, use_reentrant=False, preserve_rng_state=False)
+    place = current_place()
+
+    def call_there(x: Tensor) -> Tensor:
+        with standing_at(place):  # Other micro-batches may have run in between.
+            return call(x)
+
+    y: Tensor = checkpoint(call_there, x, use_reentrant=False, preserve_rng_state=False)
     return y
 
 

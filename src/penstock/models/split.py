@@ -20,28 +20,8 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.families import require_sizes
 from penstock.models import hf, hf_part, hf_trial
-
-
-# ---------------------------------------------------------------- sizes
-def require_sizes(least: int, **sizes: int) -> None:
-    """Refuse any size below `least`; the error names it."""
-    for name, size in sizes.items():
-        if size < least:
-            raise ShapeError(f"{name} must be at least {least}, not {size}")
-
-
-def require_multiple(name: str, size: int, divisor_name: str, divisor: int) -> None:
-    """Refuse a size that is not a multiple of the divisor; name the nearest that are."""
-    if size % divisor == 0:
-        return
-    below = size // divisor * divisor
-    above = below + divisor
-    nearest = f"{below} or {above}" if below else str(above)
-    raise ShapeError(
-        f"{name} must be a multiple of {divisor_name}: {size} is not one of {divisor}; "
-        f"{nearest} is"
-    )
 
 
 # ---------------------------------------------------------------- the stack

@@ -10,7 +10,6 @@ Norms are small, so every process has them whole. Parameters keep their names an
 
 from __future__ import annotations
 
-from math import gcd
 from types import MethodType
 from typing import Any
 
@@ -31,11 +30,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock.errors import ShapeError
-from penstock.models.bert import BertConfig
+from penstock.families import check_family_shares, undividable, words_of_share
 from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import DecoderConfig
-from penstock.models.llama import LlamaConfig
 from penstock.models.split import Part
 
 ROW_SHARDED = (
@@ -80,7 +77,7 @@ class ShardWords(ParallelStyle):
             module.weight, device_mesh, [Shard(0)], src_data_rank=None
         )
         module.weight = nn.Parameter(weight)
-        words_each = _share(module.num_embeddings, device_mesh.size())
+        words_each = words_of_share(module.num_embeddings, device_mesh.size())
         first = device_mesh.get_local_rank() * words_each
 
         def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
@@ -95,11 +92,6 @@ class ShardWords(ParallelStyle):
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         return module
-
-
-def _share(words: int, shares: int) -> int:
-    """Return the size of every share but the last, as DTensor cuts them."""
-    return -(-words // shares)
 
 
 def share_layers(part: Part, mesh: DeviceMesh) -> None:
@@ -143,34 +135,13 @@ def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
                 count += parameter.numel()
                 continue
             length = parameter.shape[1 if by_column else 0]
-            count += parameter.numel() // length * _share(length, tensor)
+            count += parameter.numel() // length * words_of_share(length, tensor)
     return count
 
 
 def check_shares(sizes: AnyModelConfig, tensor: int) -> None:
     """Refuse a number of shares that would divide a head or leave a process without words."""
-    if isinstance(sizes, DecoderConfig | BertConfig):
-        if tensor > 1:
-            name = "Bert"
-            if isinstance(sizes, DecoderConfig):
-                name = f"{sizes.architecture} of transformers"
-            raise ShapeError(
-                f"mesh.tensor = {tensor}: only our own Llama and GPT can be divided in this way, "
-                f"not a {name}; use schedule.ranks or mesh.shard"
-            )
-        return
-    counts = {"heads": sizes.heads, "inner": sizes.inner}
-    if isinstance(sizes, LlamaConfig):
-        counts["kv_heads"] = sizes.kv_heads
-    largest = gcd(*counts.values())
-    for name, count in counts.items():
-        if count % tensor:
-            fitting = max(n for n in range(1, tensor) if largest % n == 0)
-            raise ShapeError(
-                f"mesh.tensor = {tensor} does not divide the model's {name} = {count}; "
-                f"{fitting} does"
-            )
-    if (tensor - 1) * _share(sizes.vocab, tensor) >= sizes.vocab:
-        raise ShapeError(
-            f"mesh.tensor = {tensor} is too large: with {sizes.vocab} words, a process would have none"
-        )
+    if not isinstance(sizes, DecoderConfig):
+        check_family_shares(sizes, tensor)
+    elif tensor > 1:
+        raise undividable(f"{sizes.architecture} of transformers", tensor)

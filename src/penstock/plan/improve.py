@@ -50,7 +50,7 @@ MAX_DISTANCE = 64  # places that an action moves at most
 MEAN_END_WEIGHT = 0.1
 
 
-class Round(NamedTuple):
+class MoveRound(NamedTuple):
     """One round of moves.
 
     passes: how many moves there are for each action.
@@ -65,11 +65,19 @@ class Round(NamedTuple):
     price: float
 
 
-FIRST_ROUNDS = (Round(4, 0.2, math.inf), Round(16, 0.5, math.inf), Round(64, 1.0, 0.5))
-LATER_ROUNDS = (Round(256, 2.0, 1.0), Round(256, 3.0, 0.5), Round(256, 5.0, 0.5))
+FIRST_ROUNDS = (
+    MoveRound(4, 0.2, math.inf),
+    MoveRound(16, 0.5, math.inf),
+    MoveRound(64, 1.0, 0.5),
+)
+LATER_ROUNDS = (
+    MoveRound(256, 2.0, 1.0),
+    MoveRound(256, 3.0, 0.5),
+    MoveRound(256, 5.0, 0.5),
+)
 
 
-def round_of(number: int) -> Round:
+def round_of(number: int) -> MoveRound:
     """Return a round: first some short and cool ones, then long and warm ones for ever."""
     if number < len(FIRST_ROUNDS):
         return FIRST_ROUNDS[number]
@@ -233,7 +241,7 @@ def _call_loop(
     random: Floats,
     begin: int,
     length: int,
-    climate: Round,
+    climate: MoveRound,
     lane: Ints,
     best: Ints,
     makespan: float,

@@ -23,7 +23,8 @@ from penstock.ir.schedule import MicroBatch, Schedule
 from penstock.plan.space import LeastTimes
 from penstock.schedules.skip_paths import path_with_skips
 
-SHARE_ROUNDING = 1e-9  # of a share
+# A share of a count may come out just below a whole number.
+COUNT_ROUNDING = 1e-9
 
 
 def partial_paths(
@@ -49,7 +50,7 @@ def most_skips(parts: int, share: float) -> int:
     >>> most_skips(8, 0.25), most_skips(3, 0.25), most_skips(4, 0.9)
     (2, 0, 1)
     """
-    return min(math.floor(parts * share + SHARE_ROUNDING), max(parts - 3, 0))
+    return min(math.floor(parts * share + COUNT_ROUNDING), max(parts - 3, 0))
 
 
 def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
@@ -73,7 +74,7 @@ def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
 
 def visited_layers(layers: int, share: float) -> int:
     """Return the fewest layers that a micro-batch visits if it may leave out `share` of them."""
-    return layers - math.floor(layers * share + SHARE_ROUNDING)
+    return layers - math.floor(layers * share + COUNT_ROUNDING)
 
 
 def partial_profile_bound(

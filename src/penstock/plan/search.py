@@ -48,7 +48,7 @@ from penstock.schedules.size import refuse_if_too_large
 # With more cells than this, only those are weighed that could win by their bounds.
 MAX_WEIGHED_CELLS = 1_000
 WEIGHED_CELLS = 6  # cells that are weighed if nothing fits
-MAX_CELLS = 50_000  # more would take minutes to compare
+MAX_COMPARED_CELLS = 50_000  # more would take minutes to compare
 # Simulated actions in all cells in which everything is tried. They take about 10 seconds. One
 # cell is tried in any case.
 RANKING_WORK = 1_000_000_000
@@ -466,10 +466,10 @@ class _Search:
 
 def _cells(workload: Workload) -> list[Cell]:
     """Return the cells of a workload. Refuses too many cells and too large ones at once."""
-    cells = list(islice(cells_of(workload), MAX_CELLS + 1))
-    if len(cells) > MAX_CELLS:
+    cells = list(islice(cells_of(workload), MAX_COMPARED_CELLS + 1))
+    if len(cells) > MAX_COMPARED_CELLS:
         raise ShapeError(
-            f"there are more than {MAX_CELLS:,} ways to divide {workload.devices:,} devices "
+            f"there are more than {MAX_COMPARED_CELLS:,} ways to divide {workload.devices:,} devices "
             f"and {workload.batch:,} sequences\n"
             "  fix some of them: --set schedule.ranks=8, schedule.microbatches=32, "
             "mesh.tensor=1 and so on"

@@ -23,7 +23,7 @@ from penstock.plan.survivors import orphans, part_work
 
 # The share of a step that a worker must save with its move to another seat.
 LEAST_SAVED_BY_A_MOVE = 0.1
-ROUNDING = 1e-9
+TIED_LAYERS = 1e-9  # times that differ by less count as equal
 
 
 def least_time(
@@ -54,9 +54,10 @@ def least_time(
 
 
 def seats_to_change(plan: Plan, empty: Collection[int]) -> dict[int, int]:
-    """Return which taken seats should be empty instead, each with the seat that its worker takes.
+    """Return which taken seats might be empty instead, each with the seat that its worker would take.
 
-    Every move makes the least time of a step shorter by a tenth or more.
+    Every move makes the least time of a step shorter by a tenth or more. Whether a step of the
+    best plan becomes shorter, too, is for the caller to find out.
     """
     work = part_work(plan)
 
@@ -75,7 +76,7 @@ def seats_to_change(plan: Plan, empty: Collection[int]) -> dict[int, int]:
                 if seat in moves.values() or _loses_parts(schedule, now, then):
                     continue
                 time = mean_time(then)
-                if time <= (1 - LEAST_SAVED_BY_A_MOVE) * best + ROUNDING:
+                if time <= (1 - LEAST_SAVED_BY_A_MOVE) * best + TIED_LAYERS:
                     found, best = (seat, goal, then), time
         if found is None:
             break

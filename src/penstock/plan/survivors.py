@@ -35,7 +35,7 @@ from penstock.sim.simulate import simulate
 # Work of one search: simulations of all lanes, and actions that they may time together, which
 # takes a tenth of a second.
 MAX_SIMULATIONS = 4_000
-MAX_TIMED_ACTIONS = 2_000_000
+MAX_REPLANNED_ACTIONS = 2_000_000
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 # Weights of the embedding, and of the head, compared with a layer.
 END_WEIGHT = 0.5
@@ -154,7 +154,7 @@ def _order(
     bound = search.bound(caps[:ranks])
     if bound >= limit:
         return None
-    work = min(MAX_SIMULATIONS, MAX_TIMED_ACTIONS // search.size)
+    work = min(MAX_SIMULATIONS, MAX_REPLANNED_ACTIONS // search.size)
     best = search.best(caps[:ranks], work, bound=bound)
     idle = len(caps) - best.ranks
     lanes = [*best.lanes, *[()] * idle]

@@ -20,6 +20,8 @@ from penstock.errors import ConfigError, ShapeError
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.
 MAX_TENSOR = 8
 MAX_DEVICES = 100_000  # more would take too long to divide in every way
+# The share of a memory that a plan may fill; activations of a moment need the rest.
+USABLE_SHARE = 0.9
 MIN_GRANULARITY = 16  # tokens; cuts are multiples of at least this many
 
 
@@ -313,8 +315,8 @@ def _no_cell(workload: Workload) -> str:
     passages *= max(1, fixed.microbatches)
     fitting = -(-workload.batch // passages) * passages
     return (
-        f"data.batch = {workload.batch} sequences do not deal out to {passages} "
+        f"data.batch = {workload.batch} sequences cannot be dealt out evenly to {passages} "
         f"micro-batches (microbatches {max(1, fixed.microbatches)} x copies "
         f"{max(1, fixed.copies)} x shard {max(1, fixed.shard)} x accumulate "
-        f"{workload.passes}); {fitting} do"
+        f"{workload.passes}); {fitting} can"
     )

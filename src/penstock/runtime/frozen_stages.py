@@ -24,9 +24,8 @@ StageVisit = tuple[int, int]  # stage, micro-batch
 class Rests:
     """The actions of one rank that have less to do, by their numbers."""
 
-    idle: frozenset[int] = (
-        frozenset()
-    )  # no graph, no backward: nothing trains up to here
+    # Nothing trains up to here: no graph, no backward.
+    idle: frozenset[int] = frozenset()
     closed: frozenset[int] = frozenset()  # forwards whose input needs no gradient
 
 

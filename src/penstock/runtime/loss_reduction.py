@@ -135,13 +135,14 @@ def _refuse(
         )
     if said is Reduction.MEAN and not is_mean:
         raise ShapeError(
-            f"reduction='mean', but the loss is no mean over labels: {both:.4g} of some labels, {first:.4g} and "
+            f"reduction='mean', but the loss is not a mean over labels: {both:.4g} of some labels, {first:.4g} and "
             f"{second:.4g} of their halves\n  leave out `reduction` if it is a sum; labels that do not count must be "
             f"{IGNORED_LABEL}"
         )
     if strict and not is_sum and said is Reduction.SUM:
         raise ShapeError(
-            f"the loss is no sum over labels: {both:.4g} of some labels, {first:.4g} and {second:.4g} of their halves\n"
+            f"the loss is not a sum over labels: {both:.4g} of some labels, {first:.4g} and "
+            f"{second:.4g} of their halves\n"
             "  token slices ask it for some labels of a sequence at a time; shift labels beforehand "
             "(penstock.models.shift_labels), or make the schedule with slices=1"
         )
@@ -162,10 +163,9 @@ def _cuts(y: Tensor, labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces
         return
     if counts.dim() > 2:  # further dimensions belong to a label
         counts = counts.flatten(2).all(2)
-    row, column = (
-        int(counts.sum(1).argmax()),
-        int(counts.sum(0).argmax()),
-    )  # with the most of them
+    # The row and the column with the most labels that count.
+    row = int(counts.sum(1).argmax())
+    column = int(counts.sum(0).argmax())
     places = counts[row].nonzero().flatten()[:MAX_LABELS_CHECKED]
     half = len(places) // 2
     if half:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
-    "abort_group",
     "call_uncompiled",
     "compile_graph",
     "compiled_call",
@@ -64,11 +62,9 @@ __all__ = [
     "is_dropout",
     "is_memory_error_text",
     "known_compilers",
-    "leave_group",
     "let_size_vary",
     "module_attributes",
     "multiply_all",
-    "nccl_group",
     "norms_of_all",
     "original_module",
     "original_name",
@@ -88,9 +84,6 @@ __all__ = [
 
 # The first optimizer of a process loads this, which takes half a second.
 MODULE_OF_OPTIMIZERS = "torch._dynamo"
-MODULE_OF_NCCL = (
-    "torch.distributed"  # A torch without GPUs has no ProcessGroupNCCL there.
-)
 
 
 # ---------------------------------------------------------------- autograd
@@ -319,32 +312,6 @@ def gloo_group(store: Store, rank: int, ranks: int, limit: timedelta) -> Process
     """
     group: Any = ProcessGroupGloo(store, rank, ranks, limit)
     return group  # type: ignore[no-any-return]  # It has the methods of a ProcessGroup.
-
-
-def nccl_group(
-    store: Store, rank: int, ranks: int, limit: timedelta, device: torch.device
-) -> ProcessGroup:
-    """Connect some processes through NCCL, apart from the default process group, over one communicator.
-
-    Like `gloo_group`, but for GPUs. Without the eager connection, every pair of ranks would get a communicator.
-    """
-    kind: Any = import_module(MODULE_OF_NCCL).ProcessGroupNCCL
-    options = kind.Options()
-    options._timeout = limit
-    torch.cuda.set_device(device)  # of this thread
-    group = kind(store, rank, ranks, options)
-    group.eager_connect_single_device(device)
-    return group  # type: ignore[no-any-return]  # It has the methods of a ProcessGroup.
-
-
-def abort_group(group: ProcessGroup) -> None:
-    """End everything that a group of NCCL waits for, at once; the group cannot be used afterwards."""
-    group.abort()
-
-
-def leave_group(group: ProcessGroup) -> None:
-    """Leave a group of NCCL when all its messages have arrived."""
-    group.shutdown()
 
 
 def default_store() -> Store:

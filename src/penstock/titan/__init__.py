@@ -9,7 +9,6 @@ config stay. A model of your own gets the same with `penstock.titan.trainer.with
 
 from __future__ import annotations
 
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from penstock.errors import RunError
@@ -26,9 +25,15 @@ def refuse_other_version(found: str) -> None:
         raise RunError(
             f"penstock.titan works with torchtitan {TESTED_VERSION}, but {found} is installed: "
             "pip install 'torchtitan==0.3.0'\n"
-            "  earlier ones have another config; later ones call model.pipeline(), which Penstock does not offer yet"
+            "  earlier ones have another config; later ones call model.pipeline(), which "
+            "penstock.titan.model_method.pipeline_with returns"
         )
 
 
-with suppress(PackageNotFoundError):  # Importing torchtitan will say so.
-    refuse_other_version(version("torchtitan"))
+def refuse_installed_version() -> None:
+    """Raise an error if another torchtitan is installed; if there is none, importing it will say so."""
+    try:
+        found = version("torchtitan")
+    except PackageNotFoundError:
+        return
+    refuse_other_version(found)

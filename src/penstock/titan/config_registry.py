@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from torchtitan.models import _supported_models as torchtitan_models
-from torchtitan.trainer import Trainer
+from penstock.titan import refuse_installed_version
 
-from penstock.titan.trainer import PenstockTrainer, with_penstock
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+    from penstock.titan.trainer import PenstockTrainer
 
 
 def __getattr__(name: str) -> Callable[[], PenstockTrainer.Config]:
     """Return the function that makes a config of torchtitan with Penstock's pipelining."""
-    make_config = None if name.startswith("_") else _own_config(name)
+    if name.startswith("_"):
+        raise AttributeError(name)
+    refuse_installed_version()  # Another version lacks what is imported next.
+    from penstock.titan.trainer import with_penstock  # noqa: PLC0415
+
+    make_config = _own_config(name)
     if make_config is None:
         raise AttributeError(f"torchtitan has no config function {name}")
 
@@ -29,6 +37,8 @@ def __getattr__(name: str) -> Callable[[], PenstockTrainer.Config]:
 
 def _own_config(name: str) -> Callable[[], Trainer.Config] | None:
     """The function of this name among the configs of torchtitan's models."""
+    from torchtitan.models import _supported_models as torchtitan_models  # noqa: PLC0415
+
     # A config is named after its model, so its module is the first to be loaded.
     models = sorted(torchtitan_models, key=lambda model: not name.startswith(model))
     for model in models:

@@ -12,7 +12,7 @@ replaced: it takes (x, piece), as the executor calls it, and adds the keyword ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,11 +27,6 @@ from penstock.runtime import Executor, ProcessComm, Proof, prove
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import spans_of
 from penstock.runtime.torch_internals import ignore_fsdp_view_warning
-from penstock.titan.attention import (
-    separates_documents,
-    slice_attention,
-    why_uncut_loss,
-)
 
 _log = logging.getLogger(__name__)
 TitanLoss = Callable[..., tuple[Tensor, Any]]  # the loss, and metrics of it
@@ -41,7 +36,8 @@ Keywords = Mapping[str, Any]  # of one micro-batch
 class PipelineSchedule:
     """One rank's pipeline, with the calls that torchtitan's trainer and validator make.
 
-    `parts` maps parts of the schedule to the modules of this rank. `shape` is that of a micro-batch: rows, tokens.
+    `parts` maps parts of the schedule to the modules of this rank. `shape` is that of a micro-batch: (rows, tokens), or
+    (tokens,) if torchtitan packs all of them into one row.
     The hidden state between stages has `width` features of type `dtype`. All ranks of `group` build theirs.
     """
 
@@ -51,7 +47,7 @@ class PipelineSchedule:
         parts: Mapping[int, Any],
         group: dist.ProcessGroup,
         loss: TitanLoss,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         width: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -69,10 +65,8 @@ class PipelineSchedule:
         for number, stage in enumerate(schedule.stages):
             if stage.rank == self.rank:
                 self.stages[number] = parts[stage.part]
-        self.separates = any(map(separates_documents, parts.values()))
+        self.separates = schedule.slices > 1 and slice_parts(parts.values())
         for part in parts.values():
-            if schedule.slices > 1:
-                slice_attention(part)
             part.forward = PartForward(part, self.inputs)
             # What it returns to the executor, which then does not try it without the trainer's arguments.
             # FSDP's parameters have another type.
@@ -92,8 +86,12 @@ class PipelineSchedule:
         losses: list[Tensor] | None = None,
         loss_kwargs: Keywords | None = None,
         return_outputs: bool = False,
+        finalize_gradients: bool = True,
     ) -> None:
-        """Run the forwards and backwards of all micro-batches, and add to the gradients."""
+        """Run the forwards and backwards of all micro-batches, and add to the gradients.
+
+        FSDP sums the gradients of every step, so that they are final whether the trainer asks for that or not.
+        """
         if return_outputs:
             raise ShapeError(
                 "Penstock's pipeline returns no outputs: call step with return_outputs=False"
@@ -149,7 +147,7 @@ class PipelineSchedule:
 
     def _starts(self, keywords: Sequence[Keywords]) -> tuple[Tensor, ...]:
         """Where the document of each token starts, if sequences are cut and attention stays within documents."""
-        if self.schedule.slices == 1 or not self.separates:
+        if not self.separates:
             return ()
         starts = []
         for one in keywords:
@@ -190,6 +188,8 @@ class PipelineSchedule:
         """Raise an error if the loss takes only slices of other lengths."""
         if self.schedule.slices == 1:
             return
+        from penstock.titan.attention import why_uncut_loss  # noqa: PLC0415
+
         lengths = set()
         for microbatch in set(self.schedule.microbatches):
             for begin, end in spans_of(microbatch, self.shape[1]):
@@ -197,6 +197,21 @@ class PipelineSchedule:
         reason = why_uncut_loss(loss, lengths)
         if reason:
             raise ShapeError(reason)
+
+
+def slice_parts(parts: Iterable[Any]) -> bool:
+    """Let the attention of all parts take slices of tokens; return whether it keeps packed documents apart."""
+    # Only slices need to know what the attention of this torchtitan looks like.
+    from penstock.titan.attention import (  # noqa: PLC0415
+        separates_documents,
+        slice_attention,
+    )
+
+    parts = list(parts)
+    separates = any(map(separates_documents, parts))
+    for part in parts:
+        slice_attention(part)
+    return separates
 
 
 class MicrobatchInputs:

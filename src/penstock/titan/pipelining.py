@@ -15,15 +15,13 @@ from torchtitan.config import (
     TrainingConfig,
 )
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import _split_module as split_module
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.tools.logging import logger
 
-from penstock.ir import Op
-from penstock.runtime import make_deferrable
 from penstock.titan.pipeline_schedule import PipelineSchedule
 from penstock.titan.planning import PipelinePlan
+from penstock.titan.rank_parts import cut_parts
 
 
 def pipeline(
@@ -48,16 +46,9 @@ def pipeline(
     """
     group: dist.ProcessGroup = parallel_dims.get_mesh("pp").get_group("pp")
     schedule = planned.plan.schedule
-    numbers = sorted(one.part for one in schedule.stages if one.rank == group.rank())
-    splits = any(action.op is Op.W for lane in schedule.lanes for action in lane)
-    parts: dict[int, nn.Module] = {}
-    for number in numbers:
-        names = list(planned.modules[number])
-        part = split_module(model, names)
-        if splits:
-            # torchtitan wraps the forwards of layers, so ours must be in place before.
-            make_deferrable(part)
-        parts[number] = parallelize_fn(
+
+    def parallelize(part: nn.Module) -> nn.Module:
+        made: nn.Module = parallelize_fn(
             part,
             parallel_dims=parallel_dims,
             training=training,
@@ -66,6 +57,11 @@ def pipeline(
             ac_config=ac_config,
             dump_folder=dump_folder,
         )
+        return made
+
+    parts = cut_parts(model, schedule, group.rank(), planned.modules, parallelize)
+    for number in parts:
+        names = list(planned.modules[number])
         logger.info(f"Penstock: part {number} has the modules {names}")
     pipeline_schedule = PipelineSchedule(
         schedule,

@@ -6,7 +6,6 @@ sizes of the model        what our planner reads          schedule and layers   
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,20 +37,16 @@ from penstock.formats import read_row_profiles
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.plan.recipes import Limits
-from penstock.plan.workload import workload_of
+from penstock.plan.workload import USABLE_SHARE, workload_of
 from penstock.schedules.coverage import visits_all_parts
 from penstock.titan.attention import why_unsliceable
+from penstock.titan.modules import modules_of, partition_of, refuse_other_parallelism
 from penstock.titan.options import PenstockOptions
-from penstock.train.auto import USABLE_SHARE, plan_workload
+from penstock.train.auto import plan_workload
 from penstock.train.forecast import Forecast, forecast
 
 FIRST_RANK_NAME = "ZBVZeroBubble"  # torchtitan reads the loss on rank 0
 LAST_RANK_NAME = "1F1B"  # torchtitan reads the loss on the last rank
-NOT_SUPPORTED = (
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "expert_parallel_degree",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,35 +267,6 @@ def own_modules(config: Trainer.Config, parts: int) -> list[list[str]]:
     return modules
 
 
-def modules_of(partition: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """The modules of parts with these numbers of layers.
-
-    >>> modules_of((1, 2))
-    (('tok_embeddings', 'layers.0'), ('layers.1', 'layers.2', 'norm', 'lm_head'))
-    """
-    parts = []
-    layer = 0
-    for count in partition:
-        parts.append([f"layers.{layer + number}" for number in range(count)])
-        layer += count
-    parts[0].insert(0, "tok_embeddings")
-    parts[-1] += ["norm", "lm_head"]
-    return tuple(map(tuple, parts))
-
-
-def partition_of(
-    modules: Sequence[Sequence[str]], parts: int, layers: int
-) -> tuple[int, ...]:
-    """The number of layers of each part, from the names of its modules."""
-    counts = [sum(name.startswith("layers.") for name in names) for names in modules]
-    if len(counts) != parts or sum(counts) != layers:
-        raise ConfigError(
-            f"--parallelism.module_fqns_per_model_part has {len(counts)} parts with {sum(counts)} layers, "
-            f"but the schedule has {parts} parts and the model {layers} layers"
-        )
-    return tuple(counts)
-
-
 def _brings_partition(options: PenstockOptions) -> bool:
     """Whether the plan itself says how many layers each part has."""
     return options.schedule == AUTO or options.schedule.endswith(".json")
@@ -315,23 +281,7 @@ def refuse_unsupported(config: Trainer.Config) -> None:
         raise ConfigError(
             f"{spec.name} is pipelined by {name}, but Penstock takes the place of pipeline_llm only"
         )
-    parallelism = config.parallelism
-    for key in NOT_SUPPORTED:
-        degree = getattr(parallelism, key)
-        if degree > 1:
-            raise ConfigError(
-                f"--parallelism.{key} {degree} does not work with Penstock's pipeline yet: set it to 1, or take "
-                "torchtitan's own pipeline"
-            )
-    if config.training.enable_cpu_offload:
-        raise ConfigError(
-            "--training.enable_cpu_offload does not work with Penstock's pipeline: leave it out"
-        )
-    if parallelism.pipeline_parallel_schedule_csv:
-        raise ConfigError(
-            "--parallelism.pipeline_parallel_schedule_csv is for torchtitan's own pipeline: name the file in "
-            "--penstock.schedule instead"
-        )
+    refuse_other_parallelism(config.parallelism, config.training.enable_cpu_offload)
 
 
 def refuse_foreign(plan: Plan, config: Trainer.Config) -> None:

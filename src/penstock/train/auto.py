@@ -18,23 +18,28 @@ from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import ProfilePricing
 from penstock.plan.recipes import Limits
 from penstock.plan.search import Landscape, SearchProgress, search
-from penstock.plan.workload import MIN_GRANULARITY, Workload, cells_of, workload_of
+from penstock.plan.workload import (
+    MIN_GRANULARITY,
+    USABLE_SHARE,
+    Workload,
+    cells_of,
+    workload_of,
+)
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.capacity import places_of
+from penstock.train.own_models import limits_of
 from penstock.train.placement import Placement, decide_placement
 from penstock.train.profile import (
+    ProfileRequest,
     affordable,
     measure_rows_of,
     profile_config,
     request_of,
 )
-from penstock.train.weights import is_sliceable
 from penstock.train.worker import model_sizes
 from penstock.view.numbers import write_size
 
 MAX_MEASURED_ROWS = 3
-# The share of a memory that a plan may fill; activations of a moment need the rest.
-USABLE_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +124,16 @@ def measure_workload(
     workload: Workload,
     placement: Placement,
     watch: Callable[[str], None] = lambda text: None,
+    whole: bool = False,
 ) -> RowProfiles:
-    """Measure the model of a workload, with the numbers of rows that a plan may choose."""
+    """Measure the model of a workload, with the numbers of rows that a plan may choose.
+
+    With `whole`, no slices are measured. Nothing is sliced on one device either.
+    """
     config = workload.config
     assert config is not None, "only the model of a config can be measured"
-    rows = rows_to_measure(workload)
-    whole = workload.devices == 1  # There nothing is sliced (`workload_limits`).
+    rows = quick_rows(workload, request_of(config, placement, 1, True))
+    whole = whole or workload.devices == 1
     if under_launcher():  # Only one of the launched processes plans; the others wait.
         request, counts = affordable(request_of(config, placement, rows[0], True), rows)
         return measure_rows_of(None, request, counts, watch)
@@ -135,7 +144,24 @@ def measure_workload(
 
 def rows_to_measure(workload: Workload) -> list[int]:
     """Return the smallest and the largest number of rows of a cell, and one between them."""
-    rows = sorted({cell.rows for cell in cells_of(workload)})
+    return _few(_rows_of(workload))
+
+
+def quick_rows(workload: Workload, request: ProfileRequest) -> list[int]:
+    """Return such numbers of rows whose passes do not take too long.
+
+    Larger micro-batches are scaled from the largest one that is measured. A GPU is the more
+    efficient the larger they are, so it should be as large as possible.
+    """
+    _, rows = affordable(request, _rows_of(workload))
+    return _few(rows)
+
+
+def _rows_of(workload: Workload) -> list[int]:
+    return sorted({cell.rows for cell in cells_of(workload)})
+
+
+def _few(rows: list[int]) -> list[int]:
     if len(rows) <= MAX_MEASURED_ROWS:
         return rows
     return [rows[0], rows[len(rows) // 2], rows[-1]]
@@ -143,9 +169,7 @@ def rows_to_measure(workload: Workload) -> list[int]:
 
 def model_limits(config: Config, limits: Limits) -> Limits:
     """Return the limits without slices, if the model of a config cannot run slice by slice."""
-    if is_sliceable(model_sizes(config)):
-        return limits
-    return replace(limits, slices=1)
+    return limits_of(model_sizes(config), limits)
 
 
 def workload_limits(workload: Workload, limits: Limits) -> Limits:

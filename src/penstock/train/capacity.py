@@ -39,9 +39,10 @@ from penstock.train.optimizer import (
     ParameterNumbers,
     parameter_numbers,
 )
+from penstock.train.own_models import config_of
 from penstock.train.placement import Placement, uses_gpus
 from penstock.train.step_paths import step_paths
-from penstock.train.weights import Sizes, config_of
+from penstock.train.weights import Sizes
 from penstock.view.numbers import write_size
 
 RANKS_SHOWN = 4
@@ -135,7 +136,7 @@ def check_memory(
     refusal = why_too_large(config, plan, sizes, placement)
     if refusal:
         raise ConfigError(
-            f"{refusal}\n  --set run.check_memory=false starts the run all the same"
+            f"{refusal}\n  --set run.check_memory=false starts the run anyway"
         )
 
 
@@ -176,7 +177,7 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
             "timing one layer, the embedding and the head takes "
             f"{write_size(need)} of memory, and this machine has {write_size(room)}\n"
             "  take a smaller model.width, model.inner or model.vocab; "
-            "--set run.check_memory=false tries it all the same"
+            "--set run.check_memory=false tries it anyway"
         )
 
 

@@ -93,6 +93,9 @@ def examine() -> Diagnosis:
         _package("safetensors", "checkpoints and exported models", INSTALL_TORCH, True),
         _package("tokenizers", "text as tokens of a tokenizer.json", INSTALL_HF),
         _package("transformers", "models from Hugging Face folders", INSTALL_HF),
+        _package("pyarrow", "text in .parquet, .arrow and .feather tables", INSTALL_HF),
+        _package("peft", "adapters (LoRA)", "pip install 'penstock[lora]'"),
+        _package("ray", "training in Ray Train", "pip install 'penstock[ray]'"),
     ]
     can_train = not any(one.state is State.MISSING for one in findings)
     return Diagnosis(tuple(findings), cores, memory, gpus, can_train)

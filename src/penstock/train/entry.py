@@ -21,8 +21,9 @@ from penstock.train.crew.member import (
 )
 from penstock.train.crew.site import own_site
 from penstock.train.history import WatchRow
+from penstock.train.run_source import CONFIG_FILE
 from penstock.train.screen import Screen, log_to
-from penstock.train.worker import CONFIG_FILE, Verdict, work
+from penstock.train.worker import Verdict, work
 
 
 def run_worker(folder: str, resume: bool) -> Verdict:

@@ -258,7 +258,7 @@ def _tokenizer_of_folder(folder: Path, key: str) -> str:
         raise ConfigError(
             f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
             f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
-            "data.tokenizer=bytes trains it on bytes all the same"
+            "data.tokenizer=bytes trains it on bytes anyway"
         )
     return BYTE_TOKENIZER
 

@@ -68,6 +68,7 @@ __all__ = [
     "ended_by_signals",
     "launch",
     "launch_crew",
+    "load_ahead",
     "restarted",
     "under_launcher",
     "way_on",
@@ -102,6 +103,13 @@ def forget_previous_end(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     for file in (folder / PIDS_FOLDER).glob("*.pid"):
         file.unlink(missing_ok=True)
+
+
+def load_ahead(entry: WorkerEntry) -> None:
+    """Load what workers need in the process that they will be forked from, while this one has other work."""
+    if sys.platform == "linux" and not under_launcher():
+        _set_environment()
+        serve_forks([entry.__module__, *LOADED_MODULES])
 
 
 def launch(

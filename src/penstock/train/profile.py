@@ -55,11 +55,11 @@ from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
-from penstock.train import weights
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
+from penstock.train.own_models import sizes_of
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.train.worker import model_sizes
@@ -125,10 +125,10 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
     vocab = 0 if model.vocab else ByteTokenizer.vocab
-    return weights.sizes_of(model, vocab, tokens)
+    return sizes_of(model, vocab, tokens)
 
 
-def rounds_of(quick: bool) -> int:
+def measuring_rounds(quick: bool) -> int:
     """Return how often a measurement visits each point."""
     return QUICK_ROUNDS if quick else PROFILE_ROUNDS
 
@@ -151,7 +151,7 @@ def request_of(
         placement.device,
         autocast=precision if precision != "float32" else None,
         threads=placement.threads,
-        rounds=rounds_of(quick),
+        rounds=measuring_rounds(quick),
         separate=config.data.apart,
         graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, _parse_device(placement.device)),
@@ -184,7 +184,7 @@ def profile_config(
     if quick:
         request, counts = affordable(request, counts)
     if whole:
-        request = replace(request, where=((request.tokens, 0),))
+        request = replace(request, where=whole_sequence(request))
     processes = placement.processors if ranks is None else ranks
     profiles = profile_rows(request, counts, processes, watch)
     tokens = config.data.tokens
@@ -192,6 +192,11 @@ def profile_config(
         return profiles
     enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
     return RowProfiles(tuple(enlarged))
+
+
+def whole_sequence(request: ProfileRequest) -> tuple[SlicePoint, ...]:
+    """Return the only slice of a measurement that needs no others."""
+    return ((request.tokens, 0),)
 
 
 def affordable(
@@ -339,6 +344,8 @@ def subjects_by_rows(
     optimizers = partial(
         optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
     )
+    # Keys and values of earlier slices are only for slices, which must be compiled.
+    prefixes = not middle.unsliceable and request.where != whole_sequence(request)
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
@@ -358,7 +365,7 @@ def subjects_by_rows(
                 middle,
                 hidden,
                 depth,
-                prefixes=not middle.unsliceable,
+                prefixes=prefixes,
                 autocast=autocast,
                 starts=starts,
                 optimizers=optimizers,

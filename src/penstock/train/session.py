@@ -45,6 +45,7 @@ from penstock.train.launcher import (
     avoid_broken_amx,
     launch,
     launch_crew,
+    load_ahead,
     under_launcher,
 )
 from penstock.train.lock import Lock, locking
@@ -272,6 +273,7 @@ def _measure_and_plan(
     """Measure the model on this machine and search for the fastest plan."""
     workload, placement = machine_workload(config, layers, given)
     check_timing(config, model_sizes(config), placement)
+    load_ahead(run_worker)
     with display.timing():
         profiles = measure_workload(workload, placement)
     with display.planning() as watch:

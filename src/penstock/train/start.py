@@ -13,16 +13,13 @@ from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 
-from penstock.config import Config, check_config, names_own_code
+from penstock.config import Config, names_own_code
 from penstock.dropout import set_dropout
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
     DEFAULT_PRESET,
-    apply_changes,
     dump_config,
-    preset,
-    read_config,
     with_absolute_paths,
 )
 from penstock.ir import Plan
@@ -51,9 +48,9 @@ from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
 from penstock.train.remote import RemoteCheckpoints
 from penstock.train.resumption import check_resumable, nothing_to_resume
+from penstock.train.run_source import CONFIG_FILE, is_folder, read_source
 from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
-    CONFIG_FILE,
     corpus_of,
     model_sizes,
     validation_of,
@@ -72,7 +69,7 @@ def find_run(
     The source is a config, the folder of a run, or None for a preset. If `exists` is
     False, the folder must not contain a run yet.
     """
-    config = _read_source(source, preset_name, changes)
+    config = read_source(source, preset_name, changes)
     folder = _run_folder(source, preset_name, changes, config, exists)
     if not exists and not restarted() and newest(folder / CHECKPOINTS_FOLDER):
         raise ConfigError(
@@ -81,7 +78,7 @@ def find_run(
         )
     config = replace(config, run=replace(config.run, folder=str(folder)))
     config = settle_model(config)
-    if _is_folder(source) and not _changes_key(changes, "data.tokenizer"):
+    if is_folder(source) and not _changes_key(changes, "data.tokenizer"):
         config = with_kept_files(config, folder)
     return config, folder
 
@@ -207,34 +204,6 @@ def _write_plan(plan: Plan, folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- the config
-def _read_source(
-    source: Path | None, preset_name: str | None, changes: Sequence[str]
-) -> Config:
-    if source is None:
-        config = preset(preset_name or DEFAULT_PRESET)
-        return check_config(apply_changes(config, changes))
-    if preset_name:
-        raise ConfigError(
-            f"--preset {preset_name} is for a run without a config, but {source} was "
-            "given\n"
-            f"  write preset = {preset_name!r} at the top of the config, or leave one "
-            "of the two out"
-        )
-    if not _is_folder(source):
-        return read_config(source, changes)
-    file = source / CONFIG_FILE
-    if not file.is_file():
-        raise FileError(
-            f"{source} is not the folder of a run: it has no {CONFIG_FILE}\n"
-            "  name the folder of a run, or a config; `penstock init` writes one"
-        )
-    return read_config(file, changes)
-
-
-def _is_folder(source: Path | None) -> bool:
-    return source is not None and source.is_dir()
-
-
 def _changes_key(changes: Sequence[str], key: str) -> bool:
     return any(change.strip().startswith(key) for change in changes)
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.config import ModelConfig
-from penstock.errors import ConfigError, ShapeError
+from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import first_holders
 from penstock.models import (
@@ -33,7 +32,6 @@ from penstock.models import (
     DecoderConfig,
     GPTConfig,
     Llama,
-    LlamaConfig,
     Part,
     any_layer,
     decoder_blueprint,
@@ -45,9 +43,10 @@ from penstock.models import (
 )
 from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import INITIAL_STD
-from penstock.models.split import find_anatomy
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
+from penstock.train.own_models import config_of
+from penstock.train.own_models import sizes_of as sizes_of  # noqa: PLC0414  # for those who hold weights
 
 Sizes = AnyModelConfig  # the sizes of the model that a run trains
 
@@ -90,60 +89,6 @@ def model_name(sizes: Sizes) -> str:
     if isinstance(sizes, DecoderConfig):
         return sizes.architecture
     return config_of(sizes).family
-
-
-def config_of(sizes: Sizes) -> ModelConfig:
-    """Return the config of a model with these sizes; the inverse of `sizes_of`."""
-    if isinstance(sizes, GPTConfig | BertConfig):
-        return ModelConfig(
-            "gpt" if isinstance(sizes, GPTConfig) else "bert",
-            sizes.layers,
-            sizes.width,
-            sizes.heads,
-            sizes.heads,
-            sizes.inner,
-            sizes.vocab,
-            sizes.positions,
-            tied=sizes.tied,
-        )
-    theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().theta
-    return ModelConfig(
-        "llama",
-        sizes.layers,
-        sizes.width,
-        sizes.heads,
-        sizes.kv_heads,
-        sizes.inner,
-        sizes.vocab,
-        theta=theta,
-        tied=sizes.tied,
-    )
-
-
-def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
-    """Return the sizes that a config, its tokenizer and its data ask for."""
-    words = model.vocab or vocab
-    if words < vocab:
-        raise ConfigError(
-            f"model.vocab = {words} is less than the tokenizer's {vocab} words; "
-            "0 takes as many"
-        )
-    shape = (words, model.width, model.layers, model.heads)
-    positions = model.positions or tokens
-    if model.family == "gpt":
-        return GPTConfig(*shape, model.inner, positions, tied=model.tied)
-    if model.family == "bert":
-        return BertConfig(*shape, model.inner, positions, tied=model.tied, padding=None)
-    return LlamaConfig(
-        *shape, model.kv_heads, model.inner, theta=model.theta, tied=model.tied
-    )
-
-
-def is_sliceable(sizes: Sizes) -> bool:
-    """Whether a model of these sizes can run slice by slice."""
-    if isinstance(sizes, DecoderConfig):
-        return not find_anatomy(decoder_blueprint(sizes)).unsliceable
-    return not isinstance(sizes, BertConfig)
 
 
 def blueprint(sizes: Sizes) -> nn.Module:

@@ -36,7 +36,7 @@ from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import end_with_parent, hear_signals
-from penstock.runtime.process.machine import own_gpu
+from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.torch_internals import (
     is_connection_error_text,
     is_memory_error_text,
@@ -44,7 +44,7 @@ from penstock.runtime.torch_internals import (
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX, newest
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import Corpus, open_validation
-from penstock.train.data.masking import bert_words, masking_of
+from penstock.train.data.masking import masking_of
 from penstock.train.data.mixture import open_text
 from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
@@ -52,11 +52,12 @@ from penstock.train.history import PLAN_FILE, ROOM, WatchRow
 from penstock.train.hub import read_sizes, settle_model
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
+from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
-from penstock.train.weights import Sizes, sizes_of
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.weights import Sizes
 
 # Files in the folder of a run.
-CONFIG_FILE = "config.toml"
 STOP_FILE = "stop"
 PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"
@@ -230,7 +231,7 @@ def _prepare(
     """Return the trainer of this rank, and a function that says whether to stop."""
     config = read_config(folder / CONFIG_FILE)
     placement = launched_placement(config)
-    torch.set_num_threads(placement.threads)
+    use_threads(placement.threads)
     comm = join(config, placement)
     # Until now a signal ended the process at once, since it could not reach the others.
     asked = threading.Event()
@@ -309,11 +310,7 @@ def with_guesses(config: Config, corpus: Corpus) -> Corpus:
 
 def model_sizes(config: Config) -> Sizes:
     """Return the sizes of a config's model, from its folder if it starts from one."""
-    tokenizer = tokenizer_of(config.data.tokenizer)
-    vocab = tokenizer.vocab
-    if config.model.family == "bert":
-        data = config.data
-        vocab = bert_words(tokenizer, data.tokenizer, data.segments).vocab
+    vocab = vocab_of(config)
     folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder), config.model.folder_key)

@@ -40,9 +40,7 @@ from penstock.view.palette import (
 )
 
 MAX_BOXES = 20_000  # beyond that, pixels show mean colours
-MIN_BOX_WIDTH = (
-    3  # pixels, in the mean; if boxes are narrower, pixels show mean colours
-)
+MIN_BOX_WIDTH = 3  # pixels, in the mean; with less, pixels show mean colours
 MAX_NAMED_BOXES = 2_000  # beyond that, boxes have no tooltip and share elements
 MAX_SUM_HEIGHT = 4.0  # pixels, of the strip that shows a sum of gradients
 DIGIT_WIDTH = 0.58  # width of a digit over the font size

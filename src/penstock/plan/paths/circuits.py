@@ -31,9 +31,8 @@ class CircuitTerms:
     data: Floats  # seconds of work on one micro-batch as a data node [node]
     hop: Floats  # seconds of work on one micro-batch as a hop [node]
     back: Floats  # seconds of a backward and the gap after it [node]
-    inner: (
-        float  # how often a micro-batch uses a link within the circuit, there and back
-    )
+    # How often a micro-batch uses a link within the circuit, there and back.
+    inner: float
     close: float  # how often it uses the link from the last hop to the data node
 
 

@@ -46,7 +46,7 @@ def walks_home(link: Floats, home: Floats, hops: int) -> Floats:
     walks[0] = home
     for r in range(1, hops):
         onward = walks[r - 1].copy()
-        np.fill_diagonal(onward, np.inf)  # the node that it comes home to is no hop
+        np.fill_diagonal(onward, np.inf)  # the node that it comes home to is not a hop
         walks[r] = min_plus(link, onward)
     return walks
 

@@ -73,8 +73,8 @@ def choose_data_nodes(batch: int, microbatches: int, wanted: int, given: bool) -
     if left or not fitting or (given and fitting[-1] != wanted):
         nearest = -(-batch // (microbatches * wanted)) * microbatches * wanted
         raise ShapeError(
-            f"data.batch = {batch} sequences do not deal out to {wanted} data nodes with "
-            f"{microbatches} micro-batches each; {nearest} do\n"
+            f"data.batch = {batch} sequences cannot be dealt out evenly to {wanted} data nodes with "
+            f"{microbatches} micro-batches each; {nearest} can\n"
             "  change --microbatches, --data-nodes or --set data.batch"
         )
     return fitting[-1]

@@ -47,9 +47,8 @@ class Rules:
     # By how many visits parts may differ if the visits do not divide evenly.
     uneven: int = 1
     full: int = 10  # every how many steps the whole model runs; 0: never
-    wait: float = (
-        math.inf
-    )  # seconds that a micro-batch may wait on a node for another one
+    # Seconds that a micro-batch may wait on a node for another one.
+    wait: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share < 1.0:

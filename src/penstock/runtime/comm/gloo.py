@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class GlooComm(ProcessComm):
         self.connect_end = time.monotonic() + self.time_limit.total_seconds()
         everyone = tuple(range(ranks))
         world = self.connect(everyone, rank)
-        super().__init__(patience, group=world)
+        super().__init__(patience, torch.device("cpu"), world)
         self.store = store
 
     def uses_gpus(self) -> bool:

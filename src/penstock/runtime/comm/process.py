@@ -38,7 +38,6 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program, links_of
 from penstock.runtime.backends import NCCL, ON_GPU
-from penstock.runtime.comm.comm import Pending
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
@@ -116,7 +115,9 @@ class ProcessComm:
         self.name = name
         self.patience = patience
         self.on_gpu = self.uses_gpus()
-        self.wire = self.wire_device()
+        self.wire = torch.device("cpu")
+        if self.on_gpu:
+            self.wire = torch.device("cuda", torch.cuda.current_device())
         self.device = self.wire if device is None else torch.device(device)
         # Called directly, because dist.isend and dist.irecv look the group up and check
         # it for every message.
@@ -126,10 +127,10 @@ class ProcessComm:
         # Under NCCL: the groups of the messages to higher and to lower ranks, apart from sums.
         self.upward: dist.ProcessGroup | None = None
         self.downward: dist.ProcessGroup | None = None
-        self.on_nccl = self.on_gpu and self.uses_nccl()
+        self.on_nccl = self.on_gpu and dist.get_backend() == NCCL
         if self.on_nccl and self._ranks > 1:
             self.upward = self.downward = self.create_message_group()
-            if self.least_cores() >= CORES_TO_SEPARATE:
+            if self._least_cores() >= CORES_TO_SEPARATE:
                 self.downward = self.create_message_group()
         self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # The store through which the ranks tell each other about errors, if it is not the
@@ -209,16 +210,6 @@ class ProcessComm:
         """Whether tensors travel from GPU to GPU."""
         return dist.get_backend() in ON_GPU
 
-    def wire_device(self) -> torch.device:
-        """Where tensors must be to travel: on this rank's GPU, or on the CPU."""
-        if self.on_gpu:
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("cpu")
-
-    def uses_nccl(self) -> bool:
-        """Whether tensors travel over NCCL."""
-        return dist.get_backend() == NCCL
-
     def create_message_group(self) -> dist.ProcessGroup:
         """Connect all ranks once more, over one communicator of NCCL that carries messages."""
         created = dist.new_group(
@@ -293,7 +284,7 @@ class ProcessComm:
             out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
         group.reserve(into, out)
 
-    def least_cores(self) -> int:
+    def _least_cores(self) -> int:
         """The cores for each rank, on the machine of this group that has the fewest."""
         neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         cores = (os.cpu_count() or 1) // neighbours
@@ -378,7 +369,7 @@ class ProcessComm:
             kind = (tuple(tensor.shape), tensor.dtype)
             self.spare.setdefault(kind, []).append(tensor)
 
-    def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
+    def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
         """Start summing a tensor over a group of ranks, in place."""
         if group not in self.groups:
             raise RunError(

@@ -41,7 +41,7 @@ from penstock.runtime.comm.process import (
     ProcessComm,
     barrier_devices,
 )
-from penstock.runtime.process.machine import own_gpu
+from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.process.mps import be_own_host, shared_gpu_backend
 from penstock.runtime.process.status import ERRORS
 from penstock.runtime.torch_internals import (
@@ -67,9 +67,6 @@ NCCL_SETTINGS = {
     # When a connection breaks, torch would end the process with a stack trace, before our
     # watchdog could find out what happened.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # A group that was aborted is left to a thread, which torch would take for a process that
-    # hangs, and end it.
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
     # Other ranks wait for messages, so they come before other work.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
     # The messages of a group keep their order on purpose.
@@ -156,7 +153,10 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
     if backend == IPC:
         ipc.register()
     if backend == NCCL:
-        _set_up_nccl(rank)
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        if shared_gpu_backend() == NCCL:
+            be_own_host(rank)
     try:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=ranks, timeout=limit
@@ -165,23 +165,6 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
         raise PeerLostError(
             f"rank {rank} of {ranks} cannot reach the others: {error}"
         ) from None
-
-
-def prepare_for_nccl(number: int) -> None:
-    """Take the GPU of this process, before it connects to others over NCCL.
-
-    `number` tells the processes of a run apart.
-    """
-    _take_gpu()
-    _set_up_nccl(number)
-
-
-def _set_up_nccl(number: int) -> None:
-    """Set what torch and NCCL read from the environment."""
-    for name, value in NCCL_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    if shared_gpu_backend() == NCCL:
-        be_own_host(number)
 
 
 def _take_gpu() -> None:
@@ -476,7 +459,7 @@ def _worker(
     os.environ.update(environment, LOCAL_RANK=str(rank))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    use_threads(max(1, (os.cpu_count() or 1) // ranks))
     limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
     try:
         store = TCPStore(LOCALHOST, port, is_master=False, timeout=limit)

@@ -40,6 +40,16 @@ def look_at_machine() -> Machine:
     return Machine(os.cpu_count() or 1, gpus, workers_of_a_gpu(), on_nccl)
 
 
+def use_threads(count: int) -> None:
+    """Let this process compute and compile with so many threads.
+
+    Otherwise the compiler of torch starts a process for each core in every rank, and the
+    ranks of a machine wait for one another's processes. Call it before anything is compiled.
+    """
+    torch.set_num_threads(count)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(count))
+
+
 def count_launched() -> int:
     """Count the processes that the launcher started on all machines; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -23,5 +23,5 @@ def available_memory() -> float:
         if limit != "max":
             limits.append(max(0.0, float(limit) - float(used)))
     except (OSError, ValueError):
-        pass  # This is no container, or one with an older interface.
+        pass  # This is not a container, or one with an older interface.
     return min(limits)

@@ -23,7 +23,8 @@ from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.worker import CONFIG_FILE, corpus_of, with_kept_files
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.worker import corpus_of, validation_of, with_kept_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,9 @@ def evaluate_run(
     seed: int = 0,
     exits: Sequence[int] = (),
 ) -> Examination:
-    """Measure the perplexity of a run's last checkpoint on `batches` batches of held-out text.
+    """Measure the perplexity of a run's last checkpoint on `batches` batches of text that it was not trained on.
+
+    That is the text of its own evaluations: data.validation, or what it has held out.
 
     omit: what to leave out, one after the other: a share of the layers, or some layers.
     exits: layers after which the head follows, one after the other.
@@ -90,7 +93,7 @@ def evaluate_run(
             "  name the folder of a run, or some text with --text"
         )
     config = with_kept_files(read_config(run / CONFIG_FILE), run)
-    corpus = corpus_of(config, run)
+    corpus = validation_of(config, run) or corpus_of(config, run)
     loader = Loader(corpus, Deal(config.rows, config.passages), config.run.seed)
     held = loader.evaluation(2 * batches)
     if not held:

@@ -28,7 +28,7 @@ from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of
-from penstock.view.numbers import write_size, write_time
+from penstock.view.numbers import short, write_size, write_time
 
 ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
 WARM_UP_STEPS = 3  # The first steps are slower because caches are cold.
@@ -282,7 +282,7 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
         ("loss", f"{last.loss:.4f}"),
         ("tokens per second", f"{summary.speed:,.0f}"),
         ("tokens", f"{sum(row.tokens for row in summary.rows):,}"),
-        ("epochs", f"{last.epoch:.3g}"),
+        ("epochs", short(last.epoch, 3)),
         ("memory of the fullest rank", write_size(last.memory)),
     ]
     mirrored = [row for row in summary.rows if row.mirror_bytes is not None]

@@ -13,8 +13,16 @@ from penstock.train.placement import Placement
 def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> list[str]:
     """Return why a run cannot go on without one of its workers; empty if it can."""
     reasons = []
-    if placement.device == "cuda":
-        reasons += _reasons_against_gpus(config, placement)
+    if placement.device != "cpu" and placement.machine.workers_per_gpu > 1:
+        reasons.append(
+            "its workers share a GPU through MPS, which fails for all of them if one ends; "
+            "run.device=cpu would do"
+        )
+    elif placement.device != "cpu":
+        reasons.append(
+            "its workers use GPUs, and only connections between CPUs can be made anew; "
+            "run.device=cpu would do"
+        )
     if config.mesh.size > 1:
         reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
     if config.run.early_stop:
@@ -24,25 +32,6 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
         )
     if plan.schedule.ranks == 1:
         reasons.append("it has only one worker")
-    return reasons
-
-
-def _reasons_against_gpus(config: Config, placement: Placement) -> list[str]:
-    """Why workers with GPUs cannot go on without one of them. Over NCCL, with a GPU each, they can."""
-    machine = placement.machine
-    reasons = []
-    if placement.shares_gpus and machine.workers_per_gpu > 1:
-        reasons.append(
-            "its workers share a GPU through MPS, where the end of one ends the work of all; "
-            "a GPU for each, or run.device=cpu, would do"
-        )
-    elif placement.shares_gpus and not machine.nccl_shares_gpus:
-        reasons.append(
-            "its workers share a GPU and talk through its memory, which ends with them; "
-            "a GPU for each, or run.device=cpu, would do"
-        )
-    if config.run.listen:
-        reasons.append("run.listen connects workers on CPUs; run.device=cpu would do")
     return reasons
 
 
@@ -70,6 +59,5 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
             "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:
-        safe = placement.device == "cpu" and not parts_without_replica(plan)
-        return not reasons and (mirrored or safe)
+        return not reasons and (mirrored or not parts_without_replica(plan))
     return wanted == "true"

@@ -28,7 +28,8 @@ from penstock.train.data.document_end import side_files
 from penstock.train.data.token_cache import cached_tokens, file_of_marks
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
-from penstock.train.worker import CONFIG_FILE, cache_of
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.worker import cache_of
 
 VALIDATION = "validation"  # the name of the text of data.validation
 TOKENS_SUFFIX = ".bin"

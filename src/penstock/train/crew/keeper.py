@@ -47,6 +47,7 @@ from penstock.train.crew.notes import (
     broken_key,
     change_key,
     decision_key,
+    left_key,
     load_report,
     place_key,
     ready_key,
@@ -72,6 +73,7 @@ from penstock.train.worker import Verdict, read_failure, saved_step
 # that train on this machine.
 LOOK_SECONDS = 0.05
 CALM_LOOK_SECONDS = 0.25
+BEATS_LOOK_SECONDS = 0.8  # between two looks at the workers' signs of life
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
@@ -155,6 +157,7 @@ class Keeper:
         self.announced = False  # whether its workers were told why
         self.broken_before = 0.0  # when the generation before ended
         self.last_look = time.monotonic()
+        self.unheard = 0.0  # seconds since the last look at signs of life
         self.watch = PaceWatch(settings.slow)
         self.windows = 0  # whose times were heard in this generation
         self.changed_paces: list[str] = []  # during this generation
@@ -293,14 +296,23 @@ class Keeper:
         passed = min(now - self.last_look, MAX_LOOK_SECONDS)
         self.last_look = now
         for worker in list(self.workers.values()):
-            beats = self.store.add(alive_key(worker.number), 0)
-            worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
-            worker.beats = beats
             stopped = is_stopped(worker.process.pid)
             worker.stopped = worker.stopped + passed if stopped else 0.0
             if worker.stopped > MAX_STOPPED_SECONDS:
                 self.lose(worker, "was stopped (SIGSTOP), so it was ended")
-            elif beats and worker.silent > self.settings.silence:
+        self.unheard += passed
+        # A question to the store takes time from the workers, and silence is long.
+        if self.unheard >= min(BEATS_LOOK_SECONDS, self.settings.silence / 4):
+            self.hear_beats(self.unheard)
+            self.unheard = 0.0
+
+    def hear_beats(self, passed: float) -> None:
+        """Count the seconds since the last sign of life of each worker."""
+        for worker in list(self.workers.values()):
+            beats = self.store.add(alive_key(worker.number), 0)
+            worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
+            worker.beats = beats
+            if beats and worker.silent > self.settings.silence:
                 limit = f"{self.settings.silence:g} s"
                 self.lose(worker, f"has shown no life for {limit} and was ended")
 
@@ -342,6 +354,8 @@ class Keeper:
 
     def read_reports(self) -> None:
         """Read what workers have reported. A report also ends a generation in which all live."""
+        if self.broken_at is None and not self.store.check([left_key(self.generation)]):
+            return
         for number in self.members:
             if number in self.reports:
                 continue
@@ -472,8 +486,10 @@ class Keeper:
 
     def expects_workers(self, arrived: list[int]) -> bool:
         """Whether workers for empty seats are about to come, so that nobody should move there."""
+        if self.can_replace or (self.gate is not None and self.gate.waiting()):
+            return True
         newcomers = [worker for worker in self.workers.values() if worker.newcomer]
-        return self.can_replace or any(one.number not in arrived for one in newcomers)
+        return any(one.number not in arrived for one in newcomers)
 
     def leader_of(self, members: tuple[int, ...]) -> int:
         """The first rank whose worker is on this machine, where the files of the run are."""

@@ -24,13 +24,8 @@ import torch.distributed as dist
 
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.runtime.comm.gloo import GlooComm
-from penstock.runtime.comm.nccl import NcclComm
 from penstock.runtime.comm.wire import WireComm
-from penstock.runtime.process.launch import (
-    end_with_parent,
-    hear_signals,
-    prepare_for_nccl,
-)
+from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.runtime.torch_internals import (
     MODULE_OF_OPTIMIZERS,
     PrefixStore,
@@ -49,6 +44,7 @@ from penstock.train.crew.notes import (
     broken_key,
     change_key,
     decision_key,
+    left_key,
     load_decision,
     place_key,
     ready_key,
@@ -103,6 +99,7 @@ class Member:
     def report(self, report: Report) -> None:
         """Report at the end of a generation."""
         self.store.set(report_key(self.generation, self.worker), report.dump())
+        self.store.set(left_key(self.generation), "yes")
 
     def arrive(self) -> Decision | None:
         """Come during the run, and wait for a place; return None if the run is over."""
@@ -128,27 +125,18 @@ class Member:
         return decision
 
     def connect(
-        self,
-        decision: Decision,
-        patience: float,
-        exchange: Exchange | None = None,
-        on_gpu: bool = False,
+        self, decision: Decision, patience: float, exchange: Exchange | None = None
     ) -> GlooComm:
-        """Connect to the other workers of a generation: encrypted, over NCCL, or over gloo."""
+        """Connect to the other workers of a generation, encrypted if there is an exchange."""
         broken = broken_key(decision.generation)
         name = f"g{decision.generation}"
         meeting = PrefixStore(name, self.own_connection())
         rank = decision.members.index(self.worker)
         ranks = len(decision.members)
 
-        # Under NCCL, a thread asks all the time.
-        asked = self.own_connection() if on_gpu else self.store
-
         def is_broken() -> bool:
-            return bool(asked.check([broken]))
+            return bool(self.store.check([broken]))
 
-        if on_gpu:
-            return NcclComm(meeting, rank, ranks, patience, is_broken)
         if exchange is None:
             return GlooComm(meeting, rank, ranks, patience, is_broken)
         launch = self.store.get(LAUNCH).decode()
@@ -209,11 +197,7 @@ class Generations:
         self.show = show
         self.watch: WatchRow | None = None
         config = site.config()
-        placement = launched_placement(config)
-        torch.set_num_threads(placement.threads)
-        self.on_gpu = placement.device == "cuda"
-        if self.on_gpu:
-            prepare_for_nccl(member.worker)
+        torch.set_num_threads(launched_placement(config).threads)
         self.asked = threading.Event()
         if not site.is_elsewhere:  # Ctrl-C on another machine ends only its worker.
             listen(self.asked)
@@ -283,7 +267,7 @@ class Generations:
         if not decision.keep:
             self.trainer = None  # Its weights are of no use any more.
         patience = self.job.config.run.patience
-        comm = self.member.connect(decision, patience, self.site.exchange, self.on_gpu)
+        comm = self.member.connect(decision, patience, self.site.exchange)
         try:
             return self.train(decision, comm, before)
         finally:

@@ -2,6 +2,7 @@
 
 crew/alive/3        how often worker 3 has shown that it lives
 crew/report/1/3     worker 3 has left generation 1: its last step, its parts, and what it saw
+crew/left/1         somebody has left generation 1
 crew/broken/1       generation 1 has lost a worker
 crew/decision/2     who is in generation 2, with which plan, and from which step it goes on
 crew/ready/2        generation 2 trains
@@ -37,6 +38,11 @@ def alive_key(worker: int) -> str:
 def report_key(generation: int, worker: int) -> str:
     """The key of a worker's report at the end of a generation."""
     return f"crew/report/{generation}/{worker}"
+
+
+def left_key(generation: int) -> str:
+    """The key that exists once a worker has left a generation, and reported."""
+    return f"crew/left/{generation}"
 
 
 def broken_key(generation: int) -> str:

@@ -24,13 +24,8 @@ from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import settle_model
 from penstock.train.job import Job
-from penstock.train.worker import (
-    CONFIG_FILE,
-    job_of,
-    model_sizes,
-    with_guesses,
-    with_kept_files,
-)
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.worker import job_of, model_sizes, with_guesses, with_kept_files
 
 
 @dataclass(frozen=True, slots=True)

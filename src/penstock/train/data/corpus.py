@@ -19,11 +19,14 @@ same text, and a run can resume with it.
 from __future__ import annotations
 
 import json
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.config import DataConfig
 from penstock.errors import FileError
@@ -92,12 +95,30 @@ class Corpus:
 
     def sequence(self, number: int) -> TokenArray:
         """Return a sequence and the token after it, which is the label of the last one."""
-        return self.tokens[number * self.length : (number + 1) * self.length + 1]
+        return copy_row(self.tokens, number, self.length)
 
     def sequence_marks(self, number: int) -> Marks:
         """Return the marks of a sequence's tokens, and of the token after it."""
         assert self.marks is not None
-        return self.marks[number * self.length : (number + 1) * self.length + 1]
+        return copy_row(self.marks, number, self.length)
+
+
+def copy_row(array: NDArray[Any], number: int, length: int) -> NDArray[Any]:
+    """Copy a row and the entry after it, from its file if the array is a mapped file.
+
+    Where a mapped file is touched, the system maps up to 2 MB of it. Rows in random order would map all of it within a
+    few hundred steps, and all of it would count as memory of the process.
+    """
+    begin, end = number * length, (number + 1) * length + 1
+    if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
+        with suppress(OSError):  # The file was removed; what is mapped remains.
+            return np.fromfile(
+                str(array.filename),
+                array.dtype,
+                end - begin,
+                offset=begin * array.itemsize,
+            )
+    return np.array(array[begin:end])
 
 
 def open_corpus(

@@ -29,6 +29,7 @@ from penstock.train.data.conversations import Marks
 from penstock.train.data.corpus import Corpus, Ticket, open_corpus
 from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import TokenArray
+from penstock.view.numbers import short
 
 BLOCK = 4096  # sequences
 MIXTURE = "mixture.json"  # in the folder of a run
@@ -226,6 +227,6 @@ def describe_use(use: Sequence[SourceUse]) -> list[str]:
     total = sum(one.tokens for one in use) or 1
     return [
         f"{one.name}: {one.tokens:,} tokens ({one.tokens / total:.1%}; weight {one.weight:.1%}), "
-        f"{one.epochs:.3g} epochs"
+        f"{short(one.epochs, 3)} epochs"
         for one in use
     ]

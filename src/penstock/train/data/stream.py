@@ -151,7 +151,7 @@ class TextStream:
             )
         if state["tokens"] != self.tokens:
             raise RunError(
-                f"the state is of rows of {state['tokens']} tokens, but these have {self.tokens}"
+                f"the state belongs to rows of {state['tokens']} tokens, but these rows have {self.tokens}"
             )
         self.epoch = int(state["epoch"])
         self.examples = int(state["examples"])

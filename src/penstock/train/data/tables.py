@@ -47,7 +47,8 @@ def _read_batches(
         ) from None
     try:
         if file.suffix.lower() == ".parquet":
-            with parquet.ParquetFile(file) as table:
+            # With pre_buffer, which is the default, Arrow keeps all that it has read until the end of the file.
+            with parquet.ParquetFile(file, pre_buffer=False) as table:
                 columns = _columns(file, table.schema_arrow, fields, check)
                 rows = table.metadata.num_rows
                 done = 0

@@ -1,0 +1,115 @@
+"""The model of a config as numbers: our own families need no torch, so that a plan for known GPUs needs none either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.config import AUTO, BYTE_TOKENIZER, Config, ModelConfig
+from penstock.errors import ConfigError
+from penstock.families import (
+    BertConfig,
+    FamilySizes,
+    GPTConfig,
+    LlamaConfig,
+    check_family_shares,
+)
+from penstock.plan.recipes import Limits
+from penstock.train.data.masking import bert_words
+from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.run_source import is_folder, read_source
+
+if TYPE_CHECKING:
+    from penstock.models.count import AnyModelConfig
+
+
+def read_model(
+    source: Path | None, changes: Sequence[str]
+) -> tuple[Config, AnyModelConfig]:
+    """Return a config and the sizes of its model; a model or a run in a folder needs torch."""
+    config = read_source(source, None, changes)
+    if config.model.folder or is_folder(source):
+        from penstock.train.start import find_run  # noqa: PLC0415  # torch
+        from penstock.train.worker import model_sizes  # noqa: PLC0415  # torch
+
+        config, _ = find_run(source, None, changes, exists=True)
+        return config, model_sizes(config)
+    if config.data.tokenizer == AUTO:
+        data = replace(config.data, tokenizer=BYTE_TOKENIZER)
+        config = replace(config, data=data)
+    sizes = sizes_of(config.model, vocab_of(config), config.data.tokens)
+    check_family_shares(sizes, config.mesh.tensor)
+    return config, sizes
+
+
+def vocab_of(config: Config) -> int:
+    """Return the number of words that the tokenizer of a config has for its model."""
+    data = config.data
+    tokenizer = tokenizer_of(data.tokenizer)
+    if config.model.family == "bert":
+        return bert_words(tokenizer, data.tokenizer, data.segments).vocab
+    return tokenizer.vocab
+
+
+def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> FamilySizes:
+    """Return the sizes that a config, its tokenizer and its data ask for."""
+    words = model.vocab or vocab
+    if words < vocab:
+        raise ConfigError(
+            f"model.vocab = {words} is less than the tokenizer's {vocab} words; "
+            "0 takes as many"
+        )
+    shape = (words, model.width, model.layers, model.heads)
+    positions = model.positions or tokens
+    if model.family == "gpt":
+        return GPTConfig(*shape, model.inner, positions, tied=model.tied)
+    if model.family == "bert":
+        return BertConfig(*shape, model.inner, positions, tied=model.tied, padding=None)
+    return LlamaConfig(
+        *shape, model.kv_heads, model.inner, theta=model.theta, tied=model.tied
+    )
+
+
+def config_of(sizes: AnyModelConfig) -> ModelConfig:
+    """Return the config of a model with these sizes; the inverse of `sizes_of`."""
+    if isinstance(sizes, GPTConfig | BertConfig):
+        return ModelConfig(
+            "gpt" if isinstance(sizes, GPTConfig) else "bert",
+            sizes.layers,
+            sizes.width,
+            sizes.heads,
+            sizes.heads,
+            sizes.inner,
+            sizes.vocab,
+            sizes.positions,
+            tied=sizes.tied,
+        )
+    theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().theta
+    return ModelConfig(
+        "llama",
+        sizes.layers,
+        sizes.width,
+        sizes.heads,
+        sizes.kv_heads,
+        sizes.inner,
+        sizes.vocab,
+        theta=theta,
+        tied=sizes.tied,
+    )
+
+
+def is_sliceable(sizes: AnyModelConfig) -> bool:
+    """Whether a model of these sizes can run slice by slice."""
+    if isinstance(sizes, LlamaConfig | GPTConfig | BertConfig):
+        return not isinstance(sizes, BertConfig)
+    from penstock.models import decoder_blueprint  # noqa: PLC0415  # torch
+    from penstock.models.split import find_anatomy  # noqa: PLC0415  # torch
+
+    return not find_anatomy(decoder_blueprint(sizes)).unsliceable
+
+
+def limits_of(sizes: AnyModelConfig, limits: Limits) -> Limits:
+    """Return the limits without slices, if a model of these sizes cannot run slice by slice."""
+    return limits if is_sliceable(sizes) else replace(limits, slices=1)
