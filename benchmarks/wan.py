@@ -1,7 +1,8 @@
 """Runs planned paths on a slow network: twenty processes, real messages, links as slow as in SkipPipe's instances.
 
     chrt -f 10 python benchmarks/wan.py                        all pieces, writes docs/results/wan.md (about 20 minutes)
-    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  one piece: A, B or levers (which can be resumed)
+    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  one piece: A, B, levers (which can be resumed) or sums
+    chrt -f 10 python benchmarks/wan.py --only sums            sums of gradients; writes only their section of the page
     python benchmarks/wan.py --merge FOLDER                    the page of the pieces in a folder
     chrt -f 10 python benchmarks/wan.py --quick                A alone, short searches, two rounds; writes nothing
     python benchmarks/wan.py ... --json                        one JSON object to stdout
@@ -12,7 +13,7 @@ full pipeline leaves out nothing, has the same nodes, slots, micro-batches and r
 planned like the paths, by the function that `penstock paths` compares with: with the same number of searches and of
 moves in each, its own arrangement, and its own number of nodes for each part
 (and once with the published numbers). Rounds alternate. `predicted` is the simulator's time for the same lanes.
-`levers` is only simulated.
+`levers` is only simulated. `sums` runs the sums of gradients as well (`wan_sums.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import wan_sums
 from tables import priority
 
 from penstock import ModelCost, lower
@@ -367,6 +369,10 @@ def page(pieces: dict[str, Any]) -> str:
         f"![finished micro-batches over time, {name}](../images/wan-{name}.svg)"
         for name in "AB"
     )
+    sums = ""
+    if "sums" in pieces:
+        found = pieces["sums"]
+        sums = wan_sums.section(found["rows"], found["where"]) + "\n"
     return f"""# Planned paths on a slow network
 
 `chrt -f 10 python benchmarks/wan.py` runs 20 processes on {where}. Seconds are those of the emulated network, and all
@@ -382,7 +388,7 @@ for its paths.
 
 {pictures}
 
-## Lever by lever
+{sums}## Lever by lever
 
 The table shows simulated seconds of a step with 30 micro-batches (60 in one row) on 20 nodes with 3 slots, unless a
 row says otherwise. Both sides use the lever of the row and the same number of searches: {searches}, and one more of
@@ -413,12 +419,23 @@ def written(pieces: dict[str, Any]) -> None:
     RESULT.write_text(page(pieces))
 
 
+def measure_sums(iterations: int, seeds: int, rounds: int) -> list[Row]:
+    """Plan and run the sums of gradients on both instances; their searches are shorter."""
+    rows: list[Row] = []
+    for name in "AB":
+        moves = min(iterations, 25_500)
+        rows += wan_sums.measure(name, moves, min(seeds, 2), min(rounds, 3), ordinary)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", choices=("A", "B", "levers"), help="one piece; needs --out"
+        "--only",
+        choices=("A", "B", "levers", "sums"),
+        help="one piece; needs --out, except sums, which writes its section of the page",
     )
     parser.add_argument(
         "--out",
@@ -441,8 +458,17 @@ def main() -> None:
         action="store_true",
         help="instance A, short searches, two rounds; writes nothing",
     )
+    parser.add_argument(
+        "--quick-sums",
+        action="store_true",
+        help="the same for the sums of gradients, with one round",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
+    if given.quick_sums:
+        rows = wan_sums.measure("A", 2_500, 1, 1, ordinary)
+        sys.stdout.write(wan_sums.section(rows, "a short trial"))
+        return
     if given.quick:
         rows = measure("A", 6_300, 1, 2)
         sys.stdout.write(
@@ -456,7 +482,11 @@ def main() -> None:
         folder = given.merge or given.out or Path(thrown_away)
         folder.mkdir(parents=True, exist_ok=True)
         names = (
-            [] if given.merge else [given.only] if given.only else ["A", "B", "levers"]
+            []
+            if given.merge
+            else [given.only]
+            if given.only
+            else ["A", "B", "sums", "levers"]
         )
         for name in names:
             if name == "levers":
@@ -466,6 +496,10 @@ def main() -> None:
                         min(given.iterations, 25_500),
                         given.seeds,
                     )
+            elif name == "sums":
+                found = measure_sums(given.iterations, given.seeds, given.rounds)
+                piece = {"rows": found, "where": where}
+                (folder / "sums.json").write_text(json.dumps(piece))
             else:
                 rows = measure(name, given.iterations, given.seeds, given.rounds)
                 (folder / f"{name}.json").write_text(
@@ -479,6 +513,10 @@ def main() -> None:
         pieces["levers"]["rows"]
     ) == 2 * len(LEVERS):
         written(pieces)
+    elif given.only == "sums" and given.out is None:
+        found = pieces["sums"]["rows"]
+        text = wan_sums.section(found, where)
+        RESULT.write_text(wan_sums.with_section(RESULT.read_text(), text))
     if given.json:
         sys.stdout.write(json.dumps(pieces) + "\n")
 

@@ -233,7 +233,7 @@ class PlannedSumsCost(WrappedCost):
         """When these ranks have summed gradients that each has ready at its own time."""
         if len(ranks) < 2 or size <= 0:
             return max(ready)
-        latency, byte = _links(self.cost, ranks)
+        latency, byte = link_matrices(self.cost, ranks)
         return planned_sum_end(latency, byte, size, ready)
 
     def plan_sum(
@@ -244,7 +244,7 @@ class PlannedSumsCost(WrappedCost):
         ready: Sequence[float],
     ) -> SumPlan:
         """How these ranks reach that end."""
-        latency, byte = _links(self.cost, ranks)
+        latency, byte = link_matrices(self.cost, ranks)
         return quickest_sum(latency, byte, size, ready, ranks, parts)
 
 
@@ -266,12 +266,12 @@ class GivenSumsCost(WrappedCost):
             return max(ready)
         for plan in self.sums:
             if set(plan.ranks) == set(ranks):
-                latency, byte = _links(self.cost, ranks)
+                latency, byte = link_matrices(self.cost, ranks)
                 return rounds_end(plan, latency, byte, size, ready, ranks)
         return self.cost.sum_end(ranks, size, ready)
 
 
-def _links(cost: Cost, ranks: Sequence[int]) -> tuple[Floats, Floats]:
+def link_matrices(cost: Cost, ranks: Sequence[int]) -> tuple[Floats, Floats]:
     """The seconds of a message and of each of its bytes between these ranks."""
     latency = np.zeros((len(ranks), len(ranks)))
     byte = np.zeros((len(ranks), len(ranks)))

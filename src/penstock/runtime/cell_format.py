@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from penstock.cost.profile import SCALE_BYTES
 from penstock.cost.sum_bytes import SUM_ROW
@@ -29,7 +28,7 @@ class CellFormat:
         """The numbers of a packed cell."""
         if not self.quantizes:
             return numbers
-        return -(-numbers // SUM_ROW) * (SUM_ROW + SCALE_BYTES)
+        return numbers + SCALE_BYTES * -(-numbers // SUM_ROW)
 
     def message_length(self, cells: Sequence[int]) -> int:
         """The numbers of a message with cells of these lengths."""
@@ -39,13 +38,21 @@ class CellFormat:
         """A cell as it travels."""
         if not self.quantizes:
             return cell.to(self.sent_as)
-        rows = -(-len(cell) // SUM_ROW)
-        filled = pad(cell, (0, rows * SUM_ROW - len(cell)))
-        return quantize(filled.view(rows, SUM_ROW)).view(-1)
+        count = len(cell) // SUM_ROW
+        full = count * SUM_ROW
+        rows = [quantize(cell[:full].view(count, SUM_ROW)).view(-1)]
+        if full < len(cell):  # The last row is shorter.
+            rows.append(quantize(cell[full:]))
+        return torch.cat(rows)
 
     def restore(self, packed: Tensor, numbers: int) -> Tensor:
         """The numbers of a packed cell."""
         if not self.quantizes:
             return packed.to(self.dtype)
-        rows = packed.view(-1, SUM_ROW + SCALE_BYTES)
-        return restore(rows, self.dtype).view(-1)[:numbers]
+        row_bytes = SUM_ROW + SCALE_BYTES
+        count = numbers // SUM_ROW
+        full = count * row_bytes
+        rows = [restore(packed[:full].view(count, row_bytes), self.dtype).view(-1)]
+        if full < len(packed):
+            rows.append(restore(packed[full:], self.dtype))
+        return torch.cat(rows)

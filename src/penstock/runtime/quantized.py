@@ -39,7 +39,9 @@ def quantize(x: Tensor) -> Tensor:
 def restore(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of a message that `quantize` has made."""
     width = packed.shape[-1] - SCALE_BYTES
-    scales = packed[..., width:].contiguous().view(torch.float32)
+    # A copy, because the scale of a single row need not lie where a float may lie.
+    scales = packed[..., width:].clone(memory_format=torch.contiguous_format)
+    scales = scales.view(torch.float32)
     return (packed[..., :width].float() * scales).to(dtype)
 
 
