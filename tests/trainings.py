@@ -99,10 +99,10 @@ def watch_batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     seen: list[Batch] = []
     step = Executor.step
 
-    def spy(executor: Executor, batch: Batch, timed: bool = False) -> Result:
+    def spy(executor: Executor, batch: Batch, *given: bool, **options: bool) -> Result:
         if executor.comm.rank == 0:
             seen.append(batch)
-        return step(executor, batch, timed)
+        return step(executor, batch, *given, **options)
 
     monkeypatch.setattr(Executor, "step", spy)
     return seen

@@ -153,8 +153,10 @@ def test_a_command_says_how_to_install_what_it_lacks(
     pytest.importorskip(package)
     code, _, err = run("draw 1f1b --ranks 1 --microbatches 1 -o plan.json")
     assert code == 0, err
-    for loaded in list(sys.modules):
+    for loaded in sorted(sys.modules, reverse=True):
         if loaded == module or loaded.startswith("penstock.train.after"):
+            parent, _, child = loaded.rpartition(".")
+            monkeypatch.delattr(sys.modules[parent], child, raising=False)
             monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, package, None)  # importing it now fails
     code, _, err = run(line)

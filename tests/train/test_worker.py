@@ -73,11 +73,11 @@ def failing(monkeypatch, error: Exception, step: int) -> None:
     """Makes a step fail."""
     real, calls = Executor.step, []
 
-    def instead(self, *given):
+    def instead(self, *given, **options):
         calls.append(1)
         if len(calls) == step:
             raise error
-        return real(self, *given)
+        return real(self, *given, **options)
 
     monkeypatch.setattr(Executor, "step", instead)
 
