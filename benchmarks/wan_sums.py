@@ -67,6 +67,8 @@ LEVERS = (
     Lever("planned sums, once every 4 passes", passes=4),
     Lever("planned sums in int8, once every 4 passes", messages="int8", passes=4),
 )
+EXACT_LEVER = LEVERS[1].name
+CHEAPEST_LEVER = LEVERS[-1].name
 
 
 # ---------------------------------------------------------------- plans
@@ -276,17 +278,11 @@ def section(rows: list[Row], where: str) -> str:
         "pass, measured, s (range) | of predicted | paths take less by (range)"
     )
     words = ("instance", "sums", "what", "nodes of each part")
-    best = {
-        name: max(
-            (row for row in rows if row["instance"] == name and "saved" in row),
-            key=lambda row: statistics.median(row["saved"]),
-        )
-        for name in sorted({row["instance"] for row in rows})
-    }
-    reached = " and ".join(
-        f"{statistics.median(row['saved']):.1%} on {name} ({row['lever']})"
-        for name, row in best.items()
-    )
+    reached = [
+        f"{statistics.median(row['saved']):.1%} on {row['instance']} with {row['lever']}"
+        for row in rows
+        if "saved" in row and row["lever"] in (EXACT_LEVER, CHEAPEST_LEVER)
+    ]
     rounds = len(rows[0]["measured"])
     return f"""{HEADING}
 
@@ -298,7 +294,8 @@ pass; what that and int8 cost a model is [measured apart](sums.md).
 
 {table(heads, cells, words)}
 
-The goal was 50% less time than the full pipeline on both instances. Reached is {reached}.
+The goal was 50% less time than the full pipeline on both instances. Reached is {", ".join(reached)}.
+Rings may take less time than their price, which is a cautious one, but still take longer than planned sums.
 """
 
 
