@@ -253,7 +253,7 @@ def measure(name: str, iterations: int, seeds: int, rounds: int) -> list[Row]:
         + "\n"
     )
     texts = [dump_plan(paths_plan(plan)) for plan in found.values()]
-    costs = [plan.problem.cost() for plan in found.values()]
+    costs = [plan.problem.cluster.cost(plan.problem.pieces) for plan in found.values()]
     took = spawn(
         len(CITED["instances"][name]["locations"]), work, texts, costs, scale, rounds
     )[0]
