@@ -130,9 +130,11 @@ def test_evaluation_drops_nothing_and_buffers_are_saved():
         whole[:2](rows)
     whole.eval()
     expected = whole(x)
+    # Threads share torch's random numbers, so the layers are drawn before they start.
+    layers_of = [layers(), layers()]
 
     def work(comm):
-        mine = layers()
+        mine = layers_of[comm.rank]
         pipeline = Pipeline(
             mine,
             make("1f1b", ranks=2, microbatches=2),
