@@ -44,7 +44,7 @@ from penstock.plan.paths import even_parts, paths_plan, plan_paths
 from penstock.plan.paths.baselines import full_pipeline
 from penstock.plan.paths.planner import PathPlan, rule_faults
 from penstock.plan.paths.problem import PUBLISHED, Policy
-from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn
+from penstock.runtime import Executor, ProcessComm, batch_of, spawn
 from penstock.view.chart import COLOURS, Series, chart
 
 ROOT = Path(__file__).parent.parent
@@ -202,8 +202,9 @@ def work(
             for number, stage in enumerate(schedule.stages)
             if stage.rank == comm.rank
         }
-        shaped = ShapedComm(comm, cost.network, scale)
+        shaped = wan_sums.ShapedMessages(comm, cost.network, scale)
         executors.append(Executor(lower(schedule), mine, shaped, lambda y, _: y.sum()))
+        executors[-1].recorder.offset = 0.0  # All processes share a clock.
         count = len(schedule.microbatches)
         batches.append(
             batch_of(
