@@ -220,12 +220,17 @@ class CopiedCost(WrappedCost):
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedSumsCost(WrappedCost):
-    """Sums gradients in the quickest way that the links allow (`penstock.cost.allreduce`)."""
+class TimedSumsCost(WrappedCost):
+    """Sums gradients in a way that depends on when each rank has its own ready."""
 
     def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
         """How long these ranks take to sum `size` bytes if all are ready at once."""
         return self.sum_end(ranks, size, [0.0] * len(ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSumsCost(TimedSumsCost):
+    """Sums gradients in the quickest way that the links allow (`penstock.cost.allreduce`)."""
 
     def sum_end(
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
@@ -249,14 +254,10 @@ class PlannedSumsCost(WrappedCost):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenSumsCost(WrappedCost):
+class GivenSumsCost(TimedSumsCost):
     """Sums gradients as a plan says, message by message; sums that it does not have as the cost inside."""
 
     sums: tuple[SumPlan, ...] = ()
-
-    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """How long these ranks take to sum `size` bytes if all are ready at once."""
-        return self.sum_end(ranks, size, [0.0] * len(ranks))
 
     def sum_end(
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
