@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,12 +91,25 @@ def train_elsewhere(folder: Path, *settings: str) -> tuple[str, list[StepRow]]:
     return done.stdout + done.stderr, read_rows(folder)
 
 
+def free_port() -> int:
+    """A port that nothing listens on. Nobody else takes it that soon."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def torchrun(
-    folder: Path, words: list[str], environment: Mapping[str, str], network: str = ""
+    folder: Path,
+    words: list[str],
+    environment: Mapping[str, str],
+    network: str = "",
+    disk: tuple[Path, Path] | None = None,
 ) -> Command:
     """Start torchrun with these arguments. It and its workers are forks."""
     script = Path(__file__).parent / "torchrun.py"
-    return Command(folder, words, environment, script=script, network=network)
+    return Command(
+        folder, words, environment, script=script, network=network, disk=disk
+    )
 
 
 def ended(folder: Path, line: str, after: float) -> tuple[int, str]:

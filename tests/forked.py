@@ -56,6 +56,8 @@ LOADED = (
     "torch.utils.tensorboard",
 )
 CLONE_NEWNET = 0x40000000  # of Linux: a namespace of networks
+CLONE_NEWNS = 0x00020000  # a namespace of mounts
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 SIGNALS = (signal.SIGINT, *ENDING_SIGNALS)
 
 
@@ -100,6 +102,7 @@ class Setting:
     session: bool
     script: Path | None
     network: str
+    disk: tuple[Path, Path] | None
 
 
 class Command:
@@ -108,7 +111,8 @@ class Command:
     `strict` turns warnings into errors. `session` gives it a process group of its own.
     `script` is run instead of `penstock`, with `words` as its arguments. `network` is the
     name of the network namespace to run in. `shown` sends the output to where this process
-    prints, instead of keeping it.
+    prints, instead of keeping it. `disk` are two folders: the command finds the content of the
+    first where the second is, as on a machine with a disk of its own.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class Command:
         script: Path | None = None,
         network: str = "",
         shown: bool = False,
+        disk: tuple[Path, Path] | None = None,
     ) -> None:
         start_server()
         context = ForkServerContext()
@@ -128,7 +133,9 @@ class Command:
         theirs = [writer for _, writer in pipes]
         if shown:
             theirs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
-        setting = Setting(folder, dict(environment), strict, session, script, network)
+        setting = Setting(
+            folder, dict(environment), strict, session, script, network, disk
+        )
         self.process = context.Process(target=_run, args=(words, setting, *theirs))
         self.process.start()
         self.chunks: list[list[bytes]] = [[], []]
@@ -190,6 +197,8 @@ def _run(words: list[str], setting: Setting, out: Connection, err: Connection) -
         os.setsid()
     if setting.network:
         _enter(setting.network)
+    if setting.disk is not None:
+        _mount(*setting.disk)
     os.chdir(setting.folder)
     _set_environment(setting.environment)
     for pipe, number in ((out, 1), (err, 2)):
@@ -215,6 +224,19 @@ def _enter(network: str) -> None:
     with open(f"/var/run/netns/{network}") as file:
         if library.setns(file.fileno(), CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
+
+
+def _mount(source: Path, target: Path) -> None:
+    """Let this process and its children find the content of one folder where another one is."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "cannot make a namespace of mounts")
+    for words, flags in (
+        ((b"none", b"/"), MS_REC | MS_PRIVATE),
+        ((bytes(source), bytes(target)), MS_BIND),
+    ):
+        if library.mount(*words, None, flags, None) != 0:
+            raise OSError(ctypes.get_errno(), "cannot mount a folder")
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from penstock.errors import RunError
 from penstock.ir import lower
 from penstock.runtime import Batch, Executor, ProcessComm, batch_of
 from penstock.runtime.gradients import groups_of
+from penstock.runtime.process import launch
 from penstock.runtime.process.launch import after_first, finish, init, spawn
 from penstock.runtime.process.watchdog import ALARM_SIGNAL, watching
 
@@ -215,6 +216,21 @@ def group(comm: ProcessComm) -> tuple[list[float], list[str]]:
         except RunError as error:
             errors.append(str(error))
     return sums, errors
+
+
+def leave(comm: ProcessComm) -> tuple[list[str], list[str]]:
+    """Sum something in two groups, and leave; return the names of gloo's threads before and after."""
+    comm.prepare([(0, 1)])
+    for one in (comm, comm.apart()):
+        one.add(torch.ones(3), (0, 1)).wait()
+
+    def threads() -> list[str]:
+        names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+        return [name for name in names if "gloo_runloop" in name]
+
+    before = threads()
+    launch._leave(comm)
+    return before, threads()
 
 
 def prepare(comm: ProcessComm, folder: str) -> bool:

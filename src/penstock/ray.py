@@ -7,18 +7,21 @@
     here     plans for the number of workers, resumes the newest checkpoint, trains, reports loss and checkpoints
 
 The ranks of the schedule follow the number of workers: a checkpoint of any number of ranks resumes on any other. All
-workers must see the folder of the run.
+workers may see one folder of the run, or every machine has its own (`penstock.train.folders`).
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 try:
-    from ray.train import Checkpoint, report
+    from ray.train import Checkpoint, get_checkpoint, report
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"penstock.ray needs Ray Train: {error}\n  pip install 'penstock[ray]'",
@@ -26,21 +29,33 @@ except ModuleNotFoundError as error:
     ) from None
 
 from penstock.config import Config, check_config, is_plan_file
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
 from penstock.ir import Plan
 from penstock.runtime import ProcessComm
-from penstock.runtime.process.launch import after_first
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_name
+from penstock.runtime.process.launch import after_first, meet
+from penstock.train.checkpoint import (
+    NOTE,
+    read_facts,
+    step_name,
+)
+from penstock.train.folders.launched import (
+    can_resume,
+    hear_run,
+    settle_folders,
+)
+from penstock.train.folders.separate import SeparateFolders
 from penstock.train.launcher import forget_previous_end
 from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
+from penstock.train.remote import replacing
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.session import kept_plan, plan_and_prepare
 from penstock.train.start import check_sources, find_run
 from penstock.train.worker import STOP_FILE, job_of, join
 
+_log = logging.getLogger(__name__)
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop
 
 
@@ -51,15 +66,18 @@ def train_loop(settings: Mapping[str, Any]) -> None:
     "run.steps=100". One of them must name `run.folder`.
     """
     source, changes = read_settings(settings)
-    config, folder = find_run(source, None, changes, exists=True)
-    comm = join(config, launched_placement(config))
+    meeting = meet()
+    found = find_run(source, None, changes, exists=True) if meeting.rank == 0 else None
+    config, folder = hear_run(meeting, found, source, changes)
+    comm = join(config, launched_placement(config), meeting)
     config = fit_ranks(config, comm.ranks)
-    given = written_keys(source, changes)
-    resume = bool(newest(folder / CHECKPOINTS_FOLDER))
+    storage = RayStorage()
+    resume = can_resume(comm, config, folder, [storage])
     with locking() as lock:
 
         def prepare() -> None:
             check_sources(config)
+            given = written_keys(source, changes)
             kept = fitting_plan(config, folder, comm.ranks) if resume else None
             plan_and_prepare(
                 config, folder, resume, lock, given, kept, launched=comm.ranks
@@ -67,7 +85,8 @@ def train_loop(settings: Mapping[str, Any]) -> None:
             forget_previous_end(folder)
 
         after_first(comm, prepare)
-        train(folder, resume, comm)
+        separate = settle_folders(comm, config, folder, resume, _log.info, [storage])
+        train(folder, resume, comm, separate)
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[Path, list[str]]:
@@ -105,13 +124,55 @@ def fitting_plan(config: Config, folder: Path, workers: int) -> Plan | None:
     return kept
 
 
-def train(folder: Path, resume: bool, comm: ProcessComm) -> None:
+def train(
+    folder: Path, resume: bool, comm: ProcessComm, separate: SeparateFolders | None
+) -> None:
     """Train what a folder describes, until its last step."""
     config = read_config(folder / CONFIG_FILE)
-    job = job_of(folder, config, resume, fresh=True)
+    job = replace(job_of(folder, config, resume, fresh=True), separate=separate)
     stop_file = folder / STOP_FILE
     trainer = ReportingTrainer(job, comm, comm.device)
-    trainer.run(lambda: comm.rank == 0 and stop_file.exists())
+    trainer.run(lambda: job.keeps_folder(comm.rank) and stop_file.exists())
+
+
+class RayStorage:
+    """The newest checkpoint that was reported to Ray, in Ray's storage."""
+
+    def __init__(self) -> None:
+        self.checkpoint = get_checkpoint()
+
+    def steps(self) -> list[int]:
+        """The step of this checkpoint; nothing if there is none."""
+        if self.checkpoint is None:
+            return []
+        with self.open(NOTE) as note:
+            return [int(json.load(note)["step"])]
+
+    def fetch_step(self, step: int, folder: Path) -> Path:
+        """Copy the checkpoint into a folder, in place of what is there."""
+        final = folder / step_name(step)
+        with replacing(final) as part:
+            self.copy(NOTE, part)
+            for name in read_facts(part)["files"]:
+                self.copy(name, part)
+        _log.info("fetched %s from the storage of Ray", final.name)
+        return final
+
+    def copy(self, name: str, folder: Path) -> None:
+        """Copy a file of the checkpoint into a folder."""
+        with self.open(name) as stream, (folder / name).open("wb") as opened:
+            shutil.copyfileobj(stream, opened)
+
+    def open(self, name: str) -> Any:
+        """Open a file of the checkpoint."""
+        assert self.checkpoint is not None
+        path = f"{self.checkpoint.path}/{name}"
+        try:
+            return self.checkpoint.filesystem.open_input_stream(path)
+        except OSError as error:
+            raise FileError(
+                f"cannot read {path} in the storage of Ray: {error}"
+            ) from None
 
 
 class ReportingTrainer(Trainer):
@@ -133,7 +194,8 @@ class ReportingTrainer(Trainer):
         saved = self.step
         self.saver.finish(self.comm)
         checkpoint = None
-        if self.comm.rank == 0:
+        # Ray joins the files of all workers that report some.
+        if self.job.keeps_folder(self.comm.rank):
             folder = self.job.checkpoints / step_name(saved)
             checkpoint = Checkpoint.from_directory(str(folder))
         report(self.report_figures(), checkpoint=checkpoint)

@@ -41,10 +41,12 @@ def kubeflow(tmp_path: Path) -> list[str]:
         trainer["numProcPerNode"]
         == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     )
-    (overrides,) = spec["podTemplateOverrides"]
-    (container,) = overrides["spec"]["containers"]
+    (patch,) = spec["runtimePatches"]
+    (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
     mounted = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
-    assert mounted.keys() == {one["name"] for one in overrides["spec"]["volumes"]}
+    assert mounted.keys() == {one["name"] for one in pod["volumes"]}
     env = {one["name"]: one["value"] for one in trainer["env"]}
     assert env.pop("RUN").startswith(mounted["runs"])
     assert f"{mounted['config']}/config.toml" in trainer["args"][0]
@@ -72,16 +74,20 @@ def skypilot(tmp_path: Path) -> list[str]:
 def test_a_template_asks_torchrun_for_a_run_that_our_command_line_takes(
     template, tmp_path
 ):
-    for resumes in (False, True):
-        if resumes:
-            (tmp_path / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)
-        words = template(tmp_path)
-        asked = get_args_parser().parse_args(words)
-        assert asked.module
-        assert asked.training_script == "penstock"
-        name, *rest = asked.training_script_args
-        command = typer.main.get_command(app).commands[name]
-        given = command.make_context(name, rest).params
-        assert str(given["source"]).endswith("config.toml")
-        assert given["changes"] == [f"run.folder={tmp_path / 'run'}"]
-        assert given["resume"] is resumes
+    words = template(tmp_path)
+    asked = get_args_parser().parse_args(words)
+    assert asked.module
+    assert asked.training_script == "penstock"
+    name, *rest = asked.training_script_args
+    command = typer.main.get_command(app).commands[name]
+    given = command.make_context(name, rest).params
+    assert str(given["source"]).endswith("config.toml")
+    assert given["changes"] == [f"run.folder={tmp_path / 'run'}"]
+    assert given["resume_if_any"]
+
+
+def test_kubeflow_knows_every_field_of_the_template():
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    written = yaml.safe_load((EXAMPLES / "kubeflow.yaml").read_text())
+    read = models.TrainerV1alpha1TrainJob.from_dict(written)
+    assert read.to_dict() == written

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,7 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 
-from commands import SMALL_CONFIG, environment, torchrun, wait_for
+from commands import SMALL_CONFIG, environment, free_port, torchrun, wait_for
 from penstock.train.history import read_rows
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "slurm.sbatch"
@@ -89,9 +88,7 @@ def job(tmp_path, forks_port):
         (tmp_path / "bin" / name).chmod(0o755)
 
     def start(nodes: int, workers: int, *more: str) -> subprocess.Popen[str]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         env = environment(
             PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             SLURM_JOB_ID="4711",

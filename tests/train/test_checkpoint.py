@@ -99,9 +99,8 @@ def test_a_run_goes_on_in_another_split_as_if_it_had_never_stopped(
     name, shape = SPLITS[resumed_by]
     rows = train(job_of(tmp_path / "two", name, *changes, resume=True, **shape))
     assert [row.step for row in rows] == list(range(1, 6))
-    assert (
-        apart(rows, losses(undisturbed)) < 1e-5
-    )  # float32: another split adds the gradients in another order
+    # Float32: another split adds the gradients in another order.
+    assert apart(rows, losses(undisturbed)) < 1e-5
 
 
 @pytest.mark.numerics
@@ -245,9 +244,8 @@ def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):
     def work(comm):
         return Trainer(job, comm).run()
 
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (20_000, hard)
-    )  # the system's own "File too large"
+    # The system's own "File too large".
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     try:
         with pytest.raises(
             RunError,

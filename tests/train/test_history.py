@@ -67,11 +67,13 @@ def wandb(monkeypatch):
 def test_weights_and_biases_get_every_figure_and_a_run_that_goes_on_is_the_same_run(
     wandb, tmp_path
 ):
-    (tmp_path / "config.toml").write_text("[run]\nsteps = 5\n")
+    url = "sftp://me:secret@host/run?key=hidden"
+    (tmp_path / "config.toml").write_text(f'[run]\ncheckpoints = "{url}"\nsteps = 5\n')
     write(tmp_path, 0, row(1), row(2, bubble=0.25, evaluation=2.5, mfu=0.4))
     write(tmp_path, 2, row(3))
     first, second = wandb.runs
-    assert first.asked["config"] == {"run": {"steps": 5}}
+    shown = "sftp://me:***@host/run?***"
+    assert first.asked["config"] == {"run": {"checkpoints": shown, "steps": 5}}
     assert (first.asked["project"], first.asked["name"], first.asked["id"]) == (
         "penstock",
         tmp_path.name,
@@ -125,6 +127,8 @@ def test_the_real_one_takes_it_without_a_network(tmp_path, monkeypatch):
     name = (tmp_path / WANDB).read_text().strip()
     write(tmp_path, 2, row(3))
     assert (tmp_path / WANDB).read_text().strip() == name
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # waits for the process that writes its files
     kept = list((tmp_path / "wandb").glob(f"offline-run-*/run-{name}.wandb"))
     assert kept
     assert all(file.stat().st_size > 200 for file in kept)

@@ -235,9 +235,8 @@ def test_recomputation_changes_nothing(oracle, tmp_path):
 
 
 def test_bfloat16_learns_too(oracle, tmp_path):
-    enabled, *_ = torch.backends.mkldnn.set_flags(
-        False
-    )  # some virtual machines claim AMX and do not have it
+    # Some virtual machines claim AMX and do not have it.
+    enabled, *_ = torch.backends.mkldnn.set_flags(False)
     try:
         rows = train(job_of(tmp_path, "1f1b", "run.precision=bfloat16"))
     finally:

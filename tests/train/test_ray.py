@@ -18,6 +18,7 @@ import pytest
 from commands import SMALL_CONFIG, called
 from penstock.config import Config, MeshConfig, ScheduleConfig
 from penstock.errors import ConfigError
+from penstock.train.checkpoint import is_complete_checkpoint
 from penstock.train.history import read_rows
 
 with warnings.catch_warnings():
@@ -112,6 +113,19 @@ def lose_node(settings: dict[str, Any]) -> None:
     train_loop(settings)
 
 
+def lose_separate_node(settings: dict[str, Any]) -> None:
+    """Train with a folder for each node; the spot node is lost with its folder, after the checkpoint of step 6."""
+    here = ray.get_runtime_context().get_node_id()
+    node = next(one for one in ray.nodes() if one["NodeID"] == here)
+    folder = Path(settings["set"][0].partition("=")[2])
+    own = folder.with_name("spot" if "spot" in node["Resources"] else "head")
+    settings = settings | {"set": [f"run.folder={own}", *settings["set"][1:]]}
+    if own.name == "spot":
+        # Ray has the checkpoint of step 6 when that of step 9 is begun.
+        die_after(settings, 9, os.getppid(), os.getpid())
+    train_loop(settings)
+
+
 WAITING = """
 import os, time
 
@@ -184,3 +198,25 @@ def test_ray_goes_on_after_a_loss_with_the_workers_that_are_left_or_come_back(
         assert code == 0, err
     expected = [row.loss for row in read_rows(plain)]
     assert [row.loss for row in rows] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.numerics
+def test_nodes_with_folders_of_their_own_go_on_from_the_storage_of_ray(
+    tmp_path, config, cluster, monkeypatch, capsys
+):
+    result = fit(tmp_path, lose_separate_node, config, (1, 2))
+    assert (tmp_path / "lost-9").exists()
+    assert (result.metrics["step"], result.metrics["workers"]) == (STEPS, 1)
+    # Ray has joined the files of both nodes. Neither folder has all files of these checkpoints.
+    joined = (tmp_path / "storage").glob("*/checkpoint_*/*-00002-of-00002.safetensors")
+    assert any(map(is_complete_checkpoint, {file.parent for file in joined}))
+    # If the lost node had rank 0, the figures of its steps are lost with it.
+    rows = read_rows(tmp_path / "head")
+    assert [row.step for row in rows] == list(range(rows[0].step, STEPS + 1))
+    plain = tmp_path / "plain"
+    line = f"train {config} --set run.folder={plain} --sample 0"
+    code, _, err = called(monkeypatch, capsys, line)
+    assert code == 0, err
+    expected = [row.loss for row in read_rows(plain)]
+    losses = [row.loss for row in rows]
+    assert losses == pytest.approx(expected[-len(rows) :], rel=1e-5)

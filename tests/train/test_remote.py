@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
+import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from commands import SMALL_CONFIG, called
 from penstock.errors import FileError, RunError
@@ -32,7 +36,9 @@ def checkpoint(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "a.safetensors").write_bytes(b"weights")
-    (path / "checkpoint.json").write_text("{}")
+    files = {"a.safetensors": {"bytes": 7, "crc32": 0}}
+    facts = {"penstock": "checkpoint", "step": step, "files": files}
+    (path / "checkpoint.json").write_text(json.dumps(facts))
     return path
 
 
@@ -95,6 +101,93 @@ def test_a_storage_that_cannot_be_used_is_named(tmp_path, caplog):
     assert "cannot copy to" in caplog.text
 
 
+class RefusingFiles(MemoryFileSystem):
+    """A storage whose credentials are wrong."""
+
+    protocol = "refusing"
+
+    def pipe_file(self, path, value, mode="overwrite", **options):
+        raise OSError("An error occurred (403) when calling PutObject: Forbidden")
+
+
+def test_a_storage_that_refuses_to_be_written_is_found_out_at_once(
+    tmp_path, monkeypatch
+):
+    fsspec.register_implementation("refusing", RefusingFiles, clobber=True)
+    with pytest.raises(FileError, match=r"cannot write to refusing(?s:.*)credentials"):
+        RemoteCheckpoints("refusing://bucket", keep=1).check_writing()
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match=r"NotADirectoryError(?s:.*)may write to"):
+        RemoteCheckpoints(f"file://{tmp_path}/file/run", keep=1).check_writing()
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(FileError, match=r"s3fs(?s:.*)install what fsspec needs"):
+        RemoteCheckpoints("s3://bucket/run", keep=1)
+
+
+class TalkingFiles(MemoryFileSystem):
+    """A storage whose errors repeat the URL."""
+
+    protocol = "talking"
+    URL = "talking://me:secret@host/run?key=hidden"
+
+    def makedirs(self, path, exist_ok=False):
+        raise OSError(f"cannot connect to {self.URL} now")
+
+
+def test_errors_show_no_secret_of_a_url(tmp_path, caplog):
+    fsspec.register_implementation("talking", TalkingFiles, clobber=True)
+    remote = RemoteCheckpoints(TalkingFiles.URL, keep=1)
+    with pytest.raises(FileError) as refused:
+        remote.check_writing()
+    shown = "talking://me:***@host/run?***"
+    assert str(refused.value).startswith(f"cannot write to {shown}: OSError: ")
+    assert f"cannot connect to {shown} now" in str(refused.value)
+    remote.put(checkpoint(tmp_path, 1))
+    with pytest.raises(RunError) as failed:
+        remote.finish()
+    for text in (str(refused.value), str(failed.value), caplog.text):
+        assert "secret" not in text
+        assert "hidden" not in text
+
+
+def test_s3_keeps_checkpoints_and_no_bucket_is_made_for_a_mistyped_url(
+    tmp_path, monkeypatch
+):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of these packages, while they are imported
+        boto3 = pytest.importorskip("boto3")
+        s3fs = pytest.importorskip("s3fs")
+        moto = pytest.importorskip("moto.server")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="bucket")
+    try:
+        remote = RemoteCheckpoints("s3://bucket/run", keep=2)
+        remote.check_writing()
+        for step in (1, 2, 3):
+            remote.put(checkpoint(tmp_path / "here", step))
+        remote.finish()
+        assert remote.steps() == [3, 2]
+        fetched = remote.fetch(tmp_path / "there")
+        assert (fetched / "a.safetensors").read_bytes() == b"weights"
+        with pytest.raises(FileError, match="cannot write to s3://bukket"):
+            RemoteCheckpoints("s3://bukket/run", keep=2).check_writing()
+        names = [one["Name"] for one in client.list_buckets()["Buckets"]]
+        assert names == ["bucket"]
+    finally:
+        server.stop()
+
+
 def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     tmp_path, monkeypatch, capsys
 ):
@@ -107,10 +200,14 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     file.write_text(config + f'checkpoints = "file://{tmp_path}/bucket"\n')
     quick = "--set schedule.ranks=1 --set run.prove=false --set run.timed=0"
     line = f"train {file} --sample 0 {quick} --set run.folder={tmp_path}/run"
-    code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=3")
+    code, _, err = called(
+        monkeypatch, capsys, f"{line} --set run.steps=3 --resume-if-any"
+    )
     assert code == 0, err
     shutil.rmtree(tmp_path / "run")
-    code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=5 --resume")
+    code, _, err = called(
+        monkeypatch, capsys, f"{line} --set run.steps=5 --resume-if-any"
+    )
     assert code == 0, err
     assert [row.step for row in read_rows(tmp_path / "run")] == [4, 5]
     shutil.rmtree(tmp_path / "run")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
+from commands import free_port
 from penstock.errors import PeerLostError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config, load_config
@@ -46,15 +46,12 @@ def folder(tmp_path, monkeypatch):
     write_plan(
         Plan(make("1f1b", ranks=1, microbatches=2), "1f1b", (1,)), run / "plan.json"
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     for name, value in {
         "RANK": 0,
         "WORLD_SIZE": 1,
         "LOCAL_RANK": 0,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": free_port(),
         "GLOO_SOCKET_IFNAME": "lo",
     }.items():
         monkeypatch.setenv(name, str(value))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,12 @@ def train_command(
         bool,
         typer.Option("--resume", help="Continue from the newest good checkpoint."),
     ] = False,
+    resume_if_any: Annotated[
+        bool,
+        typer.Option(
+            "--resume-if-any", help="Continue if there is a checkpoint, else start."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -86,25 +92,32 @@ def train_command(
     """
     from penstock.formats.config_toml import written_keys
     from penstock.train.crew.choice import is_elastic
-    from penstock.train.launcher import (
-        avoid_broken_amx,
-        ended_by_signals,
-        under_launcher,
-        way_on,
-    )
+    from penstock.train.launcher import ended_by_signals, under_launcher, way_on
     from penstock.train.lock import locking
-    from penstock.train.placement import check_gpus_suffice, uses_gpus
+    from penstock.train.placement import check_gpus_suffice, prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare, start_workers
-    from penstock.train.start import check_sources, check_start, find_run
+    from penstock.train.start import (
+        check_sources,
+        check_start,
+        find_run,
+        has_checkpoint,
+    )
 
-    exists = resume or dry_run
-    config, folder = find_run(source, preset, changes or [], exists)
-    given = written_keys(source, changes or [])
-    if config.run.precision == "bfloat16" and not uses_gpus(config):
-        avoid_broken_amx()
     if under_launcher():
-        _as_a_rank(config, folder, resume, sample, given)
+        if dry_run:
+            raise RunError(
+                "--dry-run makes its forecast in a single process, not under torchrun or another launcher\n"
+                "  start penstock train without it"
+            )
+        # Whether the folder may have checkpoints is known when the ranks have met.
+        find = partial(find_run, source, preset, changes or [], exists=True)
+        _as_a_rank(find, source, changes or [], resume, resume_if_any, sample)
         return
+    exists = resume or resume_if_any or dry_run
+    config, folder = find_run(source, preset, changes or [], exists)
+    resume = resume or (resume_if_any and has_checkpoint(config, folder))
+    given = written_keys(source, changes or [])
+    prepare_cpu(config)
     check_sources(config)
     if not dry_run:
         check_start(config, folder, resume)
@@ -251,24 +264,54 @@ def _print_dry_run(prepared: PreparedRun) -> None:
 
 # ---------------------------------------------------------------- meanwhile
 def _as_a_rank(
-    config: Config, folder: Path, resume: bool, sample: int, given: Collection[str]
+    find: Callable[[], tuple[Config, Path]],
+    source: Path | None,
+    changes: list[str],
+    resume: bool,
+    resume_if_any: bool,
+    sample: int,
 ) -> None:
-    """Run as one of torchrun's workers. Rank 0 prepares the folder while the others wait."""
+    """Run as one of torchrun's workers. Rank 0 finds the run and prepares its folder while the others wait."""
     import os
 
+    from penstock.formats.config_toml import written_keys
+    from penstock.runtime.process.launch import after_first, meet
+    from penstock.train.checkpoint import (
+        CHECKPOINTS_FOLDER,
+        is_complete_checkpoint,
+        step_name,
+    )
     from penstock.train.entry import run_worker
-    from penstock.train.launcher import after_first, forget_previous_end, restarted
+    from penstock.train.folders.launched import (
+        agree_on_restarts,
+        can_resume,
+        hear_run,
+        settle_folders,
+    )
+    from penstock.train.launcher import forget_previous_end
     from penstock.train.lock import Lock
-    from penstock.train.placement import launched_placement
+    from penstock.train.placement import launched_placement, prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare
-    from penstock.train.worker import join
+    from penstock.train.start import check_unused
+    from penstock.train.worker import join, restarted
 
-    comm = join(config, launched_placement(config))
+    # Rank 0 looks before it meets the others, so that its error ends the run at once.
+    found = find() if os.environ["RANK"] == "0" else None
+    meeting = meet()
+    config, folder = hear_run(meeting, found, source, changes)
+    prepare_cpu(config)
+    comm = join(config, launched_placement(config), meeting)
+    agree_on_restarts(comm)
+    if resume_if_any and not resume:
+        resume = can_resume(comm, config, folder)
     lock = Lock()
 
     def prepare() -> None:
+        if not resume and not restarted():
+            check_unused(folder)
         first_resume = resume and not restarted()
         kept = kept_plan(config, folder, ()) if resume or restarted() else None
+        given = written_keys(source, changes)
         prepared = plan_and_prepare(
             config, folder, first_resume, lock, given, kept, _display(), comm.ranks
         )
@@ -284,11 +327,16 @@ def _as_a_rank(
 
     try:
         after_first(comm, prepare)
+        separate = settle_folders(
+            comm, config, folder, resume, partial(tell, "folders")
+        )
     except PenstockError:
         lock.clean_up()
         raise
-    verdict = run_worker(str(folder), resume)
+    verdict = run_worker(str(folder), resume, separate)
     if verdict.error:
         raise RunError(verdict.text)
-    if os.environ["RANK"] == "0":
-        show_ending(folder, verdict, sample)
+    if comm.rank == 0:
+        # If ranks with separate folders were asked to stop, this folder has only a share of the model.
+        last = folder / CHECKPOINTS_FOLDER / step_name(verdict.step)
+        show_ending(folder, verdict, sample if is_complete_checkpoint(last) else 0)

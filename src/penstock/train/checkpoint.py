@@ -16,7 +16,9 @@ Torch's DCP writes and reads the files in its safetensors storage, each rank for
 default, `.metadata`, is a pickle). The schedule says which rank saves a replica. If several
 processes share a tensor (`penstock.train.mesh`), each writes its own share with its place in
 the whole, and any other split reads what it needs. A rank that does not see the folder sends
-its files to the launcher, and gets checkpoints from there (`Depot`).
+its files to the launcher, and gets checkpoints from there (`Depot`). If a launcher has
+started ranks on machines with separate folders, each folder has the files of its own ranks
+(`penstock.train.folders`).
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from penstock.errors import FileError, RunError
 from penstock.runtime import Comm, local_share, share_offset
 
 CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
+Fingerprint: TypeAlias = dict[str, int]  # the size and checksum of a file
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 NOTE = "checkpoint.json"
 STEP_PREFIX = "step-"
@@ -98,6 +101,7 @@ class Saver:
         self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
+        self.files: dict[str, Fingerprint] = {}  # that this rank has written
         # Called on the rank that leads, with the step and folder of every complete checkpoint.
         self.announce: Callable[[int, Path], None] = lambda step, folder: None
 
@@ -140,8 +144,9 @@ class Saver:
             if tensors:
                 _save(path, tensors, corners, self.rank, self.ranks)
             pattern = f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors"
-            files = {file.name: _fingerprint(file) for file in path.glob(pattern)}
-            _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(files))
+            self.files = {file.name: _fingerprint(file) for file in path.glob(pattern)}
+            _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(self.files))
+            self.after_writing(path)
             if self.depot is not None:
                 self.depot.put(path)
                 shutil.rmtree(path)
@@ -149,6 +154,9 @@ class Saver:
             self.failure = f"cannot write {path}: {error.strerror or error}"
         except BaseException as error:
             self.failure = f"cannot write {path}: {_cause(error)}"
+
+    def after_writing(self, path: Path) -> None:
+        """Do what else is to be done with this rank's files; runs on a thread."""
 
     def done(self) -> bool:
         """Whether this rank's share is written; raise RunError if writing failed."""
@@ -180,7 +188,7 @@ class Saver:
         final = self.folder / step_name(self.step)
         if self.leads:
             try:
-                _publish(path, final, self.facts | {"step": self.step})
+                publish(path, final, self.facts | {"step": self.step})
                 prune(self.folder, self.keep, self.names, self.step)
             except OSError as error:
                 raise RunError(
@@ -192,6 +200,9 @@ class Saver:
             self.announce(saved, final)
         return final
 
+    def check_copy(self) -> None:
+        """Raise RunError if the last checkpoint could not be copied; here nothing is copied."""
+
     def abandon(self) -> None:
         """Give up the checkpoint in progress, which a lost rank can no longer complete."""
         if self.thread is not None:
@@ -201,12 +212,16 @@ class Saver:
     def finish(self, comm: Comm) -> None:
         """Wait until the checkpoint in progress is complete; all ranks must call it."""
         if self.step is not None:
-            assert self.thread is not None
-            self.thread.join()
+            self.wait_for_files()
             self.done()
             comm.barrier()
             self.commit()
         comm.barrier()
+
+    def wait_for_files(self) -> None:
+        """Wait until this rank's share is written."""
+        assert self.thread is not None
+        self.thread.join()
 
 
 class _Planner(DefaultSavePlanner):
@@ -249,12 +264,22 @@ def _save(
     )
 
 
-def _publish(path: Path, final: Path, facts: CheckpointFacts) -> None:
-    """Join the notes of all ranks into checkpoint.json, and rename the folder."""
-    files: dict[str, Any] = {}
+def publish(
+    path: Path,
+    final: Path,
+    facts: CheckpointFacts,
+    known: Mapping[str, Fingerprint] | None = None,
+) -> None:
+    """Write checkpoint.json from the notes of all ranks, and rename the folder.
+
+    With `known`, these are the files of the checkpoint, some of which are on other machines.
+    """
+    files: dict[str, Fingerprint] = {}
     for note in sorted(path.glob("rank-*.json")):
         files |= json.loads(note.read_text(encoding="utf-8"))
         note.unlink()
+    if known is not None:
+        files = dict(known)
     content = {
         "penstock": "checkpoint",
         "version": CHECKPOINT_VERSION,
@@ -363,9 +388,7 @@ def newest_good(
     """
     rank, ranks = (comm.rank, comm.ranks) if comm else (0, 1)
     for path in newest(folder):
-        faults = list(checkpoint_faults(path, rank, ranks))
-        if not faults and rank == 0:
-            faults = _missing_faults(path, names)
+        faults = find_faults(path, names, rank, ranks)
         for fault in faults:
             _log.warning("%s is damaged: %s", path, fault)
         count = torch.tensor([float(len(faults))], dtype=torch.float64)
@@ -376,6 +399,16 @@ def newest_good(
         if rank == 0:
             _log.warning("%s is left alone; looking for an earlier one", path)
     return None
+
+
+def find_faults(
+    path: Path, names: Collection[str], rank: int = 0, ranks: int = 1
+) -> list[str]:
+    """Return what is wrong with this rank's share of the files; the first one also looks for tensors of these names."""
+    faults = list(checkpoint_faults(path, rank, ranks))
+    if not faults and rank == 0:
+        faults = _missing_faults(path, names)
+    return faults
 
 
 def _missing_faults(path: Path, names: Collection[str]) -> list[str]:
@@ -392,19 +425,44 @@ def _missing_faults(path: Path, names: Collection[str]) -> list[str]:
 def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
     """Yield what is wrong with checkpoint.json and with this rank's share of the files."""
     try:
-        files = read_facts(path)["files"]
+        facts = read_facts(path)
     except FileError as error:
         yield str(error)
         return
+    files = facts["files"]
     for name in sorted(files)[rank::ranks]:
         known = files[name]
         file = path / name
         if not file.is_file():
-            yield f"{name} is missing"
+            yield f"{name} is missing{saved_where(facts, name)}"
         elif file.stat().st_size != known["bytes"]:
             yield f"{name} has {file.stat().st_size} bytes, not {known['bytes']}"
         elif _fingerprint(file) != known:
             yield f"{name} does not have its checksum"
+
+
+def saved_where(facts: CheckpointFacts, name: str) -> str:
+    """Say where a file was saved, if machines with separate folders have saved a checkpoint."""
+    place = facts.get("places", {}).get(name)
+    return f"; it was saved in {place}" if place else ""
+
+
+def lost_files(folder: Path) -> str:
+    """Say what the newest checkpoint lacks because it was saved on other machines; empty if it lacks nothing."""
+    for path in newest(folder)[:1]:
+        try:
+            facts = read_facts(path)
+        except FileError:
+            return ""
+        places = facts.get("places", {})
+        lost = [name for name in places if not (path / name).is_file()]
+        if lost:
+            return (
+                f"{path} lacks {lost[0]}, which was saved in {places[lost[0]]}\n"
+                f"  copy the files from there into {path}, or start the run on all of its machines again; "
+                "with run.checkpoints, machines may change"
+            )
+    return ""
 
 
 def read_facts(path: Path) -> CheckpointFacts:
@@ -465,7 +523,7 @@ def load(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 # ---------------------------------------------------------------- bytes
-def _fingerprint(file: Path) -> dict[str, int]:
+def _fingerprint(file: Path) -> Fingerprint:
     """The size and checksum of a file; they reveal damage, but not an attack."""
     total = 0
     with file.open("rb") as opened:

@@ -24,9 +24,11 @@ import numpy as np
 
 from penstock.errors import FileError, RunError
 from penstock.formats import read_plan
+from penstock.formats.text import put_in_place
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
+from penstock.train.urls import hide_secrets
 
 _log = logging.getLogger(__name__)
 # Files in the folder of a run.
@@ -97,11 +99,9 @@ class History:
         self.rows: list[StepRow] = []
         if begin:
             self.rows = [row for row in read_rows(folder) if row.step <= begin]
-        part = folder / f"{METRICS}.part"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            part.write_text("".join(map(_line, self.rows)), encoding="utf-8")
-            part.replace(folder / METRICS)
+            put_in_place(folder / METRICS, "".join(map(_line, self.rows)))
             self.file = (folder / METRICS).open("a", encoding="utf-8")
         except OSError as error:
             raise FileError(
@@ -248,7 +248,8 @@ def _wandb(folder: Path, name: str) -> Sink | None:
     try:
         config = None
         if config_file.is_file():
-            config = tomllib.loads(config_file.read_text(encoding="utf-8"))
+            text = config_file.read_text(encoding="utf-8")
+            config = tomllib.loads(hide_secrets(text))
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "penstock"),
             name=name or folder.resolve().name,
@@ -283,10 +284,8 @@ def write_timeline(
         if isinstance(value, np.ndarray):
             content[item.name] = _json_list(value)
     content["sums"] = timeline.sums
-    part = folder / f"{name}.part"
     try:
-        part.write_text(json.dumps(content), encoding="utf-8")
-        part.replace(folder / name)
+        put_in_place(folder / name, json.dumps(content))
     except OSError as error:
         raise RunError(
             f"cannot write {folder / name}: {error.strerror}\n  {ROOM}"

@@ -75,6 +75,14 @@ FOLDER_CONTENTS = {
 }
 
 
+def _download(folder: Path) -> str:
+    """How to get a model if a name on the Hub was given instead of a folder."""
+    if folder.exists() or folder.is_absolute():
+        return ""
+    name = folder.as_posix()
+    return f"\n  `hf download {name} --local-dir {name}` gets one of this name from the Hugging Face Hub"
+
+
 # ---------------------------------------------------------------- sizes
 def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
     """Read the sizes of the model in a folder that a key of the config names; raise if we have no such model."""
@@ -84,12 +92,17 @@ def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
     except OSError as error:
         what = f"cannot read {file}: {error.strerror}"
         raise FileError(
-            f"{what}\n  {key} is a folder with {FOLDER_CONTENTS[key]}"
+            f"{what}\n  {key} is a folder with {FOLDER_CONTENTS[key]}{_download(folder)}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise FileError(f"{file} is not a JSON object")
+    if content.get("quantization_config"):
+        raise FileError(
+            f"{file} has a quantization_config: its weights are quantized, and Penstock trains plain ones\n"
+            "  load the model with transformers, call model.dequantize() and save it with save_pretrained"
+        )
     family = content.get("model_type")
     try:
         ours: Sizes | None = None

@@ -16,6 +16,7 @@ from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
 from penstock.train.crew.handover import PartTransfer
 from penstock.train.data.corpus import Corpus
+from penstock.train.folders.separate import SeparateFolders
 from penstock.train.lora import adapt
 from penstock.train.weights import Sizes
 
@@ -37,6 +38,7 @@ class Job:
     mirrors: tuple[PartTransfer, ...] = ()
     leader: int = 0  # the rank that writes the files of the run
     depot: Depot | None = None  # for a rank that does not see the folder of the run
+    separate: SeparateFolders | None = None  # if the ranks do not all see one folder
 
     def __post_init__(self) -> None:
         held = self.plan.map_schedules(hold_every_part)
@@ -61,6 +63,12 @@ class Job:
     def adapts(self) -> bool:
         """Whether adapters are trained instead of the model itself."""
         return self.config.lora.rank > 0
+
+    def keeps_folder(self, rank: int) -> bool:
+        """Whether a rank keeps its folder in order: the leader, or the first rank of each separate folder."""
+        if self.separate is not None:
+            return self.separate.folders.keeps(rank)
+        return rank == self.leader
 
     @property
     def checkpoints(self) -> Path:

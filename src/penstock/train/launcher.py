@@ -37,11 +37,9 @@ from penstock.errors import (
     ShapeError,
 )
 from penstock.ir.plan import Plan
-from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import (
     ENDING_SIGNALS,
     LOCALHOST,
-    after_first,
     serve_forks,
     under_launcher,
 )
@@ -63,13 +61,10 @@ from penstock.train.worker import (
 )
 
 __all__ = [
-    "after_first",
-    "avoid_broken_amx",
     "ended_by_signals",
     "launch",
     "launch_crew",
     "load_ahead",
-    "restarted",
     "under_launcher",
     "way_on",
 ]
@@ -90,11 +85,6 @@ HINTS = {  # by the exit code of a worker
 # What every worker needs, loaded once in the process that they are forked from.
 LOADED_MODULES = ("penstock.train.worker", MODULE_OF_OPTIMIZERS)
 WorkerEntry = Callable[[str, bool], Verdict]
-
-
-def restarted() -> bool:
-    """Whether the launcher started this process to replace one that died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def forget_previous_end(folder: Path) -> None:

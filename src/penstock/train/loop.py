@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from penstock.dropout import dropping
-from penstock.errors import RunError
+from penstock.errors import FileError, RunError
 from penstock.models import Part
 from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.watchdog import alarm_held
@@ -103,15 +103,7 @@ class Trainer:
         self.peak_bytes = 0  # memory of this process at its fullest moment so far
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
-        self.saver = Saver(
-            job.checkpoints,
-            comm.rank,
-            comm.ranks,
-            config.run.keep,
-            self.weights.saved_names,
-            self.leads,
-            job.depot,
-        )
+        self.saver = self.make_saver()
         self.saver.announce = self.announce
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
         self.rows = RowMaker(job, self.paths, comm.ranks, self.device)
@@ -149,6 +141,22 @@ class Trainer:
     def executor(self) -> Executor:
         """The executor of the next step."""
         return self.executors.at(self.step)
+
+    def make_saver(self) -> Saver:
+        """Return what saves the checkpoints of the run."""
+        job, comm = self.job, self.comm
+        keep, names = job.config.run.keep, self.weights.saved_names
+        if job.separate is not None:
+            return job.separate.saver(job.checkpoints, comm, keep, names)
+        return Saver(
+            job.checkpoints,
+            comm.rank,
+            comm.ranks,
+            keep,
+            names,
+            self.leads,
+            job.depot,
+        )
 
     # ------------------------------------------------------------ beginning
     def begin(self) -> None:
@@ -217,7 +225,7 @@ class Trainer:
         Calls `ready` before the first step. Raises CrewChange after a step if another
         generation is to go on from there.
         """
-        if self.leads:
+        if self.job.keeps_folder(self.comm.rank):
             sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executors):
@@ -229,6 +237,7 @@ class Trainer:
             try:
                 stopped = self.steps(history, stop)
                 self.saver.finish(self.comm)
+                self.saver.check_copy()
                 if self.remote is not None:
                     self.remote.finish()
             finally:
@@ -236,6 +245,8 @@ class Trainer:
                     history.close()
         if self.leaving:
             raise CrewChange
+        if not stopped:
+            self.collect_checkpoint()
         self.callbacks.on_end(self.step, stopped)
         return RunOutcome(self.step, stopped)
 
@@ -277,9 +288,8 @@ class Trainer:
         passes = self.job.config.run.accumulate
         for turn, batch in enumerate(self.loader.step()):
             first_row = self.loader.deal.first_row(turn)
-            sums = (
-                turn == passes - 1
-            )  # Replicas sum the gradients of all passes at once.
+            # Replicas sum the gradients of all passes at once.
+            sums = turn == passes - 1
             with dropping(self.job.config.run.seed, self.step, first_row):
                 results.append(executor.step(batch, timed, sums=sums))
             self.work_seconds += executor.work_seconds
@@ -378,6 +388,17 @@ class Trainer:
             self.remote.wait()  # What it copies might be deleted as soon as the next one is complete.
         self.saver.begin(self.step, self.weights.tensors(), self.facts())
 
+    def collect_checkpoint(self) -> None:
+        """Complete the last checkpoint in rank 0's folder, from which the model will be used."""
+        if self.job.separate is None:
+            return
+        checkpoints = self.job.checkpoints
+        try:
+            self.job.separate.checkpoints(checkpoints, self.comm).collect(self.step)
+        except FileError as error:
+            if self.leads:
+                _log.warning("the last checkpoint stays on several machines: %s", error)
+
     def facts(self) -> CheckpointFacts:
         """Return the description that goes into a checkpoint."""
         return checkpoint_facts(self.job, self.loader, self.early_stop.progress)
@@ -386,7 +407,7 @@ class Trainer:
     def remote(self) -> RemoteCheckpoints | None:
         """The copies of the checkpoints in object storage, if this process makes them."""
         settings = self.job.config.run
-        if not self.leads or not settings.checkpoints:
+        if not self.leads or not settings.checkpoints or self.job.separate is not None:
             return None
         return RemoteCheckpoints(settings.checkpoints, settings.keep)
 

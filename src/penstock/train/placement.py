@@ -105,6 +105,14 @@ def uses_gpus(config: Config) -> bool:
     return config.run.device != "cpu" and look_at_machine().gpus > 0
 
 
+def prepare_cpu(config: Config) -> None:
+    """Disable AMX if a run computes in bfloat16 on a CPU that advertises it but cannot run it."""
+    from penstock.runtime.process.amx import avoid_broken_amx  # noqa: PLC0415
+
+    if config.run.precision == "bfloat16" and not uses_gpus(config):
+        avoid_broken_amx()
+
+
 def check_gpu_exists(config: Config) -> None:
     """Raise RunError if a config needs a GPU and torch sees none."""
     from penstock.runtime.process.machine import look_at_machine  # noqa: PLC0415

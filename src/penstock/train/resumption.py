@@ -9,6 +9,7 @@ from penstock.errors import FileError, RunError
 from penstock.runtime import Comm
 from penstock.train.checkpoint import (
     CheckpointFacts,
+    lost_files,
     newest,
     newest_good,
     read_facts,
@@ -54,6 +55,12 @@ def checkpoint_to_resume(job: Job, comm: Comm, names: tuple[str, ...]) -> Path |
         return None
     if job.depot is not None:
         job.depot.fetch(job.checkpoints)
+    if job.separate is not None:
+        search = job.separate.checkpoints(job.checkpoints, comm)
+        checkpoint = search.newest_good(names)
+        if checkpoint is None and not job.fresh:
+            raise search.nothing_found()
+        return checkpoint
     checkpoint = newest_good(job.checkpoints, comm, names)
     if checkpoint is None and not job.fresh:
         raise nothing_to_resume(job.checkpoints)
@@ -62,6 +69,9 @@ def checkpoint_to_resume(job: Job, comm: Comm, names: tuple[str, ...]) -> Path |
 
 def nothing_to_resume(checkpoints: Path) -> RunError:
     """Return the error for a run that cannot resume."""
+    lost = lost_files(checkpoints)
+    if lost:
+        return RunError(lost)
     if newest(checkpoints):
         return RunError(
             f"no checkpoint in {checkpoints} is good: "

@@ -42,7 +42,6 @@ from penstock.train.entry import run_member, run_worker
 from penstock.train.forecast import keep_profiles
 from penstock.train.history import PLAN_FILE, StepRow, read_rows
 from penstock.train.launcher import (
-    avoid_broken_amx,
     launch,
     launch_crew,
     load_ahead,
@@ -54,7 +53,7 @@ from penstock.train.placement import (
     Placement,
     check_gpus_suffice,
     decide_placement,
-    uses_gpus,
+    prepare_cpu,
 )
 from penstock.train.screen import SayLine
 from penstock.train.start import (
@@ -127,8 +126,7 @@ def fit(
     source = None if config is None else Path(config)
     settings, folder = find_run(source, preset, changes, resume)
     given = written_keys(source, changes)
-    if settings.run.precision == "bfloat16" and not uses_gpus(settings):
-        avoid_broken_amx()
+    prepare_cpu(settings)
     check_start(settings, folder, resume)  # Encoding a dataset may take long.
     settings = with_datasets(settings, folder, dataset, validation)
     check_sources(settings)

@@ -22,7 +22,10 @@ from penstock.formats.config_toml import (
     dump_config,
     with_absolute_paths,
 )
+from penstock.formats.text import put_in_place
 from penstock.ir import Plan
+from penstock.models import DecoderConfig
+from penstock.models.decoder import initial_constants
 from penstock.models.recompute import recompute_inside
 from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
@@ -38,7 +41,7 @@ from penstock.train.data.tokenizer import (
 )
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_model, weight_files
-from penstock.train.launcher import restarted, under_launcher
+from penstock.train.launcher import under_launcher
 from penstock.train.lock import Lock
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
@@ -71,16 +74,22 @@ def find_run(
     """
     config = read_source(source, preset_name, changes)
     folder = _run_folder(source, preset_name, changes, config, exists)
-    if not exists and not restarted() and newest(folder / CHECKPOINTS_FOLDER):
-        raise ConfigError(
-            f"{folder} already contains a run\n"
-            "  continue it with --resume, or name another run.folder"
-        )
+    if not exists:
+        check_unused(folder)
     config = replace(config, run=replace(config.run, folder=str(folder)))
     config = settle_model(config)
     if is_folder(source) and not _changes_key(changes, "data.tokenizer"):
         config = with_kept_files(config, folder)
     return config, folder
+
+
+def check_unused(folder: Path) -> None:
+    """Refuse a folder that has checkpoints, whose steps would be mixed up with those of a new run."""
+    if newest(folder / CHECKPOINTS_FOLDER):
+        raise ConfigError(
+            f"{folder} already contains a run\n"
+            "  continue it with --resume, or name another run.folder"
+        )
 
 
 def check_start(config: Config, folder: Path, resume: bool) -> None:
@@ -89,12 +98,28 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
     check_training(config, model_sizes(config))
     if config.model.weights:
         weight_files(Path(config.model.weights))
-    if config.run.checkpoints:
-        RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+    check_storage(config)
     if resume:
         fetch_checkpoint(config, folder)
         if not newest(folder / CHECKPOINTS_FOLDER):
             raise nothing_to_resume(folder / CHECKPOINTS_FOLDER)
+
+
+def has_checkpoint(config: Config, folder: Path) -> bool:
+    """Whether the folder of a run, or its storage, has a checkpoint."""
+    if newest(folder / CHECKPOINTS_FOLDER):
+        return True
+    if not config.run.checkpoints:
+        return False
+    remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+    return bool(remote.steps())
+
+
+def check_storage(config: Config) -> None:
+    """Refuse object storage that this machine cannot write to."""
+    if config.run.checkpoints:
+        remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+        remote.check_writing()
 
 
 def fetch_checkpoint(config: Config, folder: Path) -> None:
@@ -118,6 +143,8 @@ def check_training(config: Config, sizes: Sizes) -> None:
             f"run.recompute_{inside[0]} = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
             "  run.recompute=true recomputes whole stages of any model"
         )
+    if config.model.config and isinstance(sizes, DecoderConfig):
+        initial_constants(sizes)
     if config.lora.rank:
         check_adapters(sizes, config.lora)
     if config.optimizer.groups:
@@ -165,7 +192,8 @@ def prepare_run(
     corpus = corpus_of(config, folder, watch)
     validation_of(config, folder)
     if resume:
-        fetch_checkpoint(config, folder)
+        if not under_launcher():  # Its ranks first find out who sees the folder.
+            fetch_checkpoint(config, folder)
         check_resumable(folder / CHECKPOINTS_FOLDER, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
@@ -174,7 +202,7 @@ def prepare_run(
     text = dump_config(config, f"penstock train {folder} --resume")
     try:
         lock.claim(folder)
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        put_in_place(folder / CONFIG_FILE, text)
         keep_tokenizer(config.data.tokenizer, folder)
         if config.model.folder:
             keep_origin(Path(config.model.folder), folder)

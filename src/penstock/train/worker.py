@@ -31,11 +31,12 @@ from penstock.config import Config, is_recording
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
+from penstock.formats.text import put_in_place
 from penstock.models import BertConfig, DecoderConfig, GPTConfig
 from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
-from penstock.runtime.process.launch import end_with_parent, hear_signals
+from penstock.runtime.process.launch import Meeting, end_with_parent, hear_signals
 from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.torch_internals import (
     is_connection_error_text,
@@ -62,6 +63,9 @@ STOP_FILE = "stop"
 PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"
 FULL_FILE = "full"  # A rank ran out of memory once.
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # a variable that torchrun sets
+# Finds the run in a folder: config, whether to resume, whether to start if there is no checkpoint.
+OpenJob = Callable[[Path, Config, bool, bool], Job]
 _log = logging.getLogger(__name__)
 
 
@@ -79,12 +83,17 @@ class Verdict:
     text: str = ""
 
 
-def work(folder: Path, resume: bool, watch: WatchRow | None = None) -> Verdict:
+def work(
+    folder: Path,
+    resume: bool,
+    watch: WatchRow | None = None,
+    open_job: OpenJob | None = None,
+) -> Verdict:
     """Train as the rank that the environment names.
 
-    Raises errors that a restart may fix; returns the others.
+    Raises errors that a restart may fix; returns the others. `open_job` finds the run in the folder.
     """
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = restarted()
     if again:
         earlier = _earlier_verdict(folder)
         if earlier is not None:
@@ -94,7 +103,9 @@ def work(folder: Path, resume: bool, watch: WatchRow | None = None) -> Verdict:
     saved = saved_step(folder) if resume or again else 0
     trainer = None
     try:
-        trainer, stop = _prepare(folder, resume or again, again, watch)
+        trainer, stop = _prepare(
+            folder, resume or again, again, watch, open_job or job_of
+        )
         outcome = trainer.run(stop)
     except (PeerLostError, StuckError):
         raise
@@ -112,6 +123,11 @@ def work(folder: Path, resume: bool, watch: WatchRow | None = None) -> Verdict:
         raise
     finish()
     return Verdict(outcome.step, outcome.stopped)
+
+
+def restarted() -> bool:
+    """Whether the launcher started this process to replace one that died."""
+    return int(os.environ.get(RESTART_COUNT, "0")) > 0
 
 
 # ---------------------------------------------------------------- failures
@@ -189,12 +205,10 @@ def write_failure(folder: Path, error: PenstockError) -> None:
 
     On a full disk the file stays empty; `read_failure` knows what that means.
     """
-    part = folder / f"{FAILURE_FILE}.part"
     text = json.dumps([type(error).__name__, str(error)])
     with suppress(OSError):
         try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(folder / FAILURE_FILE)
+            put_in_place(folder / FAILURE_FILE, text)
         except OSError:
             (folder / FAILURE_FILE).touch()
 
@@ -226,7 +240,11 @@ def _earlier_verdict(folder: Path) -> Verdict | None:
 
 # ---------------------------------------------------------------- before the first step
 def _prepare(
-    folder: Path, resume: bool, again: bool, watch: WatchRow | None
+    folder: Path,
+    resume: bool,
+    again: bool,
+    watch: WatchRow | None,
+    open_job: OpenJob,
 ) -> tuple[Trainer, Callable[[], bool]]:
     """Return the trainer of this rank, and a function that says whether to stop."""
     config = read_config(folder / CONFIG_FILE)
@@ -237,22 +255,24 @@ def _prepare(
     asked = threading.Event()
     listen(asked)
     if again and comm.rank == 0:
-        restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        restart = os.environ[RESTART_COUNT]
         _log.warning(
             "a worker was lost; restart %s of %d", restart, config.run.restarts
         )
     write_pid(folder, comm.rank)
-    job = job_of(folder, config, resume, again)
+    job = open_job(folder, config, resume, again)
     stop_file = folder / STOP_FILE
 
     def stop() -> bool:
-        return asked.is_set() or (comm.rank == 0 and stop_file.exists())
+        return asked.is_set() or (job.keeps_folder(comm.rank) and stop_file.exists())
 
     return Trainer(job, comm, comm.device, watch), stop
 
 
-def join(config: Config, placement: Placement) -> ProcessComm:
-    """Connect to the other processes of a run.
+def join(
+    config: Config, placement: Placement, meeting: Meeting | None = None
+) -> ProcessComm:
+    """Connect to the other processes of a run, at the store of their `meeting` if they have met.
 
     The backend is NCCL where every process has its own GPU, our own where processes of
     one machine share GPUs, and gloo otherwise.
@@ -261,12 +281,12 @@ def join(config: Config, placement: Placement) -> ProcessComm:
     on_gpu = placement.backend is None and placement.wanted == "cuda"
     patience = starting_patience(config, torch.device("cuda" if on_gpu else "cpu"))
     if placement.backend is not None:
-        return init(placement.backend, patience, "cpu")
+        return init(placement.backend, patience, "cpu", meeting)
     if placement.wanted == "cuda":
         gpu = torch.device("cuda", own_gpu())
         torch.cuda.set_device(gpu)
-        return init(None, patience, gpu)
-    return init(None, patience)
+        return init(None, patience, gpu, meeting)
+    return init(None, patience, meeting=meeting)
 
 
 def job_of(

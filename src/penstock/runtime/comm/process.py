@@ -427,6 +427,17 @@ class ProcessComm:
             except IndexError:  # all work is done
                 return None
 
+    def leave(self) -> None:
+        """Drop all groups, and wait until their threads have ended; nothing can be sent afterwards."""
+        if self.second is not None:
+            self.second.leave()
+            self.second = None
+        self.upward = self.downward = None
+        self.groups = {}
+        self.beside = []
+        if hasattr(self, "world"):
+            del self.world
+
     def cut_connections(self) -> None:
         """Break this rank's connections, so that every wait on them ends on all ranks.
 

@@ -10,6 +10,7 @@ children. No worker outlives the call or this process.
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -27,14 +28,14 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
-from penstock.runtime.backends import IPC, NCCL, ON_GPU
+from penstock.runtime.backends import GLOO, IPC, NCCL, ON_GPU
 from penstock.runtime.comm import ipc
 from penstock.runtime.comm.process import (
     TORCH_EXTRA_SECONDS,
@@ -57,6 +58,7 @@ LOCALHOST = "127.0.0.1"
 # How long the other workers may take to report, once one has failed.
 SECONDS_TO_REPORT = 12.0
 MAX_WAIT_SECONDS = 3600.0  # a wait on pipes does not accept an infinite limit
+SECONDS_TO_LEAVE = 5.0  # how long the end of a program waits for the threads of gloo
 PREPARE_POLL_SECONDS = 0.1
 KILLED = "(killed)"
 ENDED = "(ended)"
@@ -79,10 +81,33 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 # ---------------------------------------------------------------- under a launcher
+class Meeting(NamedTuple):
+    """The store at which the ranks of a launcher meet, before and after they are connected."""
+
+    store: Store
+    rank: int
+    ranks: int
+
+
+def meet(patience: float = 300.0) -> Meeting:
+    """Go to the store of the launcher's ranks; call it once, before `init`."""
+    if dist.is_initialized():
+        return Meeting(default_store(), dist.get_rank(), dist.get_world_size())
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise RunError(
+            f"the environment does not set {', '.join(missing)}; start the program "
+            "with torchrun --nproc-per-node RANKS ..."
+        )
+    limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
+    return Meeting(*next(rendezvous("env://", timeout=limit)))
+
+
 def init(
     backend: str | None = None,
     patience: float = 300.0,
     device: torch.device | str | None = None,
+    meeting: Meeting | None = None,
 ) -> ProcessComm:
     """Join the ranks that torchrun has started.
 
@@ -90,20 +115,50 @@ def init(
     of the testbed (our own by default) if the ranks of one machine share GPUs, and gloo if not.
 
     A wait longer than `patience` seconds raises a `StuckError`. `device` is where received
-    tensors land; by default the rank's own GPU under NCCL, and the CPU under gloo.
+    tensors land; by default the rank's own GPU under NCCL, and the CPU under gloo. Ranks that
+    have met already pass their `meeting`.
     """
     if not dist.is_initialized():
-        missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-        if missing:
-            raise RunError(
-                f"the environment does not set {', '.join(missing)}; start the program "
-                "with torchrun --nproc-per-node RANKS ..."
-            )
         limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
-        store, rank, ranks = next(rendezvous("env://", timeout=limit))
+        store, rank, ranks = meeting or meet(patience)
         backend = backend or _choose_backend(store, rank, ranks)
         _join(backend, store, rank, ranks, limit)
+        comm = ProcessComm(patience, device)
+        if backend == GLOO:
+            _leave_at_exit(comm)
+        return comm
     return ProcessComm(patience, device)
+
+
+def _leave_at_exit(comm: ProcessComm) -> None:
+    """Leave a process group of gloo before Python ends.
+
+    The threads of gloo drop the tensors of a sum a little after the sum is done. That needs Python, and a process whose
+    Python has already ended is aborted there. A thread waits for them, because one of them may hang after an error;
+    it is started now, because a Python that ends starts no threads.
+    """
+    ending, left = threading.Event(), threading.Event()
+
+    def leave_when_asked() -> None:
+        ending.wait()
+        try:
+            _leave(comm)
+        finally:
+            left.set()
+
+    def leave() -> None:
+        if not hasattr(sys, "last_value"):  # no error has ended the program
+            ending.set()
+            left.wait(SECONDS_TO_LEAVE)
+
+    threading.Thread(target=leave_when_asked, name="leaves", daemon=True).start()
+    atexit.register(leave)
+
+
+def _leave(comm: ProcessComm) -> None:
+    comm.leave()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def under_launcher() -> bool:
@@ -129,18 +184,32 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
 
     They do stop waiting if rank 0 dies.
     """
-    store = PrefixStore("penstock/first", default_store())
-    if comm.rank == 0:
+    meeting = Meeting(default_store(), comm.rank, comm.ranks)
+
+    def work_and_tell() -> str:
         work()
-        store.set("done", "yes")
+        return "done"
+
+    hear_first(meeting, "prepared", work_and_tell)
+    comm.barrier()
+
+
+def hear_first(meeting: Meeting, name: str, tell: Callable[[], str]) -> str:
+    """Return what `tell` returns on rank 0; the others wait for it without a time limit.
+
+    They do stop waiting if rank 0 dies.
+    """
+    store = PrefixStore("penstock/first", meeting.store)
+    if meeting.rank == 0:
+        store.set(name, tell())
     try:
-        while not store.check(["done"]):
+        while not store.check([name]):
             time.sleep(PREPARE_POLL_SECONDS)
+        return store.get(name).decode()
     except RuntimeError:  # the connection to the store is broken
         raise PeerLostError(
-            f"rank {comm.rank} waits for rank 0 to prepare the run, but rank 0 is gone"
+            f"rank {meeting.rank} waits for rank 0 to prepare the run, but rank 0 is gone"
         ) from None
-    comm.barrier()
 
 
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
@@ -198,11 +267,11 @@ def _choose_backend(store: Store, rank: int, ranks: int) -> str:
     store.wait(keys)
     gpus = {store.get(key).decode() for key in keys}
     if "" in gpus:
-        return "gloo"
+        return GLOO
     if len(gpus) == ranks and dist.is_nccl_available():
         return NCCL
     hosts = {gpu.split()[0] for gpu in gpus}
-    return shared_gpu_backend() if len(hosts) == 1 else "gloo"
+    return shared_gpu_backend() if len(hosts) == 1 else GLOO
 
 
 def finish() -> None:
@@ -259,7 +328,7 @@ def spawn(
     work: Callable[..., Returned],
     *args: Any,
     patience: float = 300.0,
-    backend: str | None = "gloo",
+    backend: str | None = GLOO,
 ) -> list[Returned]:
     """Run `work(comm, *args)` in one new process per rank; return the results by rank.
 
@@ -286,7 +355,7 @@ def worker_outcomes(
     work: Callable[..., Returned],
     *args: Any,
     patience: float = 300.0,
-    backend: str | None = "gloo",
+    backend: str | None = GLOO,
 ) -> list[WorkerOutcome[Returned]]:
     """Like `spawn`, but return how every worker ended, by rank."""
     interactive = not hasattr(sys.modules["__main__"], "__file__")

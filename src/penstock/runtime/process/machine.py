@@ -41,7 +41,7 @@ def look_at_machine() -> Machine:
 
 
 def use_threads(count: int) -> None:
-    """Let this process compute and compile with so many threads.
+    """Let this process compute and compile with `count` threads.
 
     Otherwise the compiler of torch starts a process for each core in every rank, and the
     ranks of a machine wait for one another's processes. Call it before anything is compiled.

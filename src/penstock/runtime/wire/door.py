@@ -193,5 +193,7 @@ def split_address(text: str, key: str = "the address") -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"{key} is {text!r}, but it must be HOST:PORT")
+        raise ConfigError(
+            f"{key} is {text!r}, but it must be HOST:PORT\n  for example 10.0.0.1:29500"
+        )
     return host, int(port)

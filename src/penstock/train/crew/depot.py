@@ -75,11 +75,12 @@ class RunFiles:
         }
         for name, text in texts_of(config.data).items():
             row, note = cached_tokens(text, cache_of(config, folder))
-            found = [note, row]  # A worker compares notes before it copies tokens.
+            # A worker compares notes before it copies tokens. That of a dataset has another ending here.
+            self.inputs[f"{name}.json"] = note
+            self.inputs[f"{name}{TOKENS_SUFFIX}"] = row
             if text.marked:
-                found.append(file_of_marks(row))
-            for file in found:
-                self.inputs[f"{name}{file.suffix}"] = file
+                marks = file_of_marks(row)
+                self.inputs[f"{name}{marks.suffix}"] = marks
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file():
             for file in (tokenizer, *side_files(tokenizer)):
@@ -160,10 +161,10 @@ class RemoteDepot:
         with self.lock, self.dial() as connection:
             sizes = self._list(connection, "inputs")
             before = {
-                name: _bytes(_inside(folder, name)) for name in sizes if _is_note(name)
+                name: _bytes(inside(folder, name)) for name in sizes if is_note(name)
             }
             for name, size in sizes.items():
-                file = _inside(folder, name)
+                file = inside(folder, name)
                 note = file.with_suffix(".json")
                 unchanged = before.get(note.name) and before[note.name] == _bytes(note)
                 is_here = file.is_file() and file.stat().st_size == size
@@ -177,7 +178,7 @@ class RemoteDepot:
         shutil.rmtree(folder, ignore_errors=True)
         with self.lock, self.dial() as connection:
             for name in self._list(connection, CHECKPOINTS_FOLDER):
-                self._get(connection, name, _inside(folder.parent, name))
+                self._get(connection, name, inside(folder.parent, name))
 
     def put(self, path: Path) -> None:
         """Send the files of an unfinished checkpoint to the launcher."""
@@ -209,14 +210,14 @@ def _answer(connection: ssl.SSLSocket) -> dict[str, Any]:
     return answer
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """A file in a folder; raise an error for a name that leads out of it."""
     if name.startswith("/") or ".." in name.split("/"):
         raise FileError(f"the launcher names a file {name!r} outside of its folder")
     return folder / name
 
 
-def _is_note(name: str) -> bool:
+def is_note(name: str) -> bool:
     """Whether a file is a note on tokens, which changes whenever they do."""
     return re.fullmatch(rf"(tokens(-\d+)?|{VALIDATION})\.json", name) is not None
 

@@ -1,0 +1,275 @@
+"""Ranks whose folders differ: they find out, train, save, and resume together."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from threading import Semaphore
+
+import pytest
+
+from penstock.errors import FileError, RunError
+from penstock.runtime import run_threads
+from penstock.runtime.comm.texts import gather_texts
+from penstock.train.checkpoint import is_complete_checkpoint, newest
+from penstock.train.folders import group
+from penstock.train.folders.group import (
+    RunFolders,
+    compare_folders,
+    failing_together,
+    work_together,
+)
+from penstock.train.folders.launched import agree_on_restarts, share_earlier_end
+from penstock.train.folders.separate import SeparateFolders
+from penstock.train.folders.travel import PIECE_BYTES, Passage, pass_file, pass_files
+from penstock.train.history import StepRow, read_rows
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
+from penstock.train.remote import RemoteCheckpoints
+from penstock.train.worker import RESTART_COUNT, write_failure
+from trainings import job_of, losses, train
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[float]:
+    """The losses of a run in one folder, which nothing interrupts."""
+    return losses(train(job_of(tmp_path_factory.mktemp("whole"))))
+
+
+def train_apart(
+    root: Path, machines: Sequence[str], job: Job, stop: int = 0
+) -> list[StepRow]:
+    """Train with a thread per rank, each with the folder of its machine; `stop` asks to stop in a step."""
+    url = job.config.run.checkpoints
+
+    def work(comm) -> None:
+        folders = RunFolders(
+            tuple(machines.index(machine) for machine in machines),
+            tuple(machines),
+            tuple(str(root / machine) for machine in machines),
+        )
+        remote = RemoteCheckpoints(url, job.config.run.keep) if url else None
+        own = replace(
+            job,
+            folder=root / machines[comm.rank],
+            separate=SeparateFolders(folders, remote),
+        )
+        trainer = Trainer(own, comm)
+        trainer.run(lambda: trainer.step + 1 == stop)
+
+    run_threads(len(machines), work, patience=300)
+    return read_rows(root / machines[0])
+
+
+def checkpoints(folder: Path) -> dict[str, bool]:
+    """The checkpoints of a folder, and whether each is complete there."""
+    found = newest(folder / "checkpoints")
+    return {path.name: is_complete_checkpoint(path) for path in found}
+
+
+def test_ranks_find_out_which_of_them_see_one_folder(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "mounted").symlink_to(tmp_path / "a")
+    names = ("a", "b", "mounted", "b")
+
+    def work(comm) -> RunFolders:
+        return compare_folders(comm, tmp_path / names[comm.rank])
+
+    (found,) = set(run_threads(4, work))
+    assert found.owners == (0, 1, 0, 1)
+    assert (found.keepers, found.neighbours(3), found.shared) == ((0, 1), [1, 3], False)
+    assert f"ranks 1 3 {tmp_path}/b on" in str(found)
+    assert not any((tmp_path / "b").iterdir())
+    (tmp_path / "b").rmdir()
+    (tmp_path / "b").touch()
+    with pytest.raises(
+        FileError, match=r"rank 1 on .*/b: File exists\n  name a folder"
+    ):
+        run_threads(4, work)
+
+
+def test_all_ranks_know_of_a_restart_that_torchrun_has_counted_on_one_machine():
+    counts = [{}, {RESTART_COUNT: "1"}, {RESTART_COUNT: "0"}]
+    run_threads(3, lambda comm: agree_on_restarts(comm, counts[comm.rank]))
+    assert counts == [{RESTART_COUNT: "1"}] * 3
+
+
+def test_all_ranks_end_after_a_restart_if_one_machine_was_to_end(tmp_path):
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+
+    def work(comm) -> None:
+        share_earlier_end(comm, tmp_path / str(comm.rank))
+
+    run_threads(3, work)
+    assert not any(tmp_path.glob("*/stop"))
+    (tmp_path / "1" / "stop").touch()
+    run_threads(3, work)
+    assert len(list(tmp_path.glob("*/stop"))) == 3
+    write_failure(tmp_path / "2", RunError("it would repeat"))
+    with pytest.raises(FileError, match=r"rank 2 on .*: it would repeat"):
+        run_threads(3, work)
+
+
+def test_ranks_hear_from_one_that_works_long_and_of_its_failure(monkeypatch):
+    pulses = Semaphore(0)
+
+    def count_pulses(comm, text: str) -> list[str]:
+        told = gather_texts(comm, text)
+        if comm.rank == 1:
+            pulses.release()
+        return told
+
+    monkeypatch.setattr(group, "gather_texts", count_pulses)
+    monkeypatch.setattr(group, "PULSE_SECONDS", 0.01)
+
+    def work(comm) -> None:
+        def fetch() -> None:
+            if comm.rank == 0:
+                heard = [pulses.acquire(timeout=60) for _ in range(3)]
+                raise OSError(f"the others heard {sum(heard)} times")
+
+        work_together(comm, fetch)
+
+    with pytest.raises(FileError, match=r"rank 0 on .*: the others heard 3 times"):
+        run_threads(2, work)
+
+
+def test_a_file_goes_along_a_chain_of_ranks(tmp_path):
+    content = bytes(range(256)) * (PIECE_BYTES // 256) + b"the end"
+    for name, data in (("0", content), ("2", b""), ("1", b"")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(data)
+    run_threads(
+        3,
+        lambda comm: pass_file(
+            comm, tmp_path / str(comm.rank) / "file", len(content), [0, 2, 1]
+        ),
+    )
+    assert (tmp_path / "1" / "file").read_bytes() == content
+    assert (tmp_path / "2" / "file").read_bytes() == content
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_at_a_file_lets_nobody_wait_for_it(tmp_path, failing):
+    names = ("first", "second")
+    (tmp_path / "0").mkdir()
+    for name in names:
+        (tmp_path / "0" / name).write_bytes(b"content")
+    if failing == 0:
+        (tmp_path / "0" / "first").unlink()
+    else:
+        (tmp_path / "1" / "first.part").mkdir(parents=True)  # where nobody can write
+
+    def work(comm) -> None:
+        folder = tmp_path / str(comm.rank)
+        with failing_together(comm):
+            pass_files(comm, [Passage(folder / name, 7, [0, 1, 2]) for name in names])
+
+    with pytest.raises(FileError, match=f"rank {failing} on .*first"):
+        run_threads(4, work, patience=20)
+    for rank in (1, 2):
+        assert (tmp_path / str(rank) / "second").read_bytes() == b"content"
+    assert (tmp_path / "2" / "first").exists() == (failing == 1)
+
+
+@pytest.mark.numerics
+def test_machines_bring_a_checkpoint_together_and_others_resume_it(tmp_path, whole):
+    job = job_of(tmp_path, "1f1b", "run.save=3")
+    train_apart(tmp_path, ("a", "b"), job, stop=6)
+    apart = {"step-00000006": False, "step-00000003": False}
+    assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b") == apart
+    # The second machine was lost after it had written step 3, and others come.
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000006")
+    more = job_of(tmp_path, "1f1b", "run.save=9", ranks=3, resume=True)
+    rows = train_apart(tmp_path, ("a", "b", "new"), more)
+    assert [row.step for row in rows] == list(range(1, 13))
+    assert losses(rows) == pytest.approx(whole, rel=1e-4)
+    # When a run ends, rank 0 has all of its last checkpoint.
+    assert checkpoints(tmp_path / "a") == {
+        "step-00000012": True,
+        "step-00000009": False,
+    }
+    # All ranks know of damage that one of them finds.
+    for name in ("a", "b", "new"):
+        shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
+    for file in (tmp_path / "copy" / "b").glob("checkpoints/*/*-00002-of-00003*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    damaged = r"step-00000012 on b is damaged: .* does not have its checksum"
+    with pytest.raises(RunError, match=damaged):
+        train_apart(tmp_path / "copy", ("a", "b", "new"), more)
+    shutil.rmtree(tmp_path / "b")
+    for file in (tmp_path / "a" / "checkpoints").glob("*/*-00002-of-00003*"):
+        file.unlink()
+    lost = rf"00002-of-00003.safetensors is missing; it was saved in {tmp_path}/b on b"
+    with pytest.raises(RunError, match=rf"{lost}\n  start a rank on that machine too"):
+        train_apart(tmp_path, ("a", "c", "new"), more)
+
+
+@pytest.mark.numerics
+def test_new_machines_resume_from_the_storage_without_what_was_half_copied(
+    tmp_path, whole
+):
+    url = f"file://{tmp_path}/bucket"
+    options = (f"run.checkpoints={url}", "run.save=3", "run.keep=2")
+    job = job_of(tmp_path, "1f1b", *options)
+    train_apart(tmp_path, ("a", "b"), job, stop=6)
+    remote = RemoteCheckpoints(url, keep=2)
+    assert remote.steps() == [6, 3]
+    # A rank was killed before the checkpoint of step 9 was complete.
+    remote.put_files(tmp_path / "a/checkpoints/step-00000006", "step-00000009", ())
+    remote.files.pipe_file(f"{remote.root}/step-00000009/a.safetensors", b"half")
+    more = job_of(tmp_path, "gpipe", *options, ranks=3, resume=True)
+    rows = train_apart(tmp_path, ("c", "d", "d"), more)
+    assert [row.step for row in rows] == list(range(7, 13))
+    assert losses(rows) == pytest.approx(whole[6:], rel=1e-4)
+    assert remote.steps() == [12, 9]
+
+
+def test_a_later_checkpoint_that_cannot_be_resumed_displaces_no_new_one(tmp_path):
+    bucket = tmp_path / "bucket"
+    for folder in (
+        tmp_path / "a" / "checkpoints",
+        tmp_path / "b" / "checkpoints",
+        bucket,
+    ):
+        (folder / "step-00000099").mkdir(parents=True)
+    (bucket / "step-00000099" / "checkpoint.json").write_text("damaged")
+    options = (f"run.checkpoints=file://{bucket}", "run.keep=1", "run.save=1")
+    train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options, "run.steps=2"))
+    left = {"step-00000099", "step-00000002"}
+    assert set(checkpoints(tmp_path / "a")) == set(checkpoints(tmp_path / "b")) == left
+    assert RemoteCheckpoints(f"file://{bucket}", keep=1).steps() == [99, 2]
+
+
+def test_a_copy_that_fails_on_one_machine_ends_the_run_only_if_it_is_the_last(
+    tmp_path, caplog
+):
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    (bucket / "step-00000002").touch()  # so that nobody can write into this folder
+    options = (f"run.checkpoints=file://{bucket}", "run.save=2")
+    job = job_of(tmp_path, "1f1b", *options, "run.steps=4")
+    train_apart(tmp_path, ("a", "b"), job)
+    assert "cannot copy to" in caplog.text
+    assert RemoteCheckpoints(f"file://{bucket}", keep=2).steps() == [4]
+    (bucket / "step-00000005").touch()
+    longer = job_of(tmp_path, "1f1b", *options, "run.steps=5", resume=True)
+    with pytest.raises(RunError, match="its files are in the folders of the run"):
+        train_apart(tmp_path, ("a", "b"), longer)
+    assert set(checkpoints(tmp_path / "b")) == {"step-00000005", "step-00000004"}
+
+
+def test_the_best_weights_are_kept_in_separate_folders_too(tmp_path):
+    options = ("run.early_stop=3", "run.evaluate=1", "optimizer.rate=0.3")
+    together = train(job_of(tmp_path / "one", "1f1b", *options))
+    # The copies of checkpoints are not the best ones.
+    copied = (*options, f"run.checkpoints=file://{tmp_path}/bucket", "run.save=1")
+    rows = train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *copied))
+    assert losses(rows) == losses(together)
+    assert len(rows) < 12
+    assert not any((tmp_path / "b" / "best").glob("*.saving"))
+    (best,) = newest(tmp_path / "b" / "best")
+    assert best == tmp_path / "b" / "best" / newest(tmp_path / "one" / "best")[0].name
