@@ -65,6 +65,7 @@ def test_a_plan_is_compared_with_its_measured_step(run, measured):
     [
         (f"draw {MEASURED} --ranks 4", "has its own shape; leave out --ranks"),
         (f"simulate {MEASURED}", "draw or compare it, or name runs/x/plan.json"),
+        ("draw runs/x", "name runs/x/plan.json, or runs/x/timeline.json"),
         ("draw runs/y/timeline.json", "a run writes it when it times a step"),
         (
             f"compare 1f1b {MEASURED} --ranks 2 --microbatches 2 -o x.html",
@@ -113,6 +114,9 @@ def test_a_schedule_is_compared_with_a_measured_step_by_the_profile_of_the_run(
     assert run(line)[0] == 0
     page = Path("both.html").read_text()
     assert (page.count('"seconds":true'), page.count('"seconds":false')) == (2, 0)
+    # Memory counts micro-batches in both, because a run does not measure bytes.
+    assert (page.count('"inBytes":true'), page.count('"inBytes":false')) == (0, 2)
+    assert "hanayo waves=1, measured and 1f1b, predicted" in page
 
 
 def test_a_profile_that_does_not_fit_the_options_is_refused(run, profile):

@@ -31,9 +31,8 @@ from random_schedules import random_cost, random_schedule
 def oracle(schedule, cost) -> dict[object, tuple[float, float]]:
     """The same machine as processes: ranks that act in turn, links that carry."""
     env = simpy.Environment()
-    there = {
-        action: env.event() for lane in schedule.lanes for action in lane
-    }  # its result is where it is needed
+    # Its result is where it is needed.
+    there = {action: env.event() for lane in schedule.lanes for action in lane}
     done = {action: env.event() for lane in schedule.lanes for action in lane}
     links = {}
     times = {}
@@ -215,10 +214,8 @@ def test_recomputation_costs_a_forward_and_holds_only_the_input_until_then():
     assert {str(s.action): s.end - s.start for s in again.spans()}["1B0"] == 4.5
     assert {str(s.action): s.end - s.start for s in kept.spans()}["1B0"] == 3.5
     assert kept.peak_activations.tolist() == [30, 30]
-    assert again.peak_activations.tolist() == [
-        9 + 7,
-        9 + 7,
-    ]  # the inputs of three, and what one of them made
+    # The inputs of three, and what one of them made.
+    assert again.peak_activations.tolist() == [9 + 7, 9 + 7]
     split = simulate(
         make("gpipe", ranks=2, microbatches=3, split=True),
         NoisyCost(ModelCost((part(True),) * 2), 0.0),

@@ -18,7 +18,7 @@ from penstock.errors import FileError, ProgramError, ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Plan
 from penstock.ir import verify_sums as proof
-from penstock.ir.sum_plan import SumKind, SumPlan, even_sum, sums_without
+from penstock.ir.sum_plan import SumKind, SumPlan, even_sum, sums_of_survivors
 from penstock.ir.sum_rounds import cell_bounds, rounds_of
 from penstock.ir.verify_sums import run_rounds, verify_sums
 from penstock.plan.paths import even_parts, paths_plan, plan_paths, rule_faults
@@ -143,17 +143,17 @@ def test_ranks_that_are_left_divide_the_shares_of_lost_ones():
     direct = SumPlan((0,), SumKind.DIRECT, (0, 2, 4), (0.5, 0.5, 0.0))
     ring = SumPlan((1,), SumKind.RING, (5, 1, 3))
     left = (0, 1, 3, 4, 5)
-    smaller = sums_without([direct, ring], [2], left)
+    smaller = sums_of_survivors([direct, ring], left)
     assert smaller[0].ranks == (0, 3)
     assert smaller[0].shares == (1.0, 0.0)
     assert smaller[1].ranks == (4, 1, 2)
-    (alone,) = sums_without([direct], [0], (1, 2, 3, 4, 5))
+    (alone,) = sums_of_survivors([direct], (1, 2, 3, 4, 5))
     assert alone.shares == (1.0, 0.0)
-    (even,) = sums_without(
-        [replace(direct, shares=(1.0, 0.0, 0.0))], [0], (1, 2, 3, 4, 5)
+    (even,) = sums_of_survivors(
+        [replace(direct, shares=(1.0, 0.0, 0.0))], (1, 2, 3, 4, 5)
     )
     assert even.shares == (0.5, 0.5)
-    assert sums_without([direct], [0, 2], (1, 3, 4, 5)) == ()
+    assert sums_of_survivors([direct], (1, 3, 4, 5)) == ()
 
 
 @given(st.integers(0, 5000))

@@ -153,6 +153,15 @@ def simulate_command(
             help="With --profile: a cluster.toml with the speeds and links of the ranks."
         ),
     ] = None,
+    channels: Annotated[
+        Optional[int],
+        typer.Option(
+            min=1,
+            max=2,
+            help="Let the messages of a rank wait for each other, as over NCCL: 1 if all of them share a "
+            "channel, 2 if each direction has its own. Default: no message waits.",
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Predict the time, idle time and memory of a schedule.
@@ -161,15 +170,19 @@ def simulate_command(
 
     Example: penstock simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05
     """
+    from penstock.ir import lower
     from penstock.plan import lower_bound
     from penstock.plan.price import step_facts
-    from penstock.sim import simulate
+    from penstock.sim import simulate, simulate_in_order
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
     plan = _plan(source, shape)
     options = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
     price = options.for_plan(plan, _cluster(cluster, profile))
-    timeline = simulate(plan.schedule, price.cost)
+    if channels is None:
+        timeline = simulate(plan.schedule, price.cost)
+    else:
+        timeline = simulate_in_order(lower(plan.schedule), price.cost, channels)
     bound = lower_bound(plan.schedule, price.cost)
     step = step_facts(price, plan, timeline)
     if json:
@@ -294,11 +307,12 @@ def compare_command(
     """Show two schedules one above the other on one page.
 
     Each schedule takes the shape options that it knows. The timeline.json in the folder of a run is shown as it was
-    measured. The other schedule is then simulated with the profile of that run, or with the times of the measured
-    actions if the run has no profile.
+    measured. The other schedule is then predicted with the profile of that run, or simulated with the times of the
+    measured actions if the run has no profile.
 
     Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2 -o report.html
     """
+    from penstock.train.history import is_timeline
     from penstock.view import page
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
@@ -308,13 +322,16 @@ def compare_command(
         )
     sources = (first, second)
     price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
-    if profile is None:
+    steps = [Path(source) for source in sources if is_timeline(Path(source))]
+    if len(steps) == 1:
         units = {"forward": forward, "backward": backward, "comm": comm, "sum": sum_}
-        timelines = _in_one_unit(sources, shape, price, units)
+        _refuse_forwards(steps[0], units)
+        given = None if profile is None else (profile, price)
+        title, timelines = _beside_measured(sources, shape, steps[0], given)
     else:
         timelines = [_titled(source, shape, price) for source in sources]
-    names = [name for name, _ in timelines]
-    write(output, page(timelines, " and ".join(names)))
+        title = " and ".join(name for name, _ in timelines)
+    write(output, page(timelines, title))
 
 
 # ---------------------------------------------------------------- from options to a schedule
@@ -398,46 +415,69 @@ def _titled(source: str, shape: dict[str, int], price: Price) -> tuple[str, Time
     return plan.name, timeline
 
 
-def _in_one_unit(
-    sources: tuple[str, str],
-    shape: dict[str, int],
-    price: Price,
-    units: dict[str, float | None],
-) -> list[tuple[str, Timeline]]:
-    """Return two timelines; beside a measured one, the other is simulated in seconds, too."""
-    from penstock.sim.own_times import simulate_own_times
-    from penstock.train.forecast import PROFILE
-    from penstock.train.history import is_timeline, read_measured
-
-    measured = [Path(source) for source in sources if is_timeline(Path(source))]
-    if len(measured) != 1:
-        return [_titled(source, shape, price) for source in sources]
-    file = measured[0]
+def _refuse_forwards(file: Path, units: dict[str, float | None]) -> None:
+    """Refuse times in forwards beside a measured step."""
     in_forwards = [f"--{name}" for name, value in units.items() if value is not None]
     if in_forwards:
         raise ShapeError(
             f"times in forwards cannot be compared with {file}, which was measured in seconds\n"
             f"  leave out {' and '.join(in_forwards)}, or give --profile profile.json instead"
         )
-    profile = file.with_name(PROFILE)
-    if profile.is_file():
-        own = price_of(None, None, None, profile, accept_error=True)
-        return [_titled(source, shape, own) for source in sources]
-    _, _, timeline = read_measured(file)
-    found = [_titled(source, shape, price) for source in sources]
-    for number, (name, other) in enumerate(found):
-        if other.units.seconds:
+
+
+def _beside_measured(
+    sources: tuple[str, str],
+    shape: dict[str, int],
+    file: Path,
+    given: tuple[Path, Price] | None,
+) -> tuple[str, list[tuple[str, Timeline]]]:
+    """Return the title and the timelines of a page that shows the measured step in `file` and another schedule."""
+    from penstock.train.history import read_measured
+
+    run, step, measured = read_measured(file)
+    timelines = []
+    title = ""
+    for source in sources:
+        if Path(source) == file:
+            timelines.append((f"measured, step {step}", measured))
             continue
-        if other.schedule != timeline.schedule:
-            raise ShapeError(
-                f"{file} was measured in seconds, but there are no times for {name}\n"
-                "  `penstock profile config.toml` measures them: add --profile profile.json"
-            )
-        found[number] = (
-            f"{name}, simulated from measured times",
-            simulate_own_times(timeline),
+        plan = _plan(source, _own_shape(source, shape))
+        is_own = plan.schedule == measured.schedule
+        name, timeline = _predict_beside(plan, file, measured, given)
+        name = name if is_own else f"{plan.name}, {name}"
+        title = f"{run.name}, measured and {name}"
+        timelines.append((name, timeline))
+    return title, timelines
+
+
+def _predict_beside(
+    plan: Plan, file: Path, measured: Timeline, given: tuple[Path, Price] | None
+) -> tuple[str, Timeline]:
+    """Predict a plan for a page with the measured step in `file`, and say from what.
+
+    The times come from the given profile, from that of the run, or from the measured actions.
+    """
+    from penstock.sim import simulate
+    from penstock.sim.own_times import simulate_own_times
+    from penstock.train.after.comparison import in_measured_units, predict_like_run
+    from penstock.train.forecast import PROFILE
+
+    own = file.with_name(PROFILE)
+    if given is None and own.is_file():
+        given = own, price_of(None, None, None, own, accept_error=True)
+    if given is not None:
+        profile, price = given
+        if own.is_file() and profile.samefile(own):
+            timeline = predict_like_run(file.parent, plan, price)
+        else:
+            timeline = simulate(plan.schedule, price.for_plan(plan).cost)
+        return "predicted", in_measured_units(timeline)
+    if plan.schedule != measured.schedule:
+        raise ShapeError(
+            f"{file} was measured in seconds, but there are no times for {plan.name}\n"
+            "  `penstock profile config.toml` measures them: add --profile profile.json"
         )
-    return found
+    return "simulated from measured times", simulate_own_times(measured)
 
 
 def _own_shape_error(source: str, shape: dict[str, int]) -> ShapeError:
@@ -463,12 +503,22 @@ def _read(file: Path) -> Plan:
 
     from penstock.formats import read_plan, read_torch_csv
     from penstock.ir import Plan
-    from penstock.train.history import PLAN_FILE, is_timeline
+    from penstock.train.history import PLAN_FILE, TIMELINE, is_timeline
 
     if is_timeline(file):
         raise FileError(
             f"{file} holds the times of a measured step, not a plan\n"
             f"  draw or compare it, or name {file.with_name(PLAN_FILE)}"
+        )
+    if (file / PLAN_FILE).is_file():
+        raise FileError(
+            f"{file} is the folder of a run\n  name {file / PLAN_FILE}, or {file / TIMELINE} "
+            "to draw or compare the step that was measured"
+        )
+    if file.suffix.lower() == ".toml":
+        raise FileError(
+            f"{file} is a config or a cluster, not a plan\n"
+            f"  `penstock plan {file} -o plan.json` makes a plan of a config"
         )
     if file.suffix.lower() == ".csv":
         return Plan(read_torch_csv(file), file.stem)

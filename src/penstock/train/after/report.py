@@ -31,6 +31,7 @@ from penstock.view import Series, report_page, time_rows_of
 from penstock.view.numbers import short, write_size, write_time
 
 ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
+LOSS = "loss, nats per token"
 WARM_UP_STEPS = 3  # The first steps are slower because caches are cold.
 
 
@@ -279,7 +280,7 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
     facts = [
         ("steps", str(last.step)),
         ("schedule", summary.plan.name),
-        ("loss", f"{last.loss:.4f}"),
+        (LOSS, f"{last.loss:.4f}"),
         ("tokens per second", f"{summary.speed:,.0f}"),
         ("tokens", f"{sum(row.tokens for row in summary.rows):,}"),
         ("epochs", short(last.epoch, 3)),
@@ -289,7 +290,7 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
     if mirrored:
         facts.append(("mirrors", describe_mirrors(mirrored)))
     if summary.evaluation is not None:
-        facts.append(("held out", f"{summary.evaluation:.4f}"))
+        facts.append((f"held-out {LOSS}", f"{summary.evaluation:.4f}"))
     for kind in summary.kinds:
         predicted = kind.predicted
         if predicted is None or kind.measured is None:
@@ -334,7 +335,7 @@ def _draw_curves(rows: Sequence[StepRow]) -> list[tuple[str, tuple[Series, ...]]
     speed = curve("speed", rows, lambda row: row.speed)
     rate = curve("rate", rows, lambda row: row.rate)
     return [
-        ("loss, nats per token", (train_loss, held_out_loss)),
+        (LOSS, (train_loss, held_out_loss)),
         ("norm of the gradients", (norm,)),
         ("tokens per second", (speed,)),
         ("learning rate", (rate,)),

@@ -1,0 +1,82 @@
+"""Tests of steps whose messages wait for each other, as they do over NCCL."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock import UnitCost, lower, make, simulate
+from penstock.errors import ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.program import Receive, RunAction, Send
+from penstock.sim.in_order import simulate_in_order
+
+SHAPES = [
+    ("1f1b", {}),
+    ("hanayo", {"waves": 2}),
+    ("zb-v", {}),
+    ("interleaved-zb", {"chunks": 2}),
+    ("chimera", {}),
+    ("seq1f1b", {"slices": 2}),
+]
+
+
+def schedule_of(name: str, shape: dict[str, int]):
+    return make(name, ranks=4, microbatches=8, **shape)
+
+
+def test_a_message_waits_for_the_action_before_its_receive():
+    """Worked out by hand: F takes 1, B takes 2, a message 1.
+
+    rank 0 | F0 F1 .  .  .  .  .  .  B0 B0 .  B1 B1
+    rank 1 | .  .  F0 .  F1 B0 B0 B1 B1 .  .  .  .
+    """
+    schedule = make("gpipe", ranks=2, microbatches=2)
+    cost = UnitCost(comm=1.0)
+    timeline = simulate_in_order(lower(schedule), cost)
+    start = dict(
+        zip((a for lane in schedule.lanes for a in lane), timeline.start, strict=True)
+    )
+    assert start[Action(Op.F, 1, 0)] == 2
+    # 0F1 ends at 2, but rank 1 receives it only after 1F0, which ends at 3.
+    assert start[Action(Op.F, 1, 1)] == 4
+    assert start[Action(Op.B, 0, 1)] == 11
+    assert timeline.makespan == 13
+    assert simulate(schedule, cost).makespan == 11
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_more_channels_are_never_slower_and_free_links_never_faster(name, shape):
+    schedule = schedule_of(name, shape)
+    program = lower(schedule)
+    cost = UnitCost(comm=0.25)
+    one = simulate_in_order(program, cost, channels=1).makespan
+    two = simulate_in_order(program, cost, channels=2).makespan
+    assert simulate(schedule, cost).makespan <= two <= one
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_every_message_comes_after_all_that_its_ranks_have_before_it(name, shape):
+    """Checked against the program itself, instruction by instruction."""
+    schedule = schedule_of(name, shape)
+    program = lower(schedule)
+    timeline = simulate_in_order(program, UnitCost(comm=0.25))
+    actions = [action for lane in schedule.lanes for action in lane]
+    number = {action: place for place, action in enumerate(actions)}
+    for lane in program.lanes:
+        done = 0.0
+        for instruction in lane:
+            place = number[instruction.action]
+            if isinstance(instruction, RunAction):
+                done = max(done, float(timeline.end[place]))
+            elif isinstance(instruction, Send | Receive):
+                assert timeline.sent[place] >= done
+                done = max(done, float(timeline.arrived[place]))
+    took = timeline.arrived - timeline.sent
+    assert took[np.isfinite(took)] == pytest.approx(0.25)
+
+
+def test_other_numbers_of_channels_are_refused():
+    program = lower(make("1f1b", ranks=2, microbatches=2))
+    with pytest.raises(ShapeError, match="channels is 0"):
+        simulate_in_order(program, UnitCost(), channels=0)
