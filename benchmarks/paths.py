@@ -14,17 +14,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from instances import (
+    CITED,
+    GRADIENTS,
+    MESSAGE,
+    QUEUES,
+    cited_cluster,
+    search_sides,
+    with_bandwidth,
+)
+
 from penstock import simulate
-from penstock.cost import Cluster, Node
+from penstock.cost import Cluster
 from penstock.cost.cities import CITIES
 from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
@@ -34,28 +43,15 @@ from penstock.plan.paths.rotation import rotate
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
 
 ROOT = Path(__file__).parent.parent
-CITED = json.loads((ROOT / "tests" / "data" / "skippipe.json").read_text())
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
 RESULT = ROOT / "docs" / "results" / "paths.md"
 PLACES = list(CITIES)[:42]
 CLOCK = time.process_time
-SHORT, DEFAULT, LONG = (
-    6_300,
-    DEFAULT_SEARCH_MOVES,
-    65_500,
-)  # moves of a search of three, four and five stages
-GROWTH = {
-    20: DEFAULT,
-    42: 165_500,
-    200: 645_500,
-    1000: 645_500,
-}  # moves for each number of nodes
-QUEUES = Policy(
-    PUBLISHED.queue_orders, ordered=False
-)  # first come, first served; slots are not reserved
+# Moves of a search of three, four and five stages.
+SHORT, DEFAULT, LONG = (6_300, DEFAULT_SEARCH_MOVES, 65_500)
+# Moves for each number of nodes.
+GROWTH = {20: DEFAULT, 42: 165_500, 200: 645_500, 1000: 645_500}
 
-OVERHEAD, MESSAGE = 0.35, 33.5e6  # seconds of every message, and its bytes
-GRADIENTS = 1.35e9  # bytes of a part, in float32
 SUM_LEVERS: dict[str, dict[str, Any]] = {
     "none": {},
     "rings": {"gradients": GRADIENTS, "planned_sums": False},
@@ -63,17 +59,6 @@ SUM_LEVERS: dict[str, dict[str, Any]] = {
 }
 
 Row = dict[str, object]
-
-
-def cited_cluster(name: str, slots: int = 3) -> Cluster:
-    """The nodes and delays of a published instance. Its links have no bandwidth."""
-    cited = CITED["instances"][name]
-    count = len(cited["locations"])
-    return Cluster(
-        tuple(Node(site, 1.0, slots) for site in cited["locations"]),
-        tuple(map(tuple, cited["delays"])),
-        tuple((math.inf,) * count for _ in range(count)),
-    )
 
 
 def published(
@@ -186,31 +171,12 @@ def baselines(iterations: int) -> list[Row]:
     return rows
 
 
-def plan_both(
-    cluster: Cluster, parts: Sequence[Any], iterations: int, **options: Any
-) -> tuple[PathPlan, PathPlan]:
-    """Paths, and the full pipeline of the same search. Both follow their rules."""
-    paths = plan_paths(
-        cluster,
-        parts,
-        6,
-        data_nodes=5,
-        iterations=iterations,
-        clock=CLOCK,
-        **options,
-    )
-    full = full_pipeline(paths, iterations, clock=CLOCK)
-    assert not rule_faults(paths)
-    assert not rule_faults(full)
-    return paths, full
-
-
 def best_full_pipelines(iterations: int) -> list[Row]:
     """The comparison that `penstock paths` prints: each side has its own arrangement."""
     rows: list[Row] = []
     for name in "AB":
         parts = even_parts(6, CITED["instances"][name]["forward"])
-        paths, full = plan_both(cited_cluster(name), parts, iterations)
+        full, paths = search_sides(cited_cluster(name), parts, iterations, data_nodes=5)
         rows.append(
             {
                 "instance": name,
@@ -267,30 +233,15 @@ def gradients(iterations: int) -> list[Row]:
     return rows
 
 
-def with_bandwidth(name: str) -> Cluster:
-    """A published instance with bandwidths: a delay is 0.35 s and the time of a message of 33.5 MB."""
-    delays = CITED["instances"][name]["delays"]
-    latency = tuple(
-        tuple(0.0 if a == b else OVERHEAD for b in range(len(delays)))
-        for a in range(len(delays))
-    )
-    bandwidth = tuple(
-        tuple(
-            math.inf if a == b else MESSAGE / max(delay - OVERHEAD, 1e-9)
-            for b, delay in enumerate(row)
-        )
-        for a, row in enumerate(delays)
-    )
-    return Cluster(cited_cluster(name).nodes, latency, bandwidth)
-
-
 def summed(iterations: int) -> list[Row]:
     """Paths and the full pipeline of the same search, without sums and with two kinds of sums."""
     rows: list[Row] = []
     for name in "AB":
         parts = even_parts(6, CITED["instances"][name]["forward"], message=MESSAGE)
         for what, how in SUM_LEVERS.items():
-            paths, full = plan_both(with_bandwidth(name), parts, iterations, **how)
+            full, paths = search_sides(
+                with_bandwidth(name), parts, iterations, data_nodes=5, **how
+            )
             rows.append(
                 {
                     "instance": name,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -33,30 +32,23 @@ from typing import Any
 import numpy as np
 import torch
 import wan_sums
+from instances import CITED, QUEUES, Sides, best_sides, cited_cluster
 from tables import priority
 
 from penstock import ModelCost, lower
-from penstock.cost import Cluster, Node
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Timeline
 from penstock.measure.sleeping import Sleeping
-from penstock.plan.paths import even_parts, paths_plan, plan_paths
-from penstock.plan.paths.baselines import full_pipeline
-from penstock.plan.paths.planner import PathPlan, rule_faults
-from penstock.plan.paths.problem import PUBLISHED, Policy
+from penstock.plan.paths import even_parts, paths_plan
 from penstock.runtime import Executor, ProcessComm, batch_of, spawn
 from penstock.view.chart import COLOURS, Series, chart
 
 ROOT = Path(__file__).parent.parent
-CITED = json.loads((ROOT / "tests" / "data" / "skippipe.json").read_text())
 RESULT = ROOT / "docs" / "results" / "wan.md"
 IMAGES = ROOT / "docs" / "images"
 SCALES = {"A": 0.06, "B": 0.03}  # seconds here for one there
 WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
-QUEUES = Policy(
-    PUBLISHED.queue_orders, ordered=False
-)  # first come, first served; slots are not reserved
 FREER = 4  # rows of the levers of which each allows what those above it do
 LEVERS: dict[str, dict[str, Any]] = {
     "first come, first served, on the authors' arrangement": {
@@ -74,56 +66,30 @@ LEVERS: dict[str, dict[str, Any]] = {
 }
 
 # for pieces that were measured before searches counted moves
-TIMED_NOTE = """\
-The figures on this page come from searches that were limited by processor time, the same for both sides. The script now
-limits searches by the number of moves, so a new run finds other plans, a few percent better or worse."""
-
 Row = dict[str, Any]
 
 
 # ---------------------------------------------------------------- plans
-def cluster_of(name: str, slots: int = 3) -> Cluster:
-    cited = CITED["instances"][name]
-    count = len(cited["locations"])
-    return Cluster(
-        tuple(Node(site, 1.0, slots) for site in cited["locations"]),
-        tuple(map(tuple, cited["delays"])),
-        tuple((math.inf,) * count for _ in range(count)),
-    )
-
-
-def planned(
+def plan_sides(
     name: str,
     iterations: int,
     seeds: int,
     slots: int = 3,
-    microbatches: int = 6,
-    given: bool = False,
+    slices: int = 1,
     **how: Any,
-) -> list[tuple[PathPlan, PathPlan]]:
-    """Full pipelines and paths of several searches. If `given`, both use the authors' arrangement."""
-    cited = CITED["instances"][name]
-    tokens = how.get("slices", 1)
-    parts = even_parts(6, cited["forward"], tokens=tokens)
-    how |= (
-        {"arrangement": cited["partitions"]}
-        if given
-        else {"data_nodes": len(cited["partitions"][0])}
+) -> Sides:
+    """The best full pipeline and the best paths of an instance."""
+    forward = CITED["instances"][name]["forward"]
+    return best_sides(
+        name,
+        cited_cluster(name, slots),
+        even_parts(6, forward, tokens=slices),
+        iterations,
+        seeds,
+        tokens=slices,
+        slices=slices,
+        **how,
     )
-    found = []
-    for seed in range(seeds):
-        paths = plan_paths(
-            cluster_of(name, slots),
-            parts,
-            microbatches,
-            tokens=tokens,
-            iterations=iterations,
-            seed=seed,
-            **how,
-        )
-        found.append((full_pipeline(paths, iterations, seed=seed), paths))
-        assert not any(map(rule_faults, found[-1]))
-    return found
 
 
 @contextmanager
@@ -135,20 +101,6 @@ def ordinary() -> Iterator[None]:
     os.sched_setscheduler(0, policy, priority)
 
 
-def both(name: str, iterations: int, seeds: int, **how: Any) -> dict[str, PathPlan]:
-    """The best full pipeline and the best paths of the same number of searches.
-
-    Either may also use the authors' arrangement.
-    """
-    tried = planned(name, iterations, seeds, **how)
-    if not how.get("given"):
-        tried += planned(name, iterations, 1, **{**how, "sizes": None}, given=True)
-    best = [
-        min(plans, key=lambda plan: plan.makespan) for plans in zip(*tried, strict=True)
-    ]
-    return dict(zip(("full pipeline", "planned paths"), best, strict=True))
-
-
 def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
     """Return all rows. Rows that the file lacks are computed and written there one by one."""
     rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
@@ -156,17 +108,14 @@ def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
         for number, (what, how) in enumerate(LEVERS.items()):
             if any(row["instance"] == name and row["lever"] == what for row in rows):
                 continue
-            found = both(name, iterations, seeds, **how)
+            found = plan_sides(name, iterations, seeds, **how)
             row: Row = {
                 "instance": name,
                 "lever": what,
                 "searches": seeds,
                 "iterations": iterations,
             }
-            for side, plan in (
-                ("full", found["full pipeline"]),
-                ("ours", found["planned paths"]),
-            ):
+            for side, plan in (("full", found.full), ("ours", found.paths)):
                 row |= {side: plan.makespan, f"{side}_bound": plan.bound}
                 if 0 < number < FREER:  # it may do as the row above does
                     above = next(
@@ -237,16 +186,12 @@ def finishes(timeline: Timeline, scale: float = 1.0) -> list[float]:
 def measure(name: str, iterations: int, seeds: int, rounds: int) -> list[Row]:
     scale = SCALES[name]
     with ordinary():
-        even, own = (
-            both(name, iterations, seeds, sizes=EVEN),
-            both(name, iterations, seeds),
-        )
+        even = plan_sides(name, iterations, seeds, sizes=EVEN)
+        own = plan_sides(name, iterations, seeds)
     found = {
-        "full pipeline": own["full pipeline"],
-        "full pipeline, published sizes": even["full pipeline"],
-        "planned paths": min(
-            own["planned paths"], even["planned paths"], key=lambda plan: plan.makespan
-        ),
+        "full pipeline": own.full,
+        "full pipeline, published sizes": even.full,
+        "planned paths": min(own.paths, even.paths, key=lambda plan: plan.makespan),
     }
     sys.stderr.write(
         f"{name}: "
@@ -360,12 +305,7 @@ def page(pieces: dict[str, Any]) -> str:
     )
     most = {name: 1 - paths[name]["bound"] / full[name]["predicted"] for name in "AB"}
     where, first = pieces["A"]["where"], pieces["levers"]["rows"][0]
-    if "iterations" in first:
-        searches = f"{first['searches']} of {first['iterations']:,} moves"
-        note = "All searches are limited by the moves that they try, so every machine finds the same plans."
-    else:
-        searches = f"{first['searches']} of {first['seconds']:g} s of processor time"
-        note = TIMED_NOTE
+    searches = f"{first['searches']} of {first['iterations']:,} moves"
     pictures = "\n\n".join(
         f"![finished micro-batches over time, {name}](../images/wan-{name}.svg)"
         for name in "AB"
@@ -383,7 +323,7 @@ micro-batches and rules, and the same number of searches with the same work. It 
 and how many. With *published sizes* there are five data nodes and three nodes for each other part, as SkipPipe uses
 for its paths.
 
-{note}
+All searches are limited by the moves that they try, so every machine finds the same plans.
 
 {measured_table(rows)}
 

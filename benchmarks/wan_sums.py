@@ -8,39 +8,30 @@ If several passes share a sum, a pass with the sum and one without are run, and 
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from instances import CITED, GRADIENTS, MESSAGE, Sides, best_sides, with_bandwidth
 from tables import middle_and_range, table
 from torch import Tensor, nn
 
 from penstock import ModelCost, lower
-from penstock.cost import Cluster, Node
 from penstock.cost.sum_bytes import sum_as
 from penstock.formats import dump_plan, load_plan
 from penstock.ir.verify_sums import verify_sums
 from penstock.measure.sleeping import Sleeping
-from penstock.plan.paths import even_parts, paths_plan, plan_paths
-from penstock.plan.paths.baselines import full_pipeline
-from penstock.plan.paths.planner import PathPlan, rule_faults
+from penstock.plan.paths import even_parts, paths_plan
+from penstock.plan.paths.planner import PathPlan
 from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
 from penstock.sim.planned_sums import plan_rings
 
-CITED = json.loads(
-    (Path(__file__).parent.parent / "tests" / "data" / "skippipe.json").read_text()
-)
 HEADING = "## With sums of gradients"
-OVERHEAD, MESSAGE = 0.35, 33.5e6  # seconds of every message, and its bytes
-GRADIENTS = 1.35e9  # bytes of a part, in float32
 WIDTH = 2048  # numbers of the message that stands for those bytes
 INFLATE = MESSAGE / (4 * WIDTH)
 NUMBERS = round(GRADIENTS / INFLATE / 4)  # of the gradients of a part
@@ -72,55 +63,20 @@ CHEAPEST_LEVER = LEVERS[-1].name
 
 
 # ---------------------------------------------------------------- plans
-def with_bandwidth(name: str) -> Cluster:
-    """A published instance with bandwidths."""
-    cited = CITED["instances"][name]
-    delays = cited["delays"]
-    count = len(delays)
-    latency = [[OVERHEAD * (a != b) for b in range(count)] for a in range(count)]
-    bandwidth = [
-        [
-            math.inf if a == b else MESSAGE / max(delays[a][b] - OVERHEAD, 1e-9)
-            for b in range(count)
-        ]
-        for a in range(count)
-    ]
-    return Cluster(
-        tuple(Node(site, 1.0, 3) for site in cited["locations"]),
-        tuple(map(tuple, latency)),
-        tuple(map(tuple, bandwidth)),
+def plan_sides(name: str, lever: Lever, iterations: int, seeds: int) -> Sides:
+    """The best full pipeline and the best paths of an instance, with these sums."""
+    parts = even_parts(
+        6, CITED["instances"][name]["forward"], message=MESSAGE, gradients=GRADIENTS
     )
-
-
-def plan_sides(
-    name: str, lever: Lever, iterations: int, seeds: int
-) -> dict[str, PathPlan]:
-    """The best full pipeline and the best paths of the same searches.
-
-    The last search uses the authors' arrangement, and the others choose one.
-    """
-    cited = CITED["instances"][name]
-    parts = even_parts(6, cited["forward"], message=MESSAGE, gradients=GRADIENTS)
-    found: list[tuple[PathPlan, PathPlan]] = []
-    own: dict[str, Any] = {"data_nodes": len(cited["partitions"][0])}
-    theirs: dict[str, Any] = {"arrangement": cited["partitions"]}
-    for seed, how in [*((seed, own) for seed in range(seeds)), (0, theirs)]:
-        paths = plan_paths(
-            with_bandwidth(name),
-            sum_as(parts, lever.messages),
-            6,
-            planned_sums=lever.planned,
-            passes=lever.passes,
-            iterations=iterations,
-            seed=seed,
-            **how,
-        )
-        found.append((full_pipeline(paths, iterations, seed=seed), paths))
-        assert not any(map(rule_faults, found[-1]))
-    best = [
-        min(plans, key=lambda one: one.makespan) for plans in zip(*found, strict=True)
-    ]
-    return dict(zip(SIDES, best, strict=True))
+    return best_sides(
+        name,
+        with_bandwidth(name),
+        sum_as(parts, lever.messages),
+        iterations,
+        seeds,
+        planned_sums=lever.planned,
+        passes=lever.passes,
+    )
 
 
 def text_of(plan: PathPlan, lever: Lever) -> str:
@@ -214,9 +170,10 @@ def measure(
     with searching():
         for lever in LEVERS:
             found = plan_sides(name, lever, iterations, seeds)
-            cases += [(lever, side, plan) for side, plan in found.items()]
+            named = dict(zip(SIDES, found, strict=True))
+            cases += [(lever, side, plan) for side, plan in named.items()]
             seconds = ", ".join(
-                f"{side} {one.makespan:.2f} s" for side, one in found.items()
+                f"{side} {one.makespan:.2f} s" for side, one in named.items()
             )
             sys.stderr.write(f"{name}, {lever.name}: {seconds}\n")
     took = spawn(

@@ -161,9 +161,8 @@ def test_the_published_policy_gives_the_published_times(name, plan):
     )
     found = simulate_solution(problem, solution)
     assert found.makespan == pytest.approx(cited["plans"][plan]["seconds"], abs=1e-7)
-    schedule = schedule_from(
-        problem, solution, found
-    )  # the lanes it found, in our simulator
+    # The lanes it found, in our simulator.
+    schedule = schedule_from(problem, solution, found)
     timeline = simulate(schedule, problem.cost())
     assert timeline.makespan == pytest.approx(found.makespan, abs=1e-9)
     assert len(schedule.microbatches) == 30
@@ -195,12 +194,12 @@ def test_the_published_rules_are_kept_node_by_node():
 def test_free_slots_and_a_planned_order_are_better_than_the_published_rules():
     cited = CITED["instances"]["B"]
     found = plan_paths(
-        cluster_of("B"), even_parts(6, cited["forward"]), 6, iterations=9000, **GAPS
+        cluster_of("B"), even_parts(6, cited["forward"]), 6, iterations=1600, **GAPS
     )
     check_plan(found)
     assert found.makespan < 65.6
     wide = plan_paths(
-        cluster_of("B", 6), even_parts(6, cited["forward"]), 6, iterations=2000, **GAPS
+        cluster_of("B", 6), even_parts(6, cited["forward"]), 6, iterations=800, **GAPS
     )
     check_plan(wide)
     assert wide.makespan < 50
@@ -568,9 +567,8 @@ def test_waves_bring_the_loss_home_and_pay_where_links_are_quick():
         plan_paths(Cluster.even(12, latency=3.0, slots=8), parts, 3, waves=w, **how)
         for w in (False, True)
     ]
-    assert (
-        slow[1].makespan > slow[0].makespan
-    )  # a wave passes more links: it loses on slow ones
+    # A wave passes more links: it loses on slow ones.
+    assert slow[1].makespan > slow[0].makespan
 
 
 def test_the_plan_takes_the_allreduce_of_gradients_into_account():
@@ -705,7 +703,7 @@ def test_more_work_never_gives_a_worse_plan_of_a_large_cluster():
         for n, node in enumerate(base.nodes)
     )
     cluster = replace(base, nodes=nodes)
-    budgets = (0, 400, 500, 1000, 6_300)
+    budgets = (0, 400, 1000, 1600)  # stages begin after 300 and 1500
     found = [plan_paths(cluster, parts, 4, iterations=n).makespan for n in budgets]
     assert found == sorted(found, reverse=True)
 
@@ -759,27 +757,26 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
     """On instance B, the paths' own arrangement would cost the full pipeline more than a fifth."""
     cited = CITED["instances"]["B"]
     parts = even_parts(6, cited["forward"])
-    found = plan_paths(cluster_of("B"), parts, 6, iterations=800)
-    whole = full_pipeline(found, iterations=800)
+    found = plan_paths(cluster_of("B"), parts, 6, iterations=400)
+    whole = full_pipeline(found, iterations=400)
     kept = plan_paths(
         cluster_of("B"),
         parts,
         6,
         Rules(share=0, behind=0, distance=0, swaps=0),
-        iterations=800,
+        iterations=400,
         arrangement=found.partitions,
     )
     assert whole.simulations == found.simulations
     assert whole.makespan < kept.makespan / 1.2
     assert len(whole.partitions[0]) == len(found.partitions[0])
     anew = plan_paths(
-        cluster_of("B"), parts, 6, whole.problem.rules, iterations=800, data_nodes=5
+        cluster_of("B"), parts, 6, whole.problem.rules, iterations=400, data_nodes=5
     )
     assert whole.solution == anew.solution
     given = full_pipeline(plan_instance("B", True, iterations=100), iterations=100)
-    assert list(map(set, given.partitions)) == list(
-        map(set, cited["partitions"])
-    )  # one that was asked for is kept
+    # One that was asked for is kept.
+    assert list(map(set, given.partitions)) == list(map(set, cited["partitions"]))
     sized = plan_paths(
         cluster_of("B"), parts, 6, iterations=100, sizes=(5, 3, 3, 3, 3, 3)
     )

@@ -21,10 +21,8 @@ from penstock.plan.paths.rules import (
 )
 from penstock.schedules.list_scheduling import list_schedule
 
-STAGES = [
-    *(Stage(part, part) for part in range(6)),
-    Stage(0, 6),
-]  # six parts and the head, on six ranks
+# Six parts and the head, on six ranks.
+STAGES = [*(Stage(part, part) for part in range(6)), Stage(0, 6)]
 LOOSE = Rules(share=1 / 3, uneven=99)
 
 
@@ -107,9 +105,8 @@ def test_unequal_coverage_names_the_parts_and_their_micro_batches():
     assert found.rule == "coverage"
     assert "2 micro-batches, part 5 0" in found.what
     assert found.microbatches == (0, 1)
-    assert (
-        find_rule_faults(schedule((0, 1, 2, 3), (0, 1, 2, 4)), 6, LOOSE) == ()
-    )  # six visits, five parts: 99 may be over
+    # Six visits, five parts: 99 may be over.
+    assert find_rule_faults(schedule((0, 1, 2, 3), (0, 1, 2, 4)), 6, LOOSE) == ()
 
 
 def test_more_micro_batches_than_slots_are_found_where_they_are_held():

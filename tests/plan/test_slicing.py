@@ -375,9 +375,8 @@ def test_curves_and_their_table_are_cut_alike():
             best_cuts(times_from_table(*tables), 24, slices),
         )
         assert a.latency == pytest.approx(b.latency, rel=1e-12)
-    falling = [
-        Seconds(1.0, -0.1, 0.0, 0.01)
-    ]  # a long slice may take less than a short one
+    # A long slice may take less than a short one.
+    falling = [Seconds(1.0, -0.1, 0.0, 0.01)]
     table = np.array(
         [
             [falling[0].of(s + 1, p) if s + p < 12 else 0.0 for s in range(12)]
@@ -591,9 +590,8 @@ def test_a_memory_limit_is_kept_and_forces_slices():
     )
     assert all(row.candidate.peak <= 1.5 * one * (1 + 1e-9) for row in plans.rows)
     assert all(peak > 1.5 * one for _, peak in plans.too_large)
-    assert all(
-        row.slices >= 6 for row in plans.rows
-    )  # (s + 3) / s micro-batches are held
+    # (s + 3) / s micro-batches are held.
+    assert all(row.slices >= 6 for row in plans.rows)
     assert plans.best.speedup is None
     assert "nothing fits without slices" in plans.verdict
     with pytest.raises(
@@ -604,9 +602,8 @@ def test_a_memory_limit_is_kept_and_forces_slices():
 
 def test_gradients_of_keys_and_values_count_from_the_last_slice_to_the_first():
     schedule = make("terapipe", ranks=1, microbatches=2, slices=3)
-    assert (
-        key_value_gradient_bytes(schedule, 2.0).tolist() == [0] * 6 + [6] * 6
-    )  # three tokens, one micro-batch at a time
+    # Three tokens, one micro-batch at a time.
+    assert key_value_gradient_bytes(schedule, 2.0).tolist() == [0] * 6 + [6] * 6
     assert not key_value_gradient_bytes(
         make("gpipe", ranks=2, microbatches=2), 2.0
     ).any()

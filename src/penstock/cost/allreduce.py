@@ -21,6 +21,7 @@ time are not considered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,20 +35,54 @@ TINY = 1e-30  # seconds, to divide by
 NEAR = 0.25  # ranks are near each other if their link takes this share of the slowest
 MAX_CELLS = 1024  # pieces into which a sum on two levels may cut the gradients
 
+# Kinds of sums; groups send each other their whole sums, or shares of them.
+RING, DIRECT, WHOLE_GROUPS, SHARED_GROUPS = range(4)
 
-def ring_seconds(latency: Floats, byte: Floats, size: float) -> float:
-    """The seconds to sum `size` bytes along a ring.
+
+class SumChoices(NamedTuple):
+    """The quickest sums of all parts, one after the other, and the end of the last of each part."""
+
+    ends: Floats  # [part]
+    kinds: Ints  # RING, DIRECT, WHOLE_GROUPS or SHARED_GROUPS [part, sum]
+    # What each node can add up of a direct sum; at least 1 together [sum, node].
+    shares: Floats
+    # The same number for all nodes of a group, if there are two levels [sum, node].
+    groups: Ints
+
+
+def ring_order(latency: Floats, byte: Floats, size: float) -> list[int]:
+    """The order of the ring that goes from each rank to the nearest one that is left.
 
     The two matrices have the seconds of a message and of each of its bytes, by (source, target).
-    The ring goes from each rank to the nearest one that is left.
+    """
+    seconds = _share_seconds(latency, byte, size)
+    order = [0]
+    is_left = np.ones(len(seconds), dtype=np.bool_)
+    is_left[0] = False
+    while len(order) < len(seconds):
+        nearest = int(np.where(is_left, seconds[order[-1]], np.inf).argmin())
+        order.append(nearest)
+        is_left[nearest] = False
+    return order
+
+
+def ring_seconds(latency: Floats, byte: Floats, size: float) -> float:
+    """The seconds to sum `size` bytes along the ring of `ring_order`.
 
     >>> link = np.ones((4, 4))
     >>> ring_seconds(0.5 * link, 0.01 * link, 400.0)
     9.0
     """
-    count = len(latency)
-    share = latency + byte * (size / count)
-    return 2.0 * (count - 1) * _slowest_ring_link(share)
+    order = ring_order(latency, byte, size)
+    following = order[1:] + order[:1]
+    slowest = float(_share_seconds(latency, byte, size)[order, following].max())
+    return 2.0 * (len(order) - 1) * slowest
+
+
+def _share_seconds(latency: Floats, byte: Floats, size: float) -> Floats:
+    """The seconds of a message with an equal share of the bytes, by (source, target)."""
+    seconds: Floats = latency + byte * (size / len(latency))
+    return seconds
 
 
 def even_ring_seconds(
@@ -92,49 +127,71 @@ def planned_sum_end(
     >>> round(planned_sum_end(0.5 * link, 0.01 * link, 600.0, [0.0, 0.0, 9.0]), 2)
     12.75
     """
+    return float(choose_sum(latency, byte, size, ready).ends[0])
+
+
+def choose_sum(
+    latency: Floats, byte: Floats, size: float, ready: Sequence[float]
+) -> SumChoices:
+    """The quickest kind of sum over all these ranks, each with its gradients `ready` at its own time."""
     labels = np.zeros(len(ready), dtype=np.int64)
-    sizes = np.array([[size]])
     times = np.array([ready], dtype=np.float64)
-    return float(sum_ends(latency, byte, labels, times, sizes, True)[0])
+    return choose_sums(latency, byte, labels, times, np.array([[size]]), True, True)
 
 
-def sum_ends(
+def choose_sums(
     latency: Floats,
     byte: Floats,
     labels: Ints,
     times: Floats,
     sizes: Floats,
     planned: bool,
-) -> Floats:
-    """When the sums of each part end.
+    detailed: bool = False,
+) -> SumChoices:
+    """How the gradients of each part are summed, and when its sums end.
 
     labels: the part of each node.
     times: when each node has its gradients for each sum [sum, node].
     sizes: the bytes of the sums of each part, one after the other [part, sum].
     planned: take the quickest kind of sum; otherwise rings.
+    detailed: find the shares of direct sums, too.
     """
-    ends = np.zeros(len(sizes))
-    compile_if_large(_fill_sum_ends, MIN_COMPILED_SIZE)(
-        latency, byte, labels, times, sizes, planned, ends
+    parts, sums = sizes.shape
+    choices = SumChoices(
+        np.zeros(parts),
+        np.zeros((parts, sums), np.int64),  # rings
+        np.zeros((sums, len(labels))),
+        np.zeros((sums, len(labels)), np.int64),
     )
-    return ends
+    compile_if_large(_fill_choices, MIN_COMPILED_SIZE)(
+        latency, byte, labels, times, sizes, planned, detailed, *choices
+    )
+    return choices
 
 
-def _fill_sum_ends(  # noqa: PLR0915
+def _fill_choices(  # noqa: PLR0915
     latency: Floats,
     byte: Floats,
     labels: Ints,
     times: Floats,
     sizes: Floats,
     planned: bool,
+    detailed: bool,
     ends: Floats,
+    kinds: Ints,
+    shares: Floats,
+    groups: Ints,
 ) -> None:
+    """Fill the last four, which are those of `SumChoices`.
+
+    Members of a part are numbered k = 0 .. n-1; `members[k]` is the node.
+    """
     count = len(labels)
     members = np.zeros(count, np.int64)
     ready = np.zeros(count)
     left = np.zeros(count, np.bool_)
     group = np.zeros(count, np.int64)
-    population = np.zeros(count)
+    population = np.zeros(count)  # of each group
 
     def ring(n: int, size: float) -> float:
         """Go from each node to the nearest one that is left; the slowest link sets the pace."""
@@ -203,23 +260,30 @@ def _fill_sum_ends(  # noqa: PLR0915
                 share = min(share, room / max(both, TINY))
         return share
 
-    def direct(n: int, size: float, begin: float, latest: float) -> float:
-        """The least end at which the largest shares of all owners cover all bytes."""
+    def direct(number: int, n: int, size: float, begin: float, latest: float) -> float:
+        """The least end at which the largest shares of all owners cover all bytes, or `latest`.
+
+        With `detailed`, one more round notes the shares at that end.
+        """
         low = begin
         high = latest
-        for _ in range(SHARE_BISECTIONS):
-            middle = 0.5 * (low + high)
+        for turn in range(SHARE_BISECTIONS + detailed):
+            notes = turn == SHARE_BISECTIONS
+            end = high if notes else 0.5 * (low + high)
             total = 0.0
             for owner in range(n):
-                total += largest_share(n, size, owner, middle)
+                share = largest_share(n, size, owner, end)
+                total += share
+                if notes:
+                    shares[number, members[owner]] = share
             if total >= 1.0:
-                high = middle
+                high = end
             else:
-                low = middle
+                low = end
         return high
 
-    def two_levels(n: int, size: float) -> float:  # noqa: PLR0912
-        """Sum in groups of near nodes, between the groups, and in the groups again."""
+    def find_groups(n: int, size: float) -> None:
+        """Put nodes into one group that are near each other, or near to a node of the group."""
         slowest = 0.0
         for k in range(n):
             group[k] = k
@@ -240,14 +304,20 @@ def _fill_sum_ends(  # noqa: PLR0915
                             group[q] = new
         for k in range(n):
             population[group[k]] += 1.0
-        groups = 0
+
+    def two_levels(n: int, size: float) -> tuple[float, bool]:
+        """The seconds to sum in the groups, between the groups, and in the groups again.
+
+        Also whether the groups send each other their whole sums.
+        """
+        group_count = 0
         cells = 1.0
         for k in range(n):
             if population[k] > 0.0:
-                groups += 1
+                group_count += 1
                 cells *= population[k]
-        if groups in (1, n) or cells * groups > MAX_CELLS:
-            return np.inf
+        if group_count in (1, n) or cells * group_count > MAX_CELLS:
+            return np.inf, False
         within = 0.0  # one exchange of shares in a group
         whole = 0.0  # all groups send their sums to all others
         shared = 0.0  # one exchange of shares between groups
@@ -263,8 +333,8 @@ def _fill_sum_ends(  # noqa: PLR0915
                 else:
                     piece = byte[a, b] * size / (mine * other)
                     whole = max(whole, latency[a, b] + piece)
-                    shared = max(shared, latency[a, b] + piece / groups)
-        return 2.0 * within + min(whole, 2.0 * shared)
+                    shared = max(shared, latency[a, b] + piece / group_count)
+        return 2.0 * within + min(whole, 2.0 * shared), whole <= 2.0 * shared
 
     for part in range(len(ends)):
         n = 0
@@ -282,21 +352,17 @@ def _fill_sum_ends(  # noqa: PLR0915
             if n < 2 or size <= 0.0:
                 continue
             end = begin + ring(n, size)
-            if planned:
-                end = min(end, begin + two_levels(n, size))
-                end = direct(n, size, begin, end)
+            if not planned:
+                continue
+            find_groups(n, size)
+            seconds, whole = two_levels(n, size)
+            if begin + seconds < end:
+                end = begin + seconds
+                kinds[part, number] = WHOLE_GROUPS if whole else SHARED_GROUPS
+                for k in range(n):
+                    groups[number, members[k]] = group[k]
+            least = direct(number, n, size, begin, end)
+            if least < end:
+                end = least
+                kinds[part, number] = DIRECT
         ends[part] = end
-
-
-def _slowest_ring_link(seconds: Floats) -> float:
-    """The slowest link of a ring that always goes to the nearest rank that is left."""
-    left = np.ones(len(seconds), dtype=np.bool_)
-    left[0] = False
-    here = 0
-    slowest = 0.0
-    for _ in range(len(seconds) - 1):
-        there = int(np.where(left, seconds[here], np.inf).argmin())
-        slowest = max(slowest, float(seconds[here, there]))
-        here = there
-        left[there] = False
-    return max(slowest, float(seconds[here, 0]))

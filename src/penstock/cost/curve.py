@@ -24,9 +24,8 @@ import numpy as np
 from penstock.ir.table import Floats
 
 Measured: TypeAlias = tuple[int, int, float]  # tokens, prefix, seconds
-Polyline: TypeAlias = tuple[
-    tuple[float, float], ...
-]  # (place, value), places ascending
+# Points (place, value), places ascending.
+Polyline: TypeAlias = tuple[tuple[float, float], ...]
 TERMS = ("base", "token", "prefix", "pair")  # of the formula
 
 

@@ -87,7 +87,10 @@ def check_sizes(sizes: ModelSizes) -> None:
     """Refuse sizes that do not describe a model."""
     if sizes.family not in FAMILIES:
         known = " and ".join(FAMILIES)
-        raise ShapeError(f"the model family {sizes.family!r} is unknown; use {known}")
+        raise ShapeError(
+            f"times and sizes can be computed for {known}, but not for {sizes.family}\n"
+            "  leave out --gpu: then the model is measured on this machine"
+        )
     if sizes.vocab < 1:
         raise ShapeError(
             "the size of the vocabulary is missing; give model.vocab, "

@@ -11,10 +11,12 @@ bytes    1 stands for the activations of one micro-batch on one rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost.cost import Cost
+from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import PAPER_UNITS, Units
@@ -33,6 +35,14 @@ class UnitCost(Cost):
     I: float | None = None  # noqa: E741
     W: float | None = None
     sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("F", "B", "comm", "I", "W", "sum"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ShapeError(
+                    f"{name}={value} is not a time; give a number that is at least 0"
+                )
 
     @property
     def units(self) -> Units:

@@ -24,9 +24,8 @@ class Op(StrEnum):
 
 
 OPS = tuple(Op)
-OP_CODES = {
-    op: code for code, op in enumerate(OPS)
-}  # in tables of numbers: F 0, B 1, I 2, W 3
+# The numbers of ops in tables: F 0, B 1, I 2, W 3.
+OP_CODES = {op: code for code, op in enumerate(OPS)}
 
 _TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 

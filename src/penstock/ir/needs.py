@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     (<1F2>, <2B2>)
     """
     table = schedule.table
+    if not _is_of(schedule, action):
+        raise ShapeError(
+            f"this schedule has no action {action}: its micro-batch does not exist, does not "
+            "visit this stage, or has fewer slices"
+        )
     microbatch = schedule.microbatches[action.microbatch]
     position = microbatch.path.index(action.stage)
     needed = []
@@ -78,6 +84,14 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
             slot = table.slot(rule.needed, action.microbatch, there, piece)
             needed.append(table.action(int(table.at[slot])))
     return tuple(needed)
+
+
+def _is_of(schedule: Schedule, action: Action) -> bool:
+    """Whether a micro-batch of the schedule has this slice and visits this stage."""
+    if not 0 <= action.microbatch < len(schedule.microbatches):
+        return False
+    microbatch = schedule.microbatches[action.microbatch]
+    return action.stage in microbatch.path and 0 <= action.slice < microbatch.slices
 
 
 def needed_slots(table: Table) -> Ints:

@@ -11,7 +11,7 @@ take, and the runtime sends these messages. Without a plan, the backend sums in 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -114,38 +114,42 @@ def unfit_sums(schedule: Schedule, sums: Iterable[SumPlan]) -> list[str]:
     return faults
 
 
-def sums_without(
-    sums: Iterable[SumPlan], lost: Collection[int], left: Sequence[int]
+def sums_of_survivors(
+    sums: Iterable[SumPlan], left: Sequence[int]
 ) -> tuple[SumPlan, ...]:
-    """The sums of the ranks that are left, which are numbered anew in their order.
+    """The sums of the ranks that are left, which get new numbers in their order.
 
     Rings close the gap, and those that add up shares divide what the lost ranks had.
     """
-    number = {rank: place for place, rank in enumerate(left)}
+    new_number = {rank: place for place, rank in enumerate(left)}
     smaller = []
     for plan in sums:
-        kept = [place for place, rank in enumerate(plan.ranks) if rank not in lost]
-        if len(kept) < 2:
-            continue
-        ranks = tuple(number[plan.ranks[place]] for place in kept)
-        if plan.kind is SumKind.RING:
-            smaller.append(replace(plan, ranks=ranks))
-        elif plan.kind is SumKind.DIRECT:
-            shares = [plan.shares[place] for place in kept]
-            total = sum(shares)
-            if total <= 0:
-                smaller.append(even_sum(plan.parts, ranks))
-                continue
-            shares = [share / total for share in shares]
-            smaller.append(replace(plan, ranks=ranks, shares=tuple(shares)))
-        else:
-            groups = [
-                tuple(number[rank] for rank in group if rank not in lost)
-                for group in plan.groups
-            ]
-            groups = [group for group in groups if group]
-            smaller.append(replace(plan, ranks=ranks, groups=tuple(groups)))
+        ranks = [rank for rank in plan.ranks if rank in new_number]
+        if len(ranks) > 1:
+            smaller.append(_smaller_sum(plan, new_number))
     return tuple(smaller)
+
+
+def _smaller_sum(plan: SumPlan, new_number: Mapping[int, int]) -> SumPlan:
+    """The same kind of sum over the ranks that have a new number."""
+    kept = [place for place, rank in enumerate(plan.ranks) if rank in new_number]
+    ranks = tuple(new_number[plan.ranks[place]] for place in kept)
+    if plan.kind is SumKind.RING:
+        return replace(plan, ranks=ranks)
+    if plan.kind is SumKind.DIRECT:
+        shares = [plan.shares[place] for place in kept]
+        total = sum(shares)
+        if total <= 0:
+            return even_sum(plan.parts, ranks)
+        return replace(
+            plan, ranks=ranks, shares=tuple(share / total for share in shares)
+        )
+    groups = []
+    for group in plan.groups:
+        members = tuple(new_number[rank] for rank in group if rank in new_number)
+        if members:
+            groups.append(members)
+    return replace(plan, ranks=ranks, groups=tuple(groups))
 
 
 def fitting_sums(
@@ -158,8 +162,7 @@ def fitting_sums(
     """
     given = tuple(sums)
     if left is not None:
-        named = {rank for plan in given for rank in plan.ranks}
-        given = sums_without(given, named.difference(left), left)
+        given = sums_of_survivors(given, left)
     fitting = []
     for plan in given:
         holders = ranks_of(schedule, plan.parts)

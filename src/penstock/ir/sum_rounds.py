@@ -64,7 +64,7 @@ def cell_shares(plan: SumPlan) -> tuple[float, ...]:
 
 
 def cell_bounds(plan: SumPlan, numbers: int) -> list[int]:
-    """Where the cells of so many numbers begin, and where the last one ends.
+    """Where the cells of `numbers` numbers begin, and where the last one ends.
 
     >>> cell_bounds(SumPlan((0,), SumKind.RING, (0, 1, 2)), 10)
     [0, 3, 7, 10]

@@ -54,9 +54,8 @@ def first_holders(schedule: Schedule, names: Sequence[Iterable[str]]) -> dict[st
 def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
     """The last backward of these parts on a rank (-1: none), and the tick of the last one on any rank."""
     table = schedule.table
-    part_of_stage = np.array([stage.part for stage in schedule.stages])
-    part = part_of_stage[table.stage]
-    backwards = np.flatnonzero(np.isin(part, parts) & (table.kind != FORWARD))
+    is_backward = np.isin(_part_of_actions(schedule), parts) & (table.kind != FORWARD)
+    backwards = np.flatnonzero(is_backward)
     own = backwards[table.rank[backwards] == rank]
     return int(own.max(initial=-1)), int(table.tick[backwards].max(initial=0))
 
@@ -64,8 +63,7 @@ def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int
 def weight_actions(schedule: Schedule, part: int, rank: int) -> list[int]:
     """The W actions of a part on a rank."""
     table = schedule.table
-    part_of_stage = np.array([stage.part for stage in schedule.stages])
-    own = (part_of_stage[table.stage] == part) & (table.rank == rank)
+    own = (_part_of_actions(schedule) == part) & (table.rank == rank)
     actions: list[int] = np.flatnonzero(own & (table.kind == WEIGHTS)).tolist()
     return actions
 
@@ -81,23 +79,24 @@ def shared_gradients(
     >>> [(one.name, one.ranks) for one in shared_gradients(make("1f1b", ranks=2, microbatches=2, copies=2))]
     [('part 1', (1, 3)), ('part 0', (0, 2))]
     """
-    ranks_of_part: dict[int, set[int]] = {}
+    holders: list[set[int]] = [set() for _ in range(schedule.parts)]
     for stage in schedule.stages:
-        ranks_of_part.setdefault(stage.part, set()).add(stage.rank)
-    groups: list[tuple[str, tuple[int, ...], set[int]]] = []
-    for part, ranks in sorted(ranks_of_part.items()):
-        groups.append((f"part {part}", (part,), ranks))
+        holders[stage.part].add(stage.rank)
+    groups: list[tuple[str, tuple[int, ...], set[int]]] = [
+        (f"part {part}", (part,), ranks)
+        for part, ranks in enumerate(holders)
+        if len(ranks) > 1
+    ]
     last = schedule.parts - 1
-    if tied and last > 0:
-        owners = ranks_of_part[0] | ranks_of_part[last]
-        groups.append(("tied weights", (0, last), owners))
-    groups = [group for group in groups if len(group[2]) > 1]
+    both_ends = holders[0] | holders[last]
+    if tied and last > 0 and len(both_ends) > 1:
+        groups.append(("tied weights", (0, last), both_ends))
     if not groups:
         return ()
     ticks = _last_ticks(schedule)
     sums = []
     for name, parts, ranks in groups:
-        ready = int(max(ticks[part] for part in parts))
+        ready = max(int(ticks[part]) for part in parts)
         sums.append(SharedGradients(name, parts, tuple(sorted(ranks)), ready))
     return tuple(sorted(sums, key=lambda one: (one.ready, one.name)))
 
@@ -119,8 +118,15 @@ def last_backwards(schedule: Schedule) -> dict[tuple[int, int], int]:
 def _last_ticks(schedule: Schedule) -> Ints:
     """The tick of the last backward of each part on any rank."""
     table = schedule.table
-    part_of_stage = np.array([stage.part for stage in schedule.stages])
-    backwards = np.flatnonzero(table.kind != FORWARD)
+    is_backward = table.kind != FORWARD
+    parts = _part_of_actions(schedule)[is_backward]
     ticks = np.zeros(schedule.parts, dtype=np.int64)
-    np.maximum.at(ticks, part_of_stage[table.stage[backwards]], table.tick[backwards])
+    np.maximum.at(ticks, parts, table.tick[is_backward])
     return ticks
+
+
+def _part_of_actions(schedule: Schedule) -> Ints:
+    """The part of each action of a schedule's table."""
+    part_of_stage = np.array([stage.part for stage in schedule.stages])
+    parts: Ints = part_of_stage[schedule.table.stage]
+    return parts

@@ -51,7 +51,7 @@ class Table:
     stage: Ints
     microbatch: Ints
     slice: Ints
-    # Of the stage on the path of the micro-batch; -1 if it is off the path.
+    # The place of the stage on the path of the micro-batch; -1 if it is off the path.
     position: Ints
     length: Ints  # of the path of each micro-batch
     slices: Ints  # of each micro-batch

@@ -16,6 +16,7 @@ for less. While they run, every cell of every rank counts whose gradients are in
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,18 +25,38 @@ import numpy as np
 from penstock.errors import ProgramError
 from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import SumPlan, unfit_sums
-from penstock.ir.sum_rounds import CellMessage, Round, RoundKind, cell_shares, rounds_of
+from penstock.ir.sum_rounds import Round, RoundKind, cell_shares, rounds_of
 from penstock.ir.sums import completion
 from penstock.ir.table import Ints
 
-Link = tuple[int, int]  # source and target
 
+class RankRound(NamedTuple):
+    """A round of one rank, and the number of the sum that it belongs to."""
 
-class SumTurn(NamedTuple):
-    """A round of one of a rank's sums."""
-
-    plan: int
+    number: int
     round: Round
+
+
+class StartedSend(NamedTuple):
+    """A message that its sender has started: its sum, its cells, and what they contain."""
+
+    number: int
+    cells: tuple[int, ...]
+    content: Ints
+
+
+class StartedReceive(NamedTuple):
+    """A message that its receiver waits for: its sum and its cells."""
+
+    number: int
+    cells: tuple[int, ...]
+
+
+class Connection(NamedTuple):
+    """The started messages from one rank to another, in their order."""
+
+    sent: deque[StartedSend]
+    awaited: deque[StartedReceive]
 
 
 def ordered_sums(schedule: Schedule, sums: Sequence[SumPlan]) -> list[SumPlan]:
@@ -59,106 +80,125 @@ def verify_sums(schedule: Schedule, sums: Sequence[SumPlan]) -> int:
 
 def run_rounds(sums: Sequence[SumPlan]) -> int:
     """Run all sums, one after the other on each rank; return the number of their messages."""
-    turns: dict[int, list[SumTurn]] = {}
-    for number, plan in enumerate(sums):
-        for rank in plan.ranks:
-            own = turns.setdefault(rank, [])
-            own += [SumTurn(number, one) for one in rounds_of(plan, rank)]
-    machine = _Machine(sums, turns)
+    machine = _Machine(sums)
     machine.run()
     for number, plan in enumerate(sums):
-        wrong = machine.held[number] != 1
-        wrong[:, np.array(cell_shares(plan)) == 0] = False  # Empty cells do not travel.
-        if wrong.any():
-            place, cell, source = (int(one[0]) for one in np.nonzero(wrong))
-            count = int(machine.held[number][place, cell, source])
-            raise ProgramError(
-                f"the sum of {plan.name} is wrong: on rank {plan.ranks[place]}, cell {cell} "
-                f"has the gradients of rank {plan.ranks[source]} {count} times"
-            )
+        _check_cells(plan, machine.held[number])
     return machine.moved
+
+
+def _check_cells(plan: SumPlan, held: Ints) -> None:
+    """Raise if a cell does not contain every rank's gradients once [rank, cell, source]."""
+    wrong = held != 1
+    is_empty = np.array(cell_shares(plan)) == 0
+    wrong[:, is_empty] = False  # Empty cells do not travel.
+    if not wrong.any():
+        return
+    place, cell, source = (int(one[0]) for one in np.nonzero(wrong))
+    raise ProgramError(
+        f"the sum of {plan.name} is wrong: on rank {plan.ranks[place]}, cell {cell} "
+        f"has the gradients of rank {plan.ranks[source]} {held[place, cell, source]} times"
+    )
 
 
 class _Machine:
     """The state of all ranks: their rounds, the messages that wait, and what cells contain."""
 
-    def __init__(
-        self, sums: Sequence[SumPlan], turns: dict[int, list[SumTurn]]
-    ) -> None:
+    def __init__(self, sums: Sequence[SumPlan]) -> None:
         self.sums = sums
-        self.turns = turns
-        self.place = dict.fromkeys(turns, -1)  # the round of each rank
-        self.unfinished = dict.fromkeys(turns, 0)  # messages of that round
+        self.rounds: dict[int, list[RankRound]] = {}
         # For each sum: how often a cell of a rank contains each rank's gradients.
         self.held: list[Ints] = []
-        for plan in sums:
-            own = np.eye(len(plan.ranks), dtype=np.int64)[:, None, :]
-            self.held.append(np.repeat(own, len(cell_shares(plan)), axis=1))
-        # Started messages, by link: of the sender with what its cells contain, and of the receiver.
-        self.sent: dict[Link, list[tuple[int, CellMessage, Ints]]] = {}
-        self.awaited: dict[Link, list[tuple[int, CellMessage]]] = {}
+        for number, plan in enumerate(sums):
+            for rank in plan.ranks:
+                own = self.rounds.setdefault(rank, [])
+                own += [RankRound(number, one) for one in rounds_of(plan, rank)]
+            at_first = np.eye(len(plan.ranks), dtype=np.int64)[:, None, :]
+            self.held.append(np.repeat(at_first, len(cell_shares(plan)), axis=1))
+        self.place = dict.fromkeys(self.rounds, -1)  # the round of each rank
+        self.unfinished = dict.fromkeys(self.rounds, 0)  # messages of that round
+        self.connections: dict[tuple[int, int], Connection] = {}
         self.moved = 0
+
+    def cells_of(self, number: int, rank: int) -> Ints:
+        """What the cells of a rank contain in one of the sums [cell, source]."""
+        cells: Ints = self.held[number][self.sums[number].ranks.index(rank)]
+        return cells
+
+    def connection(self, source: int, target: int) -> Connection:
+        """The messages from one rank to another."""
+        return self.connections.setdefault(
+            (source, target), Connection(deque(), deque())
+        )
 
     def run(self) -> None:
         """Let all ranks go on until nobody can."""
-        awake = list(self.turns)
+        awake = list(self.rounds)
         while awake:
-            awake += self.next_round(awake.pop())
-        stuck = [r for r, turns in self.turns.items() if self.place[r] < len(turns)]
-        if stuck:
-            rank = stuck[0]
-            plan = self.sums[self.turns[rank][self.place[rank]].plan]
-            raise ProgramError(
-                f"the sum of {plan.name} never ends: rank {rank} waits for "
-                f"{self.unfinished[rank]} messages that nobody sends or receives"
-            )
+            awake += self.begin_next_round(awake.pop())
+        for rank, rounds in self.rounds.items():
+            if self.place[rank] < len(rounds):
+                plan = self.sums[rounds[self.place[rank]].number]
+                raise ProgramError(
+                    f"the sum of {plan.name} never ends: rank {rank} waits for "
+                    f"{self.unfinished[rank]} messages that nobody sends or receives"
+                )
 
-    def next_round(self, rank: int) -> list[int]:
+    def begin_next_round(self, rank: int) -> list[int]:
         """Begin the next round of a rank; return the ranks whose rounds are over because of it."""
-        over: list[int] = []
         self.place[rank] += 1
-        if self.place[rank] >= len(self.turns[rank]):
-            return over
-        number, one = self.turns[rank][self.place[rank]]
-        mine = self.held[number][self.sums[number].ranks.index(rank)]
-        self.unfinished[rank] = len(one.sends) + len(one.receives)
-        for message in one.receives:
-            self.awaited.setdefault((message.peer, rank), []).append((number, message))
-        for message in one.sends:
-            content = mine[list(message.cells)].copy()
-            self.sent.setdefault((rank, message.peer), []).append(
-                (number, message, content)
-            )
+        if self.place[rank] >= len(self.rounds[rank]):
+            return []
+        number, (_, sends, receives, _) = self.rounds[rank][self.place[rank]]
+        self.unfinished[rank] = len(sends) + len(receives)
         if not self.unfinished[rank]:
             return [rank]
-        for message in one.receives:
-            over += self.match((message.peer, rank))
-        for message in one.sends:
-            over += self.match((rank, message.peer))
+        for peer, cells, _ in receives:
+            awaited = self.connection(peer, rank).awaited
+            awaited.append(StartedReceive(number, cells))
+        mine = self.cells_of(number, rank)
+        for peer, cells, _ in sends:
+            content = mine[list(cells)].copy()
+            sent = self.connection(rank, peer).sent
+            sent.append(StartedSend(number, cells, content))
+        over: list[int] = []
+        for peer, _, _ in receives:
+            over += self.move_messages(peer, rank)
+        for peer, _, _ in sends:
+            over += self.move_messages(rank, peer)
         return over
 
-    def match(self, link: Link) -> list[int]:
-        """Move the messages of a link that both ends have started; return the ranks that are done."""
-        source, target = link
-        sent, awaited = self.sent.get(link, []), self.awaited.get(link, [])
-        done = []
+    def move_messages(self, source: int, target: int) -> list[int]:
+        """Move the messages that both ends have started; return the ranks whose rounds are over."""
+        sent, awaited = self.connection(source, target)
+        over = []
         while sent and awaited:
-            number, message, content = sent.pop(0)
-            expected, receive = awaited.pop(0)
-            if (number, message.cells) != (expected, receive.cells):
-                raise ProgramError(
-                    f"rank {source} sends cells {message.cells} of the sum of "
-                    f"{self.sums[number].name}, but rank {target} expects cells "
-                    f"{receive.cells} of the sum of {self.sums[expected].name}"
-                )
-            held = self.held[number][self.sums[number].ranks.index(target)]
-            cells = list(receive.cells)
-            kind = self.turns[target][self.place[target]].round.kind
-            added = held[cells] + content
-            held[cells] = content if kind is RoundKind.COPY else added
-            self.moved += 1
-            for rank in link:
+            self.deliver(source, target, sent.popleft(), awaited.popleft())
+            for rank in (source, target):
                 self.unfinished[rank] -= 1
                 if not self.unfinished[rank]:
-                    done.append(rank)
-        return done
+                    over.append(rank)
+        return over
+
+    def deliver(
+        self,
+        source: int,
+        target: int,
+        message: StartedSend,
+        expected: StartedReceive,
+    ) -> None:
+        """Let the receiver add the content of a message to its cells, or copy it."""
+        number, cells, content = message
+        if (number, cells) != expected:
+            raise ProgramError(
+                f"rank {source} sends cells {cells} of the sum of "
+                f"{self.sums[number].name}, but rank {target} expects cells "
+                f"{expected.cells} of the sum of {self.sums[expected.number].name}"
+            )
+        held = self.cells_of(number, target)
+        kind = self.rounds[target][self.place[target]].round.kind
+        if kind is RoundKind.COPY:
+            held[list(cells)] = content
+        else:
+            held[list(cells)] += content
+        self.moved += 1

@@ -529,7 +529,8 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                 level += gain[lane[place]] - loss[lane[place]]
             if now_excess <= 1e-12 and makespan < best_makespan * (1.0 - LEAST_GAIN):
                 best_makespan = makespan
-                best[:] = lane
+                for place in range(size):
+                    best[place] = lane[place]
         # Walk back along the critical path.
         arc_count = 0
         a = last

@@ -49,11 +49,8 @@ from penstock.schedules.list_scheduling import (
 from penstock.schedules.transforms import split_backward
 
 LIST_WORK = 50  # listing takes about as long as this many simulations
-IMPROVED = (
-    4,
-    2,
-    1,
-)  # how many orders take part in each round of moves; later rounds have one
+# How many orders take part in each round of moves; later rounds have one.
+IMPROVED = (4, 2, 1)
 MAX_ENTRIES = 16  # orders that are kept
 # The rules that give the best orders most often: pace, head start and priority, as below. The best of these orders is
 # seldom much slower than the best of all rules.

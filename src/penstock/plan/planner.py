@@ -266,10 +266,16 @@ def _partition_plan(plan: Plan, config: Config, layers: int) -> Plan:
 
 
 # ---------------------------------------------------------------- schedule.name = auto
+def unused_settings(shape: ScheduleConfig) -> list[str]:
+    """Return the settings that a search for a plan ignores, because it chooses them itself."""
+    chosen = ("waves", "chunks", "slices", "skips", "split")
+    unused = [f"schedule.{key}" for key in chosen if getattr(shape, key)]
+    return unused if shape.name == AUTO else ["schedule.name", *unused]
+
+
 def _refuse_unused(shape: ScheduleConfig) -> None:
     """Raise if the config fixes a shape, because `auto` would ignore it."""
-    chosen_by_auto = ("waves", "chunks", "slices", "skips", "split")
-    ignored = [f"schedule.{key}" for key in chosen_by_auto if getattr(shape, key)]
+    ignored = unused_settings(shape)
     if ignored:
         raise ConfigError(
             f"auto picks the shape, so {' and '.join(ignored)} would change nothing\n"

@@ -304,7 +304,7 @@ class _Ranking:
         self.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
 
     def affordable(self, slices: int) -> Iterator[FixedRecipe]:
-        """Yield the orders of the registry, the smallest first, until so many actions are tried that it takes long."""
+        """Yield the orders of the registry, the smallest first, until trying more would take too long."""
         each = 2 * self.setting.ranks * self.setting.microbatches * slices
         if slices > 1 and each > MAX_SLICED_ACTIONS:
             return

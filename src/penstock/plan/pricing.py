@@ -20,21 +20,15 @@ from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
 from penstock.ir.table import Floats
+from penstock.plan.block_times import LeastBlockTimes, least_block_times
 from penstock.plan.candidates import Judge
 from penstock.plan.partial import (
     partial_profile_bound,
     partial_unit_bound,
     visited_layers,
 )
-from penstock.plan.placed_bound import (
-    CellLoad,
-    Hop,
-    LeastBlockTimes,
-    PlacedLayers,
-    Room,
-    least_block_times,
-    placed_bounds,
-)
+from penstock.plan.placed_bound import CellLoad, Hop, placed_bounds
+from penstock.plan.placed_layers import PlacedLayers, Room
 from penstock.plan.recipes import (
     Cuts,
     Limits,

@@ -101,18 +101,17 @@ def without_ranks(
     pace = tuple(paces) or (1.0,) * schedule.ranks
     survivors = _Survivors(schedule, left, works, pace)
     survivors.adopt(orphans(schedule, lost), homes or {})
-    unused: list[frozenset[int]] = [frozenset()]
     damaged = _stages_beside(schedule, lost)
-    if survivors.can_leave(damaged):
-        unused.append(damaged)
-    choices: list[list[MicroBatch]] = []
-    for stages_left in unused:
-        for last_first in (False, True):
-            routed = survivors.routes(stages_left, bool(paces), last_first)
-            if routed not in choices:
-                choices.append(routed)
+    choices = survivors.route_choices(damaged, rebalance=bool(paces))
     cost = PacedCost(parts=works, paces=tuple(pace[rank] for rank in left))
-    split = has_split_backwards(schedule)
+    return _fastest_schedule(survivors, choices, cost)
+
+
+def _fastest_schedule(
+    survivors: _Survivors, choices: Sequence[Sequence[MicroBatch]], cost: PacedCost
+) -> Schedule:
+    """Search for the lanes of each choice of paths, and return the fastest schedule."""
+    split = has_split_backwards(survivors.schedule)
     best: Schedule | None = None
     shortest = math.inf
     with many_schedules():
@@ -120,9 +119,12 @@ def without_ranks(
             stages, microbatches = survivors.renumber(routed)
             caps = survivors.caps(microbatches, stages)
             found = _order(stages, microbatches, cost, caps, split, shortest)
-            if found is not None and simulate(found, cost).makespan < shortest:
+            if found is None:
+                continue
+            makespan = float(simulate(found, cost).makespan)
+            if makespan < shortest:
                 best = found
-                shortest = float(simulate(found, cost).makespan)
+                shortest = makespan
     assert best is not None
     return best
 
@@ -214,41 +216,66 @@ class _Survivors:
                 others.add(stage.part)
         return bool(unused) and len(others) == self.schedule.parts
 
+    def route_choices(
+        self, damaged: frozenset[int], rebalance: bool
+    ) -> list[list[MicroBatch]]:
+        """Return the different ways to route the micro-batches: with and without the `damaged` stages."""
+        avoided: list[frozenset[int]] = [frozenset()]
+        if self.can_leave(damaged):
+            avoided.append(damaged)
+        choices: list[list[MicroBatch]] = []
+        for unused in avoided:
+            for last_first in (False, True):
+                routed = self.routes(unused, rebalance, last_first)
+                if routed not in choices:
+                    choices.append(routed)
+        return choices
+
     def routes(
-        self, unused: frozenset[int], rebalance: bool, last_first: bool = False
+        self, unused: frozenset[int], rebalance: bool, last_first: bool
     ) -> list[MicroBatch]:
         """Return the micro-batches, with paths over stages that are left and not `unused`.
 
         With `rebalance`, they also leave stages whose ranks are slower than others; the last
         ones leave first if `last_first`.
         """
-        before = dict(self.load)
-        for microbatch in self.schedule.microbatches:
+        load_before = dict(self.load)
+        order = self.schedule.microbatches
+        for microbatch in order:
             for number in microbatch.path:
                 if number in unused:
                     self.count(number, -1)
         places = self.places(unused)
-        microbatches = []
-        order = self.schedule.microbatches
+        routed = []
         for microbatch in reversed(order) if last_first else order:
-            path = list(microbatch.path)
-            for positions in self.visits_by_rank(microbatch.path):
-                leaving = []
-                for position in positions:
-                    number = path[position]
-                    gone = self.stages[number] is None or number in unused
-                    if rebalance and not gone:
-                        self.count(number, -1)
-                    if rebalance or gone:
-                        leaving.append(position)
-                parts = [self.schedule.stages[path[one]].part for one in leaving]
-                for position, number in zip(
-                    leaving, self.hosts(parts, places), strict=True
-                ):
-                    path[position] = number
-            microbatches.append(replace(microbatch, path=tuple(path)))
-        self.load = before
-        return microbatches[::-1] if last_first else microbatches
+            path = self.reroute(microbatch.path, unused, rebalance, places)
+            routed.append(replace(microbatch, path=path))
+        self.load = load_before
+        return routed[::-1] if last_first else routed
+
+    def reroute(
+        self,
+        path: Sequence[int],
+        unused: frozenset[int],
+        rebalance: bool,
+        places: Mapping[int, Mapping[int, int]],
+    ) -> tuple[int, ...]:
+        """Return a path without stages that are gone; with `rebalance`, all its visits move."""
+        new_path = list(path)
+        for positions in self.visits_by_rank(path):
+            leaving = []
+            for position in positions:
+                number = path[position]
+                is_gone = self.stages[number] is None or number in unused
+                if rebalance and not is_gone:
+                    self.count(number, -1)
+                if rebalance or is_gone:
+                    leaving.append(position)
+            parts = [self.schedule.stages[path[one]].part for one in leaving]
+            hosts = self.hosts(parts, places)
+            for position, number in zip(leaving, hosts, strict=True):
+                new_path[position] = number
+        return tuple(new_path)
 
     def visits_by_rank(self, path: Sequence[int]) -> list[list[int]]:
         """The positions of a path, those on the same rank together."""

@@ -34,10 +34,6 @@ class Fixed:
     copies: int = 0
     tensor: int = 0
     shard: int = 0
-    waves: int = 0
-    chunks: int = 0
-    slices: int = 0
-    split: bool | None = None
     recompute: bool | None = None
     partition: tuple[int, ...] = ()
 

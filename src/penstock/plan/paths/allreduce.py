@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.cost.allreduce import sum_ends
+from penstock.cost.allreduce import choose_sums
 from penstock.ir.table import Floats, Ints
+from penstock.plan.paths.bisection import bisect_times
 from penstock.plan.paths.path_simulator import Traffic
 from penstock.plan.paths.problem import Problem
 
@@ -27,7 +28,8 @@ def ends_of_sums(
     last_up: the end of the last backward of its head, or of its way up in a wave.
     """
     times = np.stack([last_up, last, last])
-    return sum_ends(traffic.latency, traffic.byte, labels, times, traffic.sums, planned)
+    links = (traffic.latency, traffic.byte)
+    return choose_sums(*links, labels, times, traffic.sums, planned).ends
 
 
 def seconds_of_sums(problem: Problem, labels: Ints) -> Floats:
@@ -73,14 +75,11 @@ def _least_exchange(traffic: Traffic, replicas: int, size: float) -> float:
     if traffic.nodes > MAX_SORTED_NODES:
         apart = ~np.eye(traffic.nodes, dtype=np.bool_)
         return float(latency.min() + byte[apart].min() * size / (replicas - 1))
-    low = 0.0
-    high = float((traffic.latency + traffic.byte * size).max()) + 1e-12
-    for _ in range(SUM_BISECTIONS):
-        middle = (low + high) / 2
-        sent = np.maximum(middle - latency, 0.0) / byte
+
+    def is_enough(seconds: float) -> bool:
+        sent = np.maximum(seconds - latency, 0.0) / byte
         best = np.sort(sent, axis=1)[:, -(replicas - 1) :].sum(axis=1)
-        if best.max() >= size:
-            high = middle
-        else:
-            low = middle
-    return low
+        return bool(best.max() >= size)
+
+    high = float((traffic.latency + traffic.byte * size).max()) + 1e-12
+    return bisect_times(high, is_enough, SUM_BISECTIONS).low

@@ -27,27 +27,24 @@ the replicas of a part, which come after its last backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, islice, pairwise
 
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.allreduce import ends_of_sums, least_sum_seconds
-from penstock.plan.paths.cycles import min_plus, shortest_cycles
+from penstock.plan.paths.bisection import bisect_times
+from penstock.plan.paths.cycles import shortest_cycles
+from penstock.plan.paths.least_work import LeastWork
 from penstock.plan.paths.prices import Market, price_bound
 from penstock.plan.paths.problem import Problem
-from penstock.plan.paths.rules import MAX_ORDERED_PARTS, part_orders, part_subsets
+from penstock.plan.paths.trips import shortest_trips
 from penstock.plan.paths.windows import Window, least_end, round_down
 
-MAX_PART_ORDERS = 2000  # orders of parts that are tried one by one
-MAX_SUBSET_PARTS = 12  # parts up to which the orders are listed at all
-ANY_PART = -1  # stands for any part on a path, if there are too many orders
 TIME_BISECTIONS = 60
 LEAST_SECONDS = 1e-12  # to divide by
-COUNT_ROUNDING = 1e-9
+VISIT_ROUNDING = 1e-9  # by which a number of visits may miss a whole number
 
 
 def pass_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
@@ -69,71 +66,9 @@ def path_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
     return _bound_for_labels(problem, labels)
 
 
-class _Work:
-    """Seconds of work and of links, as a bound may count them: the least slice of each part.
-
-    trip_part: forward and backward of a slice over each part; in waves over both its halves.
-    own: a data node's work on its first part, for one micro-batch.
-    data: the same, with the head.
-    first_forward, first_backward: a data node's first forward and last backward of a micro-batch.
-    whole_part: all slices of a micro-batch over each part.
-    whole_data: all slices of a micro-batch over the first part and the head.
-    one_way, pair: seconds of a link, and of a link and back.
-    inner: how often a micro-batch uses a link of its path, there and back.
-    close: how often it uses the link from its last node to its data node.
-    tasks_per_hop: tasks of a micro-batch on a node of its path.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        traffic = problem.traffic
-        body = problem.body
-        forward = traffic.forward.min(axis=1)
-        backward = traffic.backward.min(axis=1)
-        whole_forward = traffic.forward.sum(axis=1)
-        whole_backward = traffic.backward.sum(axis=1)
-        # the other slices, which one node does one after the other
-        other_slices = whole_forward - forward + whole_backward - backward
-        both = forward + backward
-        whole = whole_forward + whole_backward
-        self.trip_part = both[:body].copy()
-        self.whole_part = whole[:body].copy()
-        if problem.waves:
-            self.trip_part += both[body:][::-1]
-            self.whole_part += whole[body:][::-1]
-            self.own = float(self.trip_part[0] + other_slices[0])
-            self.data = self.own
-            self.whole_data = float(self.whole_part[0])
-            self.inner = 2.0
-            self.close = 0.0
-            self.tasks_per_hop = 4 * problem.slices
-        else:
-            self.own = float(both[0] + other_slices[0])
-            self.data = float(self.own + both[-1])
-            self.whole_data = float(self.whole_part[0] + whole[-1])
-            self.inner = 1.0
-            self.close = 1.0
-            self.tasks_per_hop = 2 * problem.slices
-        self.first_forward = float(whole_forward[0])
-        self.first_backward = float(whole_backward[0])
-        self.one_way: Floats = traffic.latency + traffic.byte * traffic.message.min()
-        self.pair: Floats = self.one_way + self.one_way.T
-
-
-def _least_by_bisection(high: float, is_enough: Callable[[float], bool]) -> float:
-    """Return a time just below the least one that is enough, given one that is."""
-    low = 0.0
-    for _ in range(TIME_BISECTIONS):
-        middle = (low + high) / 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle
-    return low
-
-
 # ---------------------------------------------------------------- one data node
 def _data_node_end(
-    problem: Problem, work: _Work, node: int, trip: float, there: float, back: float
+    problem: Problem, work: LeastWork, node: int, trip: float, there: float, back: float
 ) -> float:
     """Return the least end of a data node whose shortest trip takes `trip` seconds.
 
@@ -198,9 +133,9 @@ _cached_least_end = lru_cache(maxsize=4096)(least_end)
 # ---------------------------------------------------------------- a given arrangement
 def _bound_for_labels(problem: Problem, labels: Ints) -> float:
     """Return a bound for the arrangement with these parts of the nodes."""
-    work = _Work(problem)
+    work = LeastWork(problem)
     data = np.flatnonzero(labels == 0)
-    trips = _shortest_trips(problem, work, labels, data)
+    trips = shortest_trips(problem, work, labels, data)
     ends = []
     for number, node in enumerate(data.tolist()):
         trip = float(trips.trip[number])
@@ -258,7 +193,7 @@ def _least_end_after(
 
 def _least_service_time(
     problem: Problem,
-    work: _Work,
+    work: LeastWork,
     nodes: Ints,
     part: int,
     visits: int,
@@ -282,151 +217,20 @@ def _least_service_time(
     def is_enough(time: float) -> bool:
         inside = np.maximum(time - outside[usable], 0.0)
         by_work = (inside + traffic.gap) / np.maximum(each, LEAST_SECONDS)
-        counts = np.floor(by_work + COUNT_ROUNDING)
+        counts = np.floor(by_work + VISIT_ROUNDING)
         if stay is not None:
             by_slots = slots * inside / np.maximum(stay[usable], LEAST_SECONDS)
-            counts = np.minimum(counts, np.floor(by_slots + COUNT_ROUNDING))
+            counts = np.minimum(counts, np.floor(by_slots + VISIT_ROUNDING))
         return int(counts.sum()) >= visits
 
     high = float(outside[usable].max() + visits * (each.max() + longest_stay))
-    return _least_by_bisection(high, is_enough)
-
-
-@dataclass(slots=True, eq=False)
-class _Trips:
-    """The shortest trips on a given arrangement.
-
-    trip: the shortest trip of each data node.
-    there, back: the shortest way of each data node to its head, and back from its head.
-    outside: seconds before a micro-batch can first be on each node and after it is home from there.
-    stay: seconds that a visit of each node occupies a slot, at least.
-    """
-
-    trip: Floats
-    there: Floats
-    back: Floats
-    outside: Floats
-    stay: Floats
-
-
-def _shortest_trips(problem: Problem, work: _Work, labels: Ints, data: Ints) -> _Trips:
-    """Find the shortest trips over any parts in any order that the rules allow."""
-    traffic = problem.traffic
-    data_work = work.data * traffic.slow[data]
-    alive = [part for part in range(1, problem.body) if (labels == part).any()]
-    hops = min(problem.hops, len(alive))
-    never_visited = np.full(traffic.nodes, np.inf)
-    if hops == 0:
-        no_way = np.zeros(len(data))
-        return _Trips(data_work, no_way, no_way, never_visited, never_visited)
-    unknown = np.full(len(data), np.inf)
-    trips = _Trips(
-        unknown, unknown, unknown, never_visited.copy(), never_visited.copy()
-    )
-    outside = _seconds_outside(problem, data)
-    least_forward = traffic.forward.min(axis=1)
-    least_backward = traffic.backward.min(axis=1)
-
-    def work_on(seconds: Floats, layer: Ints) -> Floats:
-        """Return the work of each node of a layer, given the seconds of each part."""
-        own: Floats = seconds[labels[layer]] * traffic.slow[layer]
-        return own
-
-    for order in _part_orders_to_try(problem, alive, hops):
-        layers = [_nodes_of_part(labels, part) for part in order]
-        own = [work_on(work.trip_part, layer) for layer in layers]
-        forward = [work_on(least_forward, layer) for layer in layers]
-        backward = [work_on(least_backward, layer) for layer in layers]
-        there = _shortest_way(data, layers, work.one_way, forward)
-        back = _shortest_way(data, layers, work.one_way.T, backward)
-        trips.there = np.minimum(trips.there, there)
-        trips.back = np.minimum(trips.back, back)
-        pairs = [work.pair[np.ix_(*neighbors)] for neighbors in pairwise(layers)]
-        links = [work.inner * pair for pair in pairs]
-        first_link = work.inner * work.pair[np.ix_(data, layers[0])]
-        last_link = work.close * work.pair[np.ix_(layers[-1], data)].T
-        arrive = [first_link]  # seconds from a data node to each node of a layer
-        for k in range(1, hops):
-            arrive.append(min_plus(arrive[-1] + own[k - 1], links[k - 1]))
-        rest = [last_link]  # seconds from a node of a layer home
-        for k in range(hops - 1, 0, -1):
-            rest.append(min_plus(rest[-1] + own[k], links[k - 1].T))
-        rest.reverse()
-        for k, layer in enumerate(layers):
-            through = arrive[k] + own[k] + rest[k] + data_work[:, None]
-            trips.trip = np.minimum(trips.trip, through.min(axis=1))
-            held = (own[k] + rest[k]).min(axis=0)
-            trips.stay[layer] = np.minimum(trips.stay[layer], held)
-            trips.outside[layer] = outside[layer]
-    return trips
-
-
-def _part_orders_to_try(
-    problem: Problem, alive: Sequence[int], hops: int
-) -> list[tuple[int, ...]]:
-    """Return all orders of parts on a path; if there are too many, one order of any parts."""
-    any_parts = [(ANY_PART,) * hops]
-    if len(alive) > MAX_SUBSET_PARTS or hops > MAX_ORDERED_PARTS:
-        return any_parts
-    subsets = part_subsets(alive, hops)
-    every_order = chain.from_iterable(
-        part_orders(parts, problem.rules) for parts in subsets
-    )
-    orders = list(islice(every_order, MAX_PART_ORDERS + 1))
-    if not orders or len(orders) > MAX_PART_ORDERS:
-        return any_parts
-    return orders
-
-
-def _nodes_of_part(labels: Ints, part: int) -> Ints:
-    if part == ANY_PART:
-        return np.flatnonzero(labels > 0)
-    return np.flatnonzero(labels == part)
-
-
-def _seconds_outside(problem: Problem, data: Ints) -> Floats:
-    """Return the least seconds before a first visit of each node and after a last one, together.
-
-    The micro-batch that comes first need not be the one that leaves last. So the two are minimized
-    separately, over any nodes.
-    """
-    traffic = problem.traffic
-    one_way = traffic.latency + traffic.byte * traffic.message.min()
-    forward = traffic.forward.min(axis=1)[: problem.body]
-    backward = traffic.backward.min(axis=1)[: problem.body]
-    first_forward = float((forward[0] * traffic.slow[data]).min())
-    last_backward = float((backward[0] * traffic.slow[data]).min())
-    there = one_way[data].min(axis=0) + first_forward
-    back = one_way[:, data].min(axis=1) + last_backward
-    before = there
-    after = back
-    for _ in range(problem.hops - 1):
-        onward = (there + forward[1:].min() * traffic.slow)[:, None] + one_way
-        there = onward.min(axis=0)
-        homeward = (back + backward[1:].min() * traffic.slow)[None, :] + one_way
-        back = homeward.min(axis=1)
-        before = np.minimum(before, there)
-        after = np.minimum(after, back)
-    outside: Floats = before + after
-    return outside
-
-
-def _shortest_way(
-    data: Ints, layers: Sequence[Ints], one_way: Floats, own: Sequence[Floats]
-) -> Floats:
-    """Return, for each data node, the least seconds over one node of each layer and home."""
-    way = one_way[np.ix_(data, layers[0])]
-    for before, layer, seconds in zip(layers, layers[1:], own, strict=False):
-        way = min_plus(way + seconds, one_way[np.ix_(before, layer)])
-    last_link = one_way[np.ix_(layers[-1], data)].T
-    least: Floats = (way + own[-1] + last_link).min(axis=1)
-    return least
+    return bisect_times(high, is_enough, TIME_BISECTIONS).low
 
 
 # ---------------------------------------------------------------- any arrangement
 def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
     """Return a bound for every arrangement with these sizes."""
-    work = _Work(problem)
+    work = LeastWork(problem)
     traffic = problem.traffic
     data = int(sizes[0])
     hop = work.trip_part[1:].min() if len(work.trip_part) > 1 else 0.0
@@ -471,7 +275,7 @@ def _all_slots_are_reserved(problem: Problem, data: int) -> bool:
     return bool(needed == (problem.traffic.nodes - data) * int(slots[0]))
 
 
-def _least_hop_time(problem: Problem, work: _Work, data: int) -> float:
+def _least_hop_time(problem: Problem, work: LeastWork, data: int) -> float:
     """Return the least time in which the nodes that are no data nodes can do all work of the hops."""
     traffic = problem.traffic
     visits = data * problem.microbatches * problem.hops
@@ -481,13 +285,13 @@ def _least_hop_time(problem: Problem, work: _Work, data: int) -> float:
 
     def is_enough(time: float) -> bool:
         counts = (time + traffic.gap) / np.maximum(each, LEAST_SECONDS)
-        return bool(np.floor(counts + COUNT_ROUNDING).sum() >= visits)
+        return bool(np.floor(counts + VISIT_ROUNDING).sum() >= visits)
 
-    return _least_by_bisection(float(visits * each.max()), is_enough)
+    return bisect_times(float(visits * each.max()), is_enough, TIME_BISECTIONS).low
 
 
 def _shortest_ways_from_any_node(
-    problem: Problem, work: _Work, trip: Floats
+    problem: Problem, work: LeastWork, trip: Floats
 ) -> tuple[Floats, Floats]:
     """Return, for each node as a data node, the least seconds to its head, and back from its head."""
     traffic = problem.traffic
@@ -495,8 +299,8 @@ def _shortest_ways_from_any_node(
     if not hops:
         return np.zeros(traffic.nodes), np.zeros(traffic.nodes)
     middle = slice(1, problem.body)
-    forward = traffic.forward.min(axis=1)[middle].min(initial=np.inf)
-    backward = traffic.backward.min(axis=1)[middle].min(initial=np.inf)
+    forward = work.forward[middle].min(initial=np.inf)
+    backward = work.backward[middle].min(initial=np.inf)
     symmetric = (work.one_way == work.one_way.T).all()
     equal_nodes = (traffic.slow == traffic.slow[0]).all()
     if symmetric and equal_nodes:  # then the shortest trip is the shortest both ways
@@ -512,7 +316,7 @@ def _shortest_ways_from_any_node(
     return there, back
 
 
-def _market(problem: Problem, work: _Work, trip: Floats, ends: Floats) -> Market:
+def _market(problem: Problem, work: LeastWork, trip: Floats, ends: Floats) -> Market:
     """Return the input of the bound by prices."""
     traffic = problem.traffic
     count = problem.microbatches
@@ -548,7 +352,7 @@ def _market(problem: Problem, work: _Work, trip: Floats, ends: Floats) -> Market
     )
 
 
-def _least_slot_seconds(work: _Work, problem: Problem) -> float:
+def _least_slot_seconds(work: LeastWork, problem: Problem) -> float:
     """Return the least slot-seconds that one micro-batch takes on all its nodes together.
 
     It holds a slot on a node during its work there and on all nodes after it.

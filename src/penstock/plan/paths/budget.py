@@ -59,7 +59,7 @@ class Budget:
         return self.cut_short
 
     def part(self, iterations: int) -> Budget:
-        """Return a budget for a part of the search, of at most so many moves."""
+        """Return a budget for a part of the search, of at most `iterations` moves."""
         left = max(self.iterations - self.used, 0)
         seconds = None
         if self.seconds is not None:

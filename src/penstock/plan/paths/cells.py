@@ -49,12 +49,12 @@ CELL_TRIAL_MOVES = 1_500  # moves that decide whether units visit the same parts
 TRIED_NEIGHBORS = 8  # cells near a slow one that it may merge with
 MAX_RELIEFS = 12  # slow cells that merge with a neighbor
 GROUPING_BISECTIONS = 12
-PartSet = tuple[int, ...]
+VisitedParts = tuple[int, ...]
 Group = tuple[int, ...]  # numbers of cells
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class NodeCell:
     """Nodes that are planned together, and the number of data nodes among them."""
 
     nodes: tuple[int, ...]
@@ -90,8 +90,8 @@ def cell_solution(
     return join_plans(problem, sites, plans)
 
 
-def cut_into_cells(problem: Problem, data: int) -> list[Cell] | None:
-    """Return cells with so many data nodes in all, or None if most data nodes would find no room.
+def cut_into_cells(problem: Problem, data: int) -> list[NodeCell] | None:
+    """Return cells with `data` data nodes in all, or None if most data nodes would find no room.
 
     Every part must fit into the memory of every node, because a cell is too small to choose.
     """
@@ -99,7 +99,7 @@ def cut_into_cells(problem: Problem, data: int) -> list[Cell] | None:
     if slots is not None and slots.min() < 1:
         return None
     length = problem.hops + 1
-    cells: list[Cell] = []
+    cells: list[NodeCell] = []
     small_places = []
     for members in places_of(problem):
         # Nodes of about the same speed share a cell.
@@ -110,7 +110,7 @@ def cut_into_cells(problem: Problem, data: int) -> list[Cell] | None:
             continue
         for lane in range(lanes):
             end = (lane + 1) * length if lane < lanes - 1 else len(members)
-            cells.append(Cell(tuple(members[lane * length : end]), 1))
+            cells.append(NodeCell(tuple(members[lane * length : end]), 1))
     if not data / 2 < len(cells) <= data:
         return None
     pair = circuit_terms(problem).pair
@@ -118,12 +118,12 @@ def cut_into_cells(problem: Problem, data: int) -> list[Cell] | None:
         nearest = _nearest_with_room(pair, cells, members)
         if nearest is None:
             return None
-        cells[nearest] = Cell((*cells[nearest].nodes, *members), 1)
+        cells[nearest] = NodeCell((*cells[nearest].nodes, *members), 1)
     return _add_data_nodes(problem, cells, data - len(cells))
 
 
 def _nearest_with_room(
-    pair: Floats, cells: Sequence[Cell], members: Sequence[int]
+    pair: Floats, cells: Sequence[NodeCell], members: Sequence[int]
 ) -> int | None:
     """Return the nearest cell that can take these nodes, or None if there is none."""
     roomy = [
@@ -136,8 +136,10 @@ def _nearest_with_room(
     return min(roomy, key=lambda number: pair[cells[number].nodes[0], members[0]])
 
 
-def _add_data_nodes(problem: Problem, cells: Sequence[Cell], count: int) -> list[Cell]:
-    """Return the cells with so many data nodes more.
+def _add_data_nodes(
+    problem: Problem, cells: Sequence[NodeCell], count: int
+) -> list[NodeCell]:
+    """Return the cells with `count` more data nodes.
 
     Cells that have nodes to spare take one each, alone or merged with others nearby. The slowest of
     these groups should be as quick as possible, so the limit on their times is found by bisection.
@@ -155,7 +157,7 @@ def _add_data_nodes(problem: Problem, cells: Sequence[Cell], count: int) -> list
         taken = {number for group in groups for number in group}
         others = [cell for number, cell in enumerate(cells) if number not in taken]
         merged = [_merge(cells, group) for group in groups]
-        cells = [*others, *(Cell(cell.nodes, cell.data + 1) for cell in merged)]
+        cells = [*others, *(NodeCell(cell.nodes, cell.data + 1) for cell in merged)]
     return cells
 
 
@@ -163,7 +165,7 @@ class _Grouping:
     """Ways to merge cells near each other into groups, each of which takes one data node more."""
 
     def __init__(
-        self, problem: Problem, cells: Sequence[Cell], roomy: Sequence[int]
+        self, problem: Problem, cells: Sequence[NodeCell], roomy: Sequence[int]
     ) -> None:
         pair = circuit_terms(problem).pair
         first = [cell.nodes[0] for cell in cells]
@@ -190,7 +192,7 @@ class _Grouping:
         return tuple(sorted(free[:size]))
 
     def best(self, count: int) -> list[Group]:
-        """Return so many groups, or as many as possible, with the least time of the slowest."""
+        """Return `count` groups, or as many as possible, with the least time of the slowest."""
         every = self._within(np.inf, count)
         fastest = min((self.seconds((number,)) for number in self.roomy), default=0.0)
         low = 0.5 * fastest
@@ -207,7 +209,7 @@ class _Grouping:
         return best
 
     def _within(self, limit: float, count: int) -> list[Group]:
-        """Return up to so many groups that take no longer than the limit, the smallest groups first."""
+        """Return up to `count` groups that take no longer than the limit, the smallest groups first."""
         groups: list[Group] = []
         taken: set[int] = set()
         for size in range(1, MAX_MERGED_CELLS + 1):
@@ -232,14 +234,17 @@ class _Grouping:
         return self.known[group]
 
 
-def _merge(cells: Sequence[Cell], group: Sequence[int]) -> Cell:
+def _merge(cells: Sequence[NodeCell], group: Sequence[int]) -> NodeCell:
     nodes = [node for number in group for node in cells[number].nodes]
-    return Cell(tuple(sorted(nodes)), sum(cells[number].data for number in group))
+    return NodeCell(tuple(sorted(nodes)), sum(cells[number].data for number in group))
 
 
 # ---------------------------------------------------------------- which parts the units visit
 def _deal_to_cells(
-    problem: Problem, planner: SitePlanner, cells: Sequence[Cell], bag: Counter[PartSet]
+    problem: Problem,
+    planner: SitePlanner,
+    cells: Sequence[NodeCell],
+    bag: Counter[VisitedParts],
 ) -> list[list[PartDeal]] | None:
     """Return, for each data node of each cell, the parts that its units visit.
 
@@ -266,7 +271,7 @@ def _deal_to_cells(
     return deals
 
 
-def _prefers_all_parts(problem: Problem, planner: SitePlanner, cell: Cell) -> bool:
+def _prefers_all_parts(problem: Problem, planner: SitePlanner, cell: NodeCell) -> bool:
     """Whether a cell with several data nodes is quicker if its units visit all parts equally often."""
     nodes = np.array(cell.nodes)
     labels = np.arange(len(nodes)) % problem.body
@@ -282,12 +287,15 @@ def _prefers_all_parts(problem: Problem, planner: SitePlanner, cell: Cell) -> bo
     return all_seconds < same_seconds
 
 
-def _deal_in_turn(sets: Sequence[PartSet], data: int) -> list[PartDeal]:
+def _deal_in_turn(sets: Sequence[VisitedParts], data: int) -> list[PartDeal]:
     return [tuple(sets[number::data]) for number in range(data)]
 
 
 def _deal_alike(
-    problem: Problem, cells: Sequence[Cell], mixed: set[int], bag: Counter[PartSet]
+    problem: Problem,
+    cells: Sequence[NodeCell],
+    mixed: set[int],
+    bag: Counter[VisitedParts],
 ) -> list[list[PartDeal]] | None:
     """Give mixed cells of the same size the same sets, and the other cells what is left, if that is possible.
 
@@ -310,7 +318,10 @@ def _deal_alike(
 
 
 def _deal_rest(
-    problem: Problem, cells: Sequence[Cell], mixed: set[int], bag: Counter[PartSet]
+    problem: Problem,
+    cells: Sequence[NodeCell],
+    mixed: set[int],
+    bag: Counter[VisitedParts],
 ) -> list[list[PartDeal]] | None:
     """Give mixed cells what the other cells leave."""
     left = Counter(bag)
@@ -327,9 +338,9 @@ def _deal_rest(
 
 def _deal_same_parts(
     problem: Problem,
-    cells: Sequence[Cell],
+    cells: Sequence[NodeCell],
     numbers: Sequence[int],
-    left: Counter[PartSet],
+    left: Counter[VisitedParts],
 ) -> dict[int, list[PartDeal]] | None:
     """Deal to cells whose units all visit the same parts, the largest first, and take that out of the bag.
 
@@ -351,8 +362,8 @@ def _deal_same_parts(
     return deals
 
 
-def _share_of_bag(bag: Counter[PartSet], count: int) -> Counter[PartSet]:
-    """Return so many sets of the bag, of each kind in proportion to what is there."""
+def _share_of_bag(bag: Counter[VisitedParts], count: int) -> Counter[VisitedParts]:
+    """Return `count` sets of the bag, of each kind in proportion to what is there."""
     total = bag.total()
     share = Counter({parts: bag[parts] * count // total for parts in bag})
     lacking = sorted(
@@ -362,10 +373,10 @@ def _share_of_bag(bag: Counter[PartSet], count: int) -> Counter[PartSet]:
     return share
 
 
-def _spread_sets(bag: Counter[PartSet]) -> list[PartSet]:
+def _spread_sets(bag: Counter[VisitedParts]) -> list[VisitedParts]:
     """Return the sets of a bag in turn, so that equal ones are far apart."""
     left = Counter(bag)
-    spread: list[PartSet] = []
+    spread: list[VisitedParts] = []
     while left.total():
         for parts in sorted(left):
             if left[parts] > 0:

@@ -190,8 +190,18 @@ def _anneal(  # noqa: PLR0912, PLR0915
         where[spare[k], 1] = k
     best = circuits.copy()
     best_spare = spare.copy()
+
+    def keep() -> None:
+        for i in range(count):
+            for p in range(length):
+                best[i, p] = circuits[i, p]
+        for k in range(len(spare)):
+            best_spare[k] = spare[k]
+
     scale = time.max()
-    value = ((time / scale) ** 8).sum()
+    value = 0.0
+    for i in range(count):
+        value += (time[i] / scale) ** 8
     least = value
     for step in range(iterations):
         heat = 0.2 * (1.0 - step / iterations) ** 3 + 1e-9
@@ -244,13 +254,15 @@ def _anneal(  # noqa: PLR0912, PLR0915
             value += change
             if value < least - 1e-12:
                 least = value
-                best[:] = circuits
-                best_spare[:] = spare
+                keep()
         else:
             circuits[i, a] = u
             if j >= 0:
                 circuits[j, b] = v
             else:
                 spare[b] = v
-    circuits[:] = best
-    spare[:] = best_spare
+    for i in range(count):
+        for p in range(length):
+            circuits[i, p] = best[i, p]
+    for k in range(len(spare)):
+        spare[k] = best_spare[k]

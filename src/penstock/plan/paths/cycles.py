@@ -68,7 +68,7 @@ def _min_plus_loop(left: Floats, right: Floats, out: Floats) -> None:
                 out[i, j] = min(out[i, j], through + right[k, j])
 
 
-def _find_trips(
+def _find_trips(  # noqa: PLR0915
     link: Floats, walks: Floats, hops: int, max_steps: int, shortest: Floats
 ) -> None:
     """Fill `shortest` by a depth-first search from each node.
@@ -80,6 +80,17 @@ def _find_trips(
     place = np.zeros(hops + 1, np.int64)
     so_far = np.zeros(hops + 1)
     ranked = np.zeros((hops + 1, count), np.int64)
+    onward = np.zeros(count)
+
+    def rank_nodes(depth: int, home: int) -> None:
+        """List the nodes that may come next, those with the shortest walk home first."""
+        for node in range(count):
+            rest = walks[hops - depth - 1, node, home]
+            onward[node] = link[path[depth], node] + rest
+        order = np.argsort(onward)
+        for place in range(count):
+            ranked[depth, place] = order[place]
+
     for home in range(count):
         best = np.inf
         steps = 0
@@ -87,8 +98,7 @@ def _find_trips(
         path[0] = home
         place[0] = 0
         so_far[0] = 0.0
-        onward = link[home] + walks[hops - 1, :, home]
-        ranked[0] = np.argsort(onward)
+        rank_nodes(0, home)
         while depth >= 0 and steps < max_steps:
             steps += 1
             here = path[depth]
@@ -114,7 +124,7 @@ def _find_trips(
             path[depth] = there
             place[depth] = 0
             so_far[depth] = so_far[depth - 1] + link[here, there]
-            ranked[depth] = np.argsort(link[there] + walks[left - 1, :, home])
+            rank_nodes(depth, home)
         if depth >= 0 or best == np.inf:
             # The search was too long. The shortest walk is a bound: it is no longer than a trip.
             least = np.inf

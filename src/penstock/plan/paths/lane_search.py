@@ -61,7 +61,21 @@ def can_search_lanes(problem: Problem) -> bool:
 
 
 class LaneSearch(MoveSearch[PathTimes]):
-    """Improves the lanes of some units, which share no node with the other units."""
+    """Improves the lanes of some units, which share no node with the other units.
+
+    A task is one number, `number * stride + own`: the number of its micro-batch, and its place
+    among the tasks of that micro-batch, as in `TaskGraph`:
+
+        own    0   1    2   3    4   5    6   7       two slices: position 0 of the path, then 1, ...
+               F0  B0   F0  B0   F1  B1   F1  B1
+               slice 0  slice 1  slice 0  slice 1
+
+    rows, nodes, parts: the path of each micro-batch; its nodes and parts, visit by visit.
+    needs: what each task needs from the same micro-batch.
+    replicas: the nodes of each part.
+    lanes: the tasks of each node, in order.
+    turns: the place of each task in its lane [micro-batch, own].
+    """
 
     def __init__(
         self, problem: Problem, solution: Solution, units: list[int], random: Random
@@ -80,8 +94,8 @@ class LaneSearch(MoveSearch[PathTimes]):
         self.slots = problem.traffic.slots_with(self.labels)
         _, self.release = start_conditions(problem, self.rows, solution.stagger)
         self.needs = [
-            [self._leader(need) for need in rule_needs(task, self.length, self.slices)]
-            for task in range(self.stride)
+            [self._leader(need) for need in rule_needs(own, self.length, self.slices)]
+            for own in range(self.stride)
         ]
         self.replicas: dict[int, list[int]] = {}
         for node in sorted(set(self.rows[:, 1:].ravel().tolist())):
@@ -93,11 +107,11 @@ class LaneSearch(MoveSearch[PathTimes]):
         self.best = solution
         self.value, self.end, self.times = self._simulate()
 
-    def _leader(self, task: int) -> int:
+    def _leader(self, own: int) -> int:
         """Return the task itself, or the forward of the head if its backward follows at once."""
-        if self.slices == 1 and task == self.stride - 1:
-            return task - 1
-        return task
+        if self.slices == 1 and own == self.stride - 1:
+            return own - 1
+        return own
 
     def _lanes_of(self, times: PathTimes) -> list[list[int]]:
         """Return the tasks of each node in the order of their starts."""
@@ -110,8 +124,12 @@ class LaneSearch(MoveSearch[PathTimes]):
                 lanes[self._node_of(number, own)].append(task)
         return lanes
 
+    def _position(self, own: int) -> int:
+        """Return the place on the path at which a task runs."""
+        return own // (2 * self.slices)
+
     def _node_of(self, number: int, own: int) -> int:
-        return int(self.nodes[number, own // (2 * self.slices)])
+        return int(self.nodes[number, self._position(own)])
 
     def _number(self, node: int) -> None:
         """Write down the places of the tasks of a lane."""
@@ -227,8 +245,8 @@ class LaneSearch(MoveSearch[PathTimes]):
         """Return when the result of a task reaches the task that needs it."""
         traffic = self.problem.traffic
         number, before = divmod(needed, self.stride)
-        position = before // (2 * self.slices)
-        target = own // (2 * self.slices)
+        position = self._position(before)
+        target = self._position(own)
         a = self.nodes[number, position]
         b = self.nodes[number, target]
         if a == b:
@@ -239,23 +257,27 @@ class LaneSearch(MoveSearch[PathTimes]):
     def _last_task(self) -> int:
         """Return the last backward of the step, or one whose sum of gradients ends last."""
         times = self.times
-        problem = self.problem
-        if problem.has_sums and times.makespan < self.end:
-            sums = ends_of_sums(
-                problem.traffic,
-                problem.planned_sums,
-                self.labels,
-                times.last,
-                times.last_up,
-            )
-            members = np.flatnonzero(self.labels == int(sums.argmax()))
-            used: list[int] = [n for n in members.tolist() if self.lanes[n]]
+        if self.problem.has_sums and times.makespan < self.end:
+            used = self._nodes_of_the_last_sum()
             if used:
                 node = max(used, key=lambda member: times.last[member])
                 if self.random.random() < 0.5:
                     node = self.random.choice(used)
                 return self.lanes[node][-1]
         return int(times.finish.argmax()) * self.stride + 1
+
+    def _nodes_of_the_last_sum(self) -> list[int]:
+        """Return the nodes with tasks among those whose sum of gradients ends last."""
+        problem = self.problem
+        ends = ends_of_sums(
+            problem.traffic,
+            problem.planned_sums,
+            self.labels,
+            self.times.last,
+            self.times.last_up,
+        )
+        members = np.flatnonzero(self.labels == int(ends.argmax()))
+        return [node for node in members.tolist() if self.lanes[node]]
 
     # ------------------------------------------------------------ moves: each registers how to undo it
     def _move(self) -> bool:
@@ -267,7 +289,7 @@ class LaneSearch(MoveSearch[PathTimes]):
         if pick < SHIFTS:
             return self._shift(node, task)
         number, own = divmod(task, self.stride)
-        position = own // (2 * self.slices)
+        position = self._position(own)
         if self.problem.waves or not 0 < position < self.length - 1:
             return self._exchange(node, task)
         if pick < REDIRECTS:

@@ -193,22 +193,27 @@ def _anneal(  # noqa: PLR0915
             total += (mean + rounds * slowest) ** 8
         return float(total**0.125)
 
-    value = estimate()
-    least = value
     best = labels.copy()
-    for step in range(iterations):
-        heat = 0.01 * least * (1.0 - step / iterations) ** 2 + 1e-12
-        u = np.random.randint(count)
-        v = np.random.randint(count)
-        if labels[u] == labels[v] or labels[u] < 0 or labels[v] < 0:
-            continue
+    value = np.inf
+    least = np.inf
+    for step in range(-1, iterations):  # step -1 only estimates the given labels
+        u = 0
+        v = 0
+        if step >= 0:
+            u = np.random.randint(count)
+            v = np.random.randint(count)
+            if labels[u] == labels[v] or labels[u] < 0 or labels[v] < 0:
+                continue
         labels[u], labels[v] = labels[v], labels[u]
         new = estimate()
+        heat = 0.01 * least * (1.0 - step / max(iterations, 1)) ** 2 + 1e-12
         if new <= value or np.random.random() < np.exp((value - new) / heat):
             value = new
             if value < least:
                 least = value
-                best[:] = labels
+                for n in range(count):
+                    best[n] = labels[n]
         else:
             labels[u], labels[v] = labels[v], labels[u]
-    labels[:] = best
+    for n in range(count):
+        labels[n] = best[n]

@@ -288,7 +288,12 @@ def _run(  # noqa: PLR0912, PLR0915
 ) -> float:
     """Process the events in order of time. Only positions below `holding` take a slot.
 
-    An action is the number of a task in `TaskGraph`, plus `stride` times its micro-batch.
+    An action is the number of a task in `TaskGraph`, plus `stride` times its micro-batch. The
+    functions inside become part of this loop when it is compiled; each is called in one place.
+
+        events ──► arrive: an action lacks one need less, and may enter the queue of its node
+          ▲        choose: a free node takes the action with the least key that may start
+          └─────── begin:  its end and its messages are new events
     """
     count, length = nodes.shape
     slices = forward.shape[1]
@@ -309,14 +314,14 @@ def _run(  # noqa: PLR0912, PLR0915
     follower = np.full(count, -1, np.int64)
     # seconds from a task's start to the end of its micro-batch, if nothing is in its way
     tail = np.zeros((count, length, 2))
-    for m in range(count):
-        for task in range(stride):
-            waiting[m * stride + task] = needed[task]
-        waiting[m * stride] += 1  # the first forward also waits for its release
-        if after[m] >= 0:
-            follower[after[m]] = m
-        else:
-            heapq.heappush(events, (release[m], np.int64(m * stride)))
+    # guests: who will visit each node, the oldest first; node n has those from first[n] to first[n + 1].
+    # low: the first of them that has not begun there.
+    first = np.zeros(len(slow) + 1, np.int64)
+    low = np.zeros(len(slow), np.int64)
+    guests = np.zeros(count * holding if careful else 1, np.int64)
+
+    def fill_tail(m: int) -> None:
+        """Add up the way of a micro-batch from its end: the backwards, then the forwards."""
         way = 0.0
         for p in range(length):
             way += backward[parts[m, p]].sum() * slow[nodes[m, p]]
@@ -331,12 +336,9 @@ def _run(  # noqa: PLR0912, PLR0915
                 way += latency[nodes[m, p - 1], nodes[m, p]]
                 size = message[parts[m, p - 1]].sum()
                 way += byte[nodes[m, p - 1], nodes[m, p]] * size
-    # guests: who will visit each node, the oldest first; node n has those from first[n] to first[n + 1].
-    # low: the first of them that has not begun there.
-    first = np.zeros(len(slow) + 1, np.int64)
-    low = np.zeros(len(slow), np.int64)
-    guests = np.zeros(count * holding if careful else 1, np.int64)
-    if careful:
+
+    def list_guests() -> None:
+        """List who will visit each node."""
         for m in range(count):
             for p in range(holding):
                 first[nodes[m, p] + 1] += 1
@@ -348,6 +350,98 @@ def _run(  # noqa: PLR0912, PLR0915
             for p in range(holding):
                 guests[fill[nodes[m, p]]] = m * length + p
                 fill[nodes[m, p]] += 1
+
+    def key_of(m: np.int64, p: np.int64, back: np.int64, now: float) -> float:  # noqa: PLR0911
+        """The rank of a task in the queue of its node: the least goes first."""
+        queue_order = queue_orders[m]
+        if queue_order == 0:
+            return now if back == 1 or p > 0 else FAR_FUTURE_SECONDS + m
+        if queue_order == 1:
+            if back == 1:
+                return now
+            if p > 0:
+                return FAR_FUTURE_SECONDS + now
+            return 2 * FAR_FUTURE_SECONDS + m
+        if queue_order == 2:
+            return float(m)
+        if queue_order == 3:
+            begin = 0.0 if back == 1 else FAR_FUTURE_SECONDS
+            return float(begin - tail[m, p, back])
+        return float(-tail[m, p, back])
+
+    def leaves_room(here: np.int64, m: np.int64, spare: int) -> bool:
+        """Whether a node with `spare` free slots can let a guest in before an older one."""
+        while low[here] < first[here + 1]:
+            guest = guests[low[here]]
+            if start[guest // length, guest % length, 0, 0] < 0.0:
+                break
+            low[here] += 1
+        some_left = low[here] < first[here + 1]
+        if not some_left or guests[low[here]] // length >= m:
+            return True
+        for place in range(first[here], low[here]):
+            guest = guests[place]
+            if start[guest // length, guest % length, 0, 1] < 0.0:
+                spare += 1
+        return spare >= 1
+
+    def may_start(here: np.int64, at: np.int64) -> bool:
+        """Whether it is the turn of an action, and its node has a slot if it needs one."""
+        has_turn = has_turns and turns[at] >= 0
+        if has_turn and turns[at] != served[here]:
+            return False
+        p = at % stride // (2 * slices)
+        takes_slot = at & 1 == 0 and p < holding and at % (2 * slices) == 0
+        if not takes_slot:
+            return True
+        spare = slots[here] - used[here] - 1
+        if spare < 0:
+            return False
+        return not careful or has_turn or leaves_room(here, at // stride, spare)
+
+    def choose(here: np.int64) -> np.int64:
+        """Take the best action out of the queue of a free node; -1 if none may start."""
+        best = np.int64(-1)
+        before_best = np.int64(-1)
+        before = np.int64(-1)
+        at = queue[here]
+        while at >= 0:
+            comes_first = best < 0 or key[at] < key[best]
+            if not comes_first and key[at] == key[best]:
+                comes_first = at < best
+            if comes_first and may_start(here, at):
+                best = at
+                before_best = before
+            before = at
+            at = behind[at]
+        if best >= 0:
+            if before_best < 0:
+                queue[here] = behind[best]
+            else:
+                behind[before_best] = behind[best]
+            served[here] += 1
+        return best
+
+    def arrival(here: np.int64, there: np.int64, size: float, end: float) -> float:
+        """When a message arrives that leaves a node at this end, or as soon as its link is free."""
+        wire = byte[here, there] * size
+        leave = end
+        if serial:
+            leave = max(end, link_free[here, there])
+            link_free[here, there] = leave + wire
+        return float(leave + wire + latency[here, there])
+
+    for m in range(count):
+        for task in range(stride):
+            waiting[m * stride + task] = needed[task]
+        waiting[m * stride] += 1  # the first forward also waits for its release
+        if after[m] >= 0:
+            follower[after[m]] = m
+        else:
+            heapq.heappush(events, (release[m], np.int64(m * stride)))
+        fill_tail(m)
+    if careful:
+        list_guests()
     done = 0
     makespan = 0.0
     looks = 0
@@ -365,29 +459,9 @@ def _run(  # noqa: PLR0912, PLR0915
                 p = at % stride // (2 * slices)
                 here = nodes[m, p]
                 if waiting[at] == 0:
-                    ready[at] = now
                     back = at & 1
-                    queue_order = queue_orders[m]
-                    if queue_order == 0:
-                        if back == 1 or p > 0:
-                            key[at] = now
-                        else:
-                            key[at] = FAR_FUTURE_SECONDS + m
-                    elif queue_order == 1:
-                        if back == 1:
-                            key[at] = now
-                        elif p > 0:
-                            key[at] = FAR_FUTURE_SECONDS + now
-                        else:
-                            key[at] = 2 * FAR_FUTURE_SECONDS + m
-                    elif queue_order == 2:
-                        key[at] = m
-                    elif queue_order == 3:
-                        key[at] = 0.0 if back == 1 else FAR_FUTURE_SECONDS
-                        key[at] -= tail[m, p, back]
-                    else:
-                        key[at] = -tail[m, p, back]
-                    key[at] += delay[m, 2 * p + back]
+                    ready[at] = now
+                    key[at] = key_of(m, p, back, now) + delay[m, 2 * p + back]
                     behind[at] = queue[here]
                     queue[here] = at
             if not marked[here]:
@@ -399,47 +473,9 @@ def _run(  # noqa: PLR0912, PLR0915
             marked[here] = False
             if busy[here]:
                 continue
-            best = np.int64(-1)
-            before_best = np.int64(-1)
-            before = np.int64(-1)
-            at = queue[here]
-            while at >= 0:
-                fits = best < 0 or key[at] < key[best]
-                if not fits and key[at] == key[best]:
-                    fits = at < best
-                if has_turns and turns[at] >= 0 and turns[at] != served[here]:
-                    fits = False
-                p = at % stride // (2 * slices)
-                if fits and at & 1 == 0 and p < holding and at % (2 * slices) == 0:
-                    m = at // stride
-                    spare = slots[here] - used[here] - 1
-                    if spare < 0:
-                        fits = False
-                    elif careful and not (has_turns and turns[at] >= 0):
-                        while low[here] < first[here + 1]:
-                            guest = guests[low[here]]
-                            if start[guest // length, guest % length, 0, 0] < 0.0:
-                                break
-                            low[here] += 1
-                        some_left = low[here] < first[here + 1]
-                        if some_left and guests[low[here]] // length < m:
-                            for place in range(first[here], low[here]):
-                                guest = guests[place]
-                                if start[guest // length, guest % length, 0, 1] < 0.0:
-                                    spare += 1
-                            fits = spare >= 1
-                if fits:
-                    best = at
-                    before_best = before
-                before = at
-                at = behind[at]
+            best = choose(here)
             if best < 0:
                 continue
-            if before_best < 0:
-                queue[here] = behind[best]
-            else:
-                behind[before_best] = behind[best]
-            served[here] += 1
             m = best // stride
             task = best % stride
             p = task // (2 * slices)
@@ -486,13 +522,7 @@ def _run(  # noqa: PLR0912, PLR0915
                 arrives = end
                 if there != here:
                     size = message[parts[m, min(p, p_then)], s]
-                    wire = byte[here, there] * size
-                    if serial:
-                        leave = max(end, link_free[here, there])
-                        link_free[here, there] = leave + wire
-                        arrives = leave + wire + latency[here, there]
-                    else:
-                        arrives = end + wire + latency[here, there]
+                    arrives = arrival(here, there, size, end)
                 heapq.heappush(events, (arrives, np.int64(m * stride + then)))
             heapq.heappush(events, (end + pause, np.int64(~here)))
         looks = 0

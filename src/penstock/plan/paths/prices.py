@@ -34,6 +34,7 @@ import numpy as np
 
 from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats, Ints
+from penstock.plan.paths.bisection import bisect_times
 from penstock.plan.paths.cycles import walks_home
 
 PRICE_UPDATES = 90
@@ -170,17 +171,14 @@ def _optimum(
         room = np.maximum(end - market.outside, 0.0)
         return end + float((rate * room + gap_value).sum())
 
-    low = 0.0
+    def is_enough(end: float) -> bool:
+        cheapest_nodes = np.partition(demanded(end), data - 1)[:data]
+        return offered(end) >= float(cheapest_nodes.sum())
+
     high = float(base.max()) * data + float(market.least_end.max()) + 1.0
-    for _ in range(PRICE_BISECTIONS):
-        end = (low + high) / 2
-        least_demand = float(np.partition(demanded(end), data - 1)[:data].sum())
-        if offered(end) >= least_demand:
-            high = end
-        else:
-            low = end
-    data_nodes = np.argpartition(demanded(high), data - 1)[:data]
-    return _Optimum(low, data_nodes, trips)
+    least = bisect_times(high, is_enough, PRICE_BISECTIONS)
+    data_nodes = np.argpartition(demanded(least.high), data - 1)[:data]
+    return _Optimum(least.low, data_nodes, trips)
 
 
 def _demand(
@@ -247,7 +245,9 @@ def _find_cheapest_trips(  # noqa: PLR0912, PLR0915
                         + slot[node] * rest
                         + fixed[node]
                     )
-                ranked[depth] = np.argsort(least[depth])
+                order = np.argsort(least[depth])
+                for k in range(count):
+                    ranked[depth, k] = order[k]
                 fresh = False
             if place[depth] >= count:
                 depth -= 1

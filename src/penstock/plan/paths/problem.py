@@ -8,6 +8,7 @@ policy ──┘
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -109,6 +110,12 @@ class Problem:
             tokens=self.tokens,
             passes=self.passes,
         )
+        for name in ("gradients", "gap", "first_gap"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ShapeError(
+                    f"{name} must be a number that is at least 0, not {value}"
+                )
         if len(self.parts) < 3:
             raise ShapeError(
                 f"paths need at least two parts and a head, not {len(self.parts)} parts in all"

@@ -1,4 +1,4 @@
-"""Plans anew when nodes are lost or come back, in about a second.
+"""Plans again when nodes are lost or come back, in about a second.
 
     node 7 is lost    Paths over node 7 use another replica of its part.
                       If no replica is left, all paths skip the part until it returns.

@@ -80,7 +80,7 @@ def route_units(
 def cheapest_route(
     problem: Problem, labels: Ints, data_node: int, parts: Sequence[int], loads: Floats
 ) -> Route:
-    """Return the cheapest path over these parts, if nodes have been visited so many times already."""
+    """Return the cheapest path over these parts, given how often each node has been visited already."""
     terms = circuit_terms(problem)
     price = loads * terms.hop
     orders = part_orders(frozenset(parts), problem.rules)

@@ -19,6 +19,7 @@ part twice, on its way down and on its way up.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -26,7 +27,7 @@ from functools import cache
 from itertools import combinations, permutations
 
 from penstock.errors import ScheduleError, ShapeError, UnknownNameError
-from penstock.ir.action import Op
+from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 
@@ -44,7 +45,7 @@ class Rules:
     distance: int = 2  # parts that all steps back may go together
     swaps: int = 2  # number of steps back
     ahead: int = 4  # parts that a step may go beyond the frontier
-    # By how many visits parts may differ if the visits do not divide evenly.
+    # The number of visits by which parts may differ if the visits do not divide evenly.
     uneven: int = 1
     full: int = 10  # every how many steps the whole model runs; 0: never
     # Seconds that a micro-batch may wait on a node for another one.
@@ -352,27 +353,35 @@ def _slot_faults(schedule: Schedule, slots: Sequence[int]) -> Iterator[RuleFault
             f"there are slots for {len(slots)} ranks, but the schedule has {schedule.ranks}"
         )
     for rank, lane in enumerate(schedule.lanes):
-        backwards_left: dict[int, int] = {}
-        for action in lane:
-            if action.op in (Op.B, Op.I):
-                number = action.microbatch
-                backwards_left[number] = backwards_left.get(number, 0) + 1
-        held: list[int] = []
-        for action in lane:
-            number = action.microbatch
-            if action.op is Op.F and number not in held:
-                held.append(number)
-                if len(held) > slots[rank]:
-                    what = (
-                        f"rank {rank} holds {len(held)} micro-batches when {action} starts; "
-                        f"it has {slots[rank]} slots"
-                    )
-                    yield RuleFault("slots", tuple(held), what)
-                    break
-            elif action.op in (Op.B, Op.I):
-                backwards_left[number] -= 1
-                if backwards_left[number] == 0:
-                    held.remove(number)
+        overflow = _first_overflow(lane, slots[rank])
+        if overflow is not None:
+            action, held = overflow
+            what = (
+                f"rank {rank} holds {len(held)} micro-batches when {action} starts; "
+                f"it has {slots[rank]} slots"
+            )
+            yield RuleFault("slots", held, what)
+
+
+def _first_overflow(
+    lane: Sequence[Action], slots: int
+) -> tuple[Action, tuple[int, ...]] | None:
+    """Return the first forward for which a rank has no slot, and the micro-batches that it holds then."""
+    backwards_left = Counter(
+        action.microbatch for action in lane if action.op in (Op.B, Op.I)
+    )
+    held: list[int] = []
+    for action in lane:
+        number = action.microbatch
+        if action.op is Op.F and number not in held:
+            held.append(number)
+            if len(held) > slots:
+                return action, tuple(held)
+        elif action.op in (Op.B, Op.I):
+            backwards_left[number] -= 1
+            if backwards_left[number] == 0:
+                held.remove(number)
+    return None
 
 
 def _collision_faults(timeline: Timeline, longest: float) -> Iterator[RuleFault]:

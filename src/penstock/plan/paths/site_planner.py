@@ -48,8 +48,8 @@ SITE_CIRCUIT_MOVES = 20_000
 MIN_EXCHANGE_MOVES = 200
 SITE_MOVES = 6_000  # moves that improve the plan of a site
 MAX_FAILED_REFINEMENTS = 100  # searches for the slowest site in a row without a gain
-RESTART_MOVES = 4_000  # moves of such a search from scratch
-RESTART_TURNS = 3  # every so many searches, one starts from the best plan so far
+SITE_RESTART_MOVES = 4_000  # moves of such a search from scratch
+RESTART_TURNS = 3  # one search of this many starts from the best plan so far
 REFINEMENT_MOVES = 6_000  # moves of that one
 # Sites with too few nodes for their data nodes take longer by about this power of what is missing.
 CROWDING_POWER = 1.5
@@ -100,7 +100,7 @@ class SitePlanner:
     def plan_again(self, plan: SitePlan, turn: int) -> SitePlan:
         """Return the plan of the same site after another search, from scratch or from the plan itself."""
         if turn % RESTART_TURNS:
-            return self._search(plan.problem, plan.deal, RESTART_MOVES, turn)
+            return self._search(plan.problem, plan.deal, SITE_RESTART_MOVES, turn)
         return self._improve(plan, REFINEMENT_MOVES, turn, WARM)
 
     def _search(
@@ -248,7 +248,7 @@ def site_problem(problem: Problem, nodes: Ints) -> Problem:
 
 
 def crowded_trip(problem: Problem, nodes: Ints, data: int) -> float:
-    """Return about how long a path over random nodes of a site takes, if the site has so many data nodes."""
+    """Return about how long a path over random nodes of a site takes, if the site has `data` data nodes."""
     terms = circuit_terms(problem)
     length = problem.hops + 1
     links = float(terms.pair[np.ix_(nodes, nodes)].mean()) * length

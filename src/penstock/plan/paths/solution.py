@@ -145,7 +145,7 @@ def choose_queueing(problem: Problem, solution: Solution) -> Solution:
 
 
 def better_queueing(problem: Problem, solution: Solution) -> Solution:
-    """Return the solution as it is or with its queueing chosen anew, whichever is better."""
+    """Return the solution as it is or with another choice of queueing, whichever is better."""
     chosen = choose_queueing(problem, solution)
     return min((solution, chosen), key=lambda trial: solution_value(problem, trial))
 

@@ -349,7 +349,7 @@ def _pack(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
         if not is_short:
             continue
         tokens = step.tokens[place]
-        # Of a masked pack only the tokens count.
+        # In a masked pack, only the tokens count.
         seconds = 0.0 if masked else step.time[place]
         best = -1
         best_room = budget + 1
