@@ -78,13 +78,10 @@ FROZEN = (
     "half",
 )
 FLOAT64 = 1e-10  # tolerance for sums in another order
-FLOAT32 = (
-    64 * 2.0**-24
-)  # Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers
-REFUSALS = (
-    PenstockError,
-    ShapeError,
-)  # a reason; other kinds of PenstockError say that a run broke
+# Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers.
+FLOAT32 = 64 * 2.0**-24
+# A reason; other kinds of PenstockError say that a run broke.
+REFUSALS = (PenstockError, ShapeError)
 Said = tuple[list[float], dict[str, Tensor]]  # the loss of each step, and the gradients
 
 

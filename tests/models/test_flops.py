@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
+from hugging_face import decoder_sizes
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, token_loss
+from penstock.models.decoder import count_decoder, decoder_of
 from penstock.models.flops import flops_per_token, peak_flops, share_of_flops
 from penstock.train.history import StepRow
 from penstock.train.screen import Screen
@@ -36,6 +39,37 @@ def test_the_count_equals_torchs(sizes, tokens):
     assert flops_per_token(sizes, tokens) == pytest.approx(
         counter.get_total_flops() / (2 * tokens), rel=1e-6
     )
+
+
+def test_a_token_pays_for_the_experts_that_it_visits_and_for_all_shared_ones():
+    width, inner = 32, 16
+
+    def matrices(**experts: int) -> int:
+        sizes = decoder_sizes(
+            96,
+            layers=2,
+            width=width,
+            kv_heads=4,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            v_head_dim=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            first_k_dense_replace=1,
+            moe_intermediate_size=inner,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
+            **experts,
+        )
+        config = transformers.DeepseekV3Config(**sizes)
+        return count_decoder(decoder_of(config)).matrices
+
+    few = matrices(n_routed_experts=4, n_shared_experts=1)
+    many = matrices(n_routed_experts=8, n_shared_experts=1)
+    assert many - few == 4 * width  # the router
+    shared = matrices(n_routed_experts=4, n_shared_experts=2)
+    assert shared - few == 3 * width * inner
 
 
 @pytest.mark.parametrize(

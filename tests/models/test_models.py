@@ -35,6 +35,7 @@ from penstock.models import (
 )
 from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
+from penstock.models.hf_trial import small_config
 from penstock.models.llama import llama_from_hf, llama_to_hf
 from pipelines import without_float32
 
@@ -350,9 +351,8 @@ def run_whole(
         if hasattr(model, "transformer") or hasattr(model, "model")
         else {}
     )
-    out = model(
-        tokens, **beside
-    )  # a cache copies the keys: another layout, for which some CPUs take another kernel
+    # A cache copies the keys: another layout, for which some CPUs take another kernel.
+    out = model(tokens, **beside)
     logits = getattr(out, "logits", out)
     token_loss(logits, labels).backward()
     return logits.detach(), gradients(model)
@@ -489,9 +489,8 @@ def test_a_dynamic_rotary_module_takes_one_long_length_as_order_would_matter_oth
         ):
             part(some_tokens()[:, :length])
     with pytest.raises(ShapeError, match="sequences of 16 and of 12 tokens"):
-        part.refuse_lengths(
-            [16, 7, 12]
-        )  # another replica may be the one that sees them
+        # Another replica may be the one that sees them.
+        part.refuse_lengths([16, 7, 12])
     for other in (
         split(model, (4,))[0],
         split(OURS["llama"](), (4,))[0],
@@ -780,15 +779,13 @@ def test_a_module_that_is_no_decoder_of_transformers_is_refused():
 
 
 def test_a_class_that_does_more_between_its_pieces_than_parts_do_is_refused():
-    """Bloom makes its masks from token ids, which later parts do not have."""
-    config = transformers.BloomConfig(
-        vocab_size=96, hidden_size=32, n_layer=4, n_head=4
-    )
+    """The layers of an RWKV hand a state to each other, besides the hidden state."""
+    config = transformers.RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4)
     with pytest.raises(
         PenstockError,
-        match="cannot split a BloomForCausalLM: its forward does not run in parts",
+        match="cannot split a RwkvForCausalLM: its forward does not run in parts",
     ):
-        split(transformers.BloomForCausalLM(config), (2, 2))
+        split(transformers.RwkvForCausalLM(config), (2, 2))
 
 
 def test_an_encoder_decoder_is_refused():
@@ -864,6 +861,15 @@ def test_a_class_that_only_has_the_name_of_a_known_one_is_refused():
         split(impostor, (2, 2))
 
 
+PLAIN = {
+    name: GATED[name]
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+}
 FAMILIES = {
     "Qwen3": transformers.Qwen3Config(**GATED, head_dim=8),
     "Gemma": transformers.GemmaConfig(**GATED, head_dim=8),
@@ -876,6 +882,9 @@ FAMILIES = {
     "GPTNeoX": transformers.GPTNeoXConfig(
         **{name: size for name, size in GATED.items() if name != "num_key_value_heads"}
     ),
+    "Granite": transformers.GraniteConfig(**GATED, embedding_multiplier=3.0),
+    "Falcon": transformers.FalconConfig(**PLAIN),
+    "OPT": transformers.OPTConfig(**PLAIN, ffn_dim=48, word_embed_proj_dim=32),
     "Mixtral": transformers.MixtralConfig(**GATED, num_local_experts=4),
     "Qwen3Moe": transformers.Qwen3MoeConfig(
         **GATED,
@@ -889,7 +898,10 @@ FAMILIES = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decoders_of_any_family_run_in_parts_and_in_slices(name):
-    """What lies between the pieces differs: scaled embeddings, capped logits, two kinds of angles, experts."""
+    """What lies between the pieces differs: scaled embeddings, capped logits, two kinds of angles, experts.
+
+    Falcon's layers return tuples, and OPT has its layers in a module of their own.
+    """
     model = shaken(
         transformers.AutoModelForCausalLM.from_config(FAMILIES[name]), torch.float32
     )
@@ -907,6 +919,15 @@ def test_decoders_of_any_family_run_in_parts_and_in_slices(name):
             slices.append(x)
     found = torch.cat(slices, dim=1)
     assert (found - whole).abs().max() <= ROUNDED * whole.abs().max()
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm"])
+def test_the_small_model_of_a_trial_is_small_and_runs(name):
+    """Deepseek's experts come in groups; Glm has few keys and values for many heads."""
+    small = small_config(getattr(transformers, f"{name}Config")())
+    assert small.hidden_size <= 512
+    model = transformers.AutoModelForCausalLM.from_config(small)
+    assert model(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
 
 
 def test_a_copy_of_a_part_computes_the_same():
@@ -931,10 +952,22 @@ def test_packed_documents_do_not_see_each_other_in_any_family(name):
     assert (packed[:, 6:] - alone).abs().max() <= ROUNDED * alone.abs().max()
 
 
-def test_a_family_whose_attention_cannot_go_on_from_earlier_keys_runs_whole_sequences():
-    config = transformers.Exaone4Config(
-        **GATED, head_dim=8, sliding_window=5, layer_types=MIXED_LAYERS
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Exaone4Config(
+            **GATED, head_dim=8, sliding_window=5, layer_types=MIXED_LAYERS
+        ),
+        # A token sees its own chunk of the sequence, however long the chunks of the real model are.
+        transformers.Llama4TextConfig(
+            **GATED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2
+        ),
+    ],
+    ids=["Exaone4", "Llama4"],
+)
+def test_a_family_whose_attention_cannot_go_on_from_earlier_keys_runs_whole_sequences(
+    config,
+):
     model = shaken(transformers.AutoModelForCausalLM.from_config(config), torch.float32)
     assert_parts_are_the_whole(model, assert_same_but_for_rounding)
     part = split(model, (4,))[0]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from commands import write_text_run
 from hugging_face import NO_MARKS, decoder_sizes
 from penstock.config import Config, ModelConfig
-from penstock.errors import FileError, ShapeError
+from penstock.errors import FileError, PenstockError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
@@ -35,7 +35,8 @@ from penstock.train.after.generate import open_trained
 from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
-from penstock.train.hub import read_sizes
+from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.start import check_training
 from penstock.train.weights import draw_parameters, hold_whole
 from penstock.train.worker import job_of
 
@@ -189,6 +190,47 @@ def test_parameters_are_counted_without_memory(name):
     )
 
 
+def test_biases_that_balance_experts_are_read_and_written_like_weights(tmp_path):
+    """They are buffers, which other trainers learn without gradients."""
+    config = transformers.DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "v_head_dim": 8},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+        **{"moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1},
+        **{"topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 3},
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    biases = model.model.layers[3].mlp.gate.e_score_correction_bias
+    torch.nn.init.uniform_(biases, -5.0, 5.0)
+    model.save_pretrained(tmp_path / "start")
+    sizes = read_sizes(tmp_path / "start")
+    holding = hold_whole(sizes)
+    for name, weights in read_weights(
+        tmp_path / "start", holding.parameters.keys(), sizes
+    ):
+        holding.parameters[name].data.copy_(weights)
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = holding.stages[0](tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    path = "model.layers.3.mlp.gate.e_score_correction_bias"
+    assert path in holding.parameters
+    assert path not in holding.trained
+    write_folder(tmp_path / "end", dict(holding.parameters), sizes)
+    end = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end")
+    assert torch.equal(end.get_buffer(path), biases)
+
+
+def test_weights_that_do_not_begin_around_zero_are_not_drawn(tmp_path):
+    transformers.MambaConfig(hidden_size=16, num_hidden_layers=2).save_pretrained(
+        tmp_path
+    )
+    config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
+    with pytest.raises(PenstockError, match=r"(?s)A_log .* not around zero.*model\.w"):
+        check_training(config, read_sizes(tmp_path))
+
+
 def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
     """Scaled rotary positions, biases, another activation: our Llama has none of these."""
     plain = transformers.LlamaConfig(**SIZES)
@@ -206,6 +248,16 @@ def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
 def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(FileError, match="no causal language model of type 't5'"):
+        read_sizes(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "roberta"}')
+    with pytest.raises(FileError, match="RobertaForMaskedLM guesses masked words"):
+        read_sizes(tmp_path)
+    quantized = {"model_type": "llama", "quantization_config": {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    with pytest.raises(FileError, match=r"its weights are quantized"):
+        read_sizes(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    with pytest.raises(FileError, match=r"save its language model alone"):
         read_sizes(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(FileError, match="cannot make a model"):

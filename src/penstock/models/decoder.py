@@ -6,7 +6,8 @@
                                       parts         a rank gives memory to the weights of its own parts only
 
 Buffers are computed when a model is built (rotary frequencies, the scale of an embedding) and are in no checkpoint, so
-they must exist from the start. They are small.
+they must exist from the start. They are small. Buffers that another trainer has learned without gradients (the biases
+with which DeepSeek balances its experts) are in checkpoints; here they are parameters that do not train.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from penstock.models.split import find_anatomy
 
 _BUILDING = threading.RLock()
 INITIAL_STD = 0.02  # of matrices, unless a config names an initializer_range
+FAR_FROM_ZERO = 10  # standard deviations; a mean that normal weights do not have
 Constants = dict[str, float]
 
 
@@ -92,23 +94,34 @@ def import_transformers(purpose: str) -> Any:
 def decoder_of(config: Any) -> DecoderConfig:
     """Return the sizes of a config of transformers."""
     transformers = import_transformers(f"a {type(config).__name__}")
-    classes = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    architecture = classes.get(config.model_type)
+    auto = transformers.models.auto.modeling_auto
+    architecture = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    encoders = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.model_type in encoders and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"a {encoders[config.model_type]} guesses masked words; of such encoders, Penstock trains BERT alone"
+        )
     if isinstance(architecture, tuple | list):
         architecture = architecture[0]
     if architecture is None:
         raise ValueError(
             f"transformers has no causal language model of type {config.model_type!r}"
         )
+    if not isinstance(getattr(config, "hidden_size", None), int):
+        raise ValueError(
+            f"a {type(config).__name__} has several models in it; save its language model alone, with "
+            "save_pretrained, and name that folder"
+        )
     said = config.to_dict()
     said.pop("transformers_version", None)
     said["dtype"] = "float32"
     width = int(config.hidden_size)
-    heads = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)  # Mamba has none
     visited = int(getattr(config, "num_experts_per_tok", None) or 1)
     inner = getattr(config, "moe_intermediate_size", None)
     inner = inner or getattr(config, "intermediate_size", None)
     inner = inner or getattr(config, "n_inner", None) or 4 * width
+    inner = max(inner) if isinstance(inner, list | tuple) else inner
     return DecoderConfig(
         str(architecture),
         int(config.vocab_size),
@@ -133,15 +146,11 @@ def transformers_config(sizes: DecoderConfig, layers: int = 0) -> Any:
         for name, value in said.items():
             if isinstance(value, list) and len(value) == sizes.layers:
                 said[name] = value[:layers]
-        said[_name_of(said, "num_hidden_layers", "n_layer")] = layers
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        said[next(name for name in names if name in said)] = layers
     config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
     config.use_cache = False
     return config
-
-
-def _name_of(said: dict[str, Any], *names: str) -> str:
-    """The first of these names that a config.json uses."""
-    return next(name for name in names if name in said)
 
 
 # ---------------------------------------------------------------- the model without weights
@@ -159,11 +168,28 @@ def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32
         )
-    except (ValueError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of transformers, which checks its configs in many ways
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PenstockError(f"cannot build a {sizes.architecture}: {reason}") from None
+    keep_learned_buffers(model)
     # Dropout is random numbers that depend on who draws them; the trainer has none.
     return model.eval()
+
+
+def keep_learned_buffers(model: nn.Module) -> None:
+    """Turn buffers that belong to the weights of a model into parameters that do not train.
+
+    Such a buffer is saved with the weights and begins as one number. Others follow from the config.
+    """
+    saved = model.state_dict(keep_vars=True)
+    for path, buffer in list(model.named_buffers()):
+        learned = path in saved and buffer.dim() and buffer.is_floating_point()
+        if learned and bool((buffer == buffer.flatten()[0]).all()):
+            owner, _, name = path.rpartition(".")
+            module = model.get_submodule(owner)
+            delattr(module, name)
+            frozen = nn.Parameter(buffer, requires_grad=False)
+            module.register_parameter(name, frozen)
 
 
 @contextmanager
@@ -214,11 +240,18 @@ def initial_constants(sizes: DecoderConfig) -> Constants:
     small = small_config(transformers_config(sizes))
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model = transformers.AutoModelForCausalLM.from_config(small)
+    keep_learned_buffers(model)
     constants = {}
     for name, parameter in model.named_parameters():
         first = parameter.detach().flatten()[0]
         if bool((parameter == first).all()):
             constants[any_layer(name)] = float(first)
+        elif abs(float(parameter.detach().mean())) > FAR_FROM_ZERO * sizes.std:
+            raise PenstockError(
+                f"cannot draw new weights for a {sizes.architecture}: transformers begins {any_layer(name)} with "
+                "numbers of its own, and not around zero\n"
+                "  let transformers save a new model (save_pretrained), and name its folder in model.weights"
+            )
     return constants
 
 
@@ -252,19 +285,26 @@ def count_decoder(sizes: DecoderConfig) -> DecoderCounts:
     layers = _numel(model, anatomy.layers)
     head = _numel(model, anatomy.head)
     total = sum(parameter.numel() for parameter in model.parameters())
-    said = json.loads(sizes.config)
-    experts = int(said.get("num_local_experts") or said.get("num_experts") or 1)
-    visited = int(said.get("num_experts_per_tok") or 1) if experts > 1 else 1
+    used = _share_of_experts(model.config)
     matrices = 0.0
     for path in anatomy.layers:
         for name, parameter in model.get_submodule(path).named_parameters():
             if parameter.dim() >= 2:
-                share = visited / experts if "experts" in name else 1.0
-                matrices += share * parameter.numel()
+                is_of_experts = "experts" in name.split(".")
+                matrices += (used if is_of_experts else 1.0) * parameter.numel()
     output = sizes.vocab * sizes.width
     return DecoderCounts(
         embed, layers // sizes.layers, head, total, int(matrices) + output
     )
+
+
+def _share_of_experts(config: Any) -> float:
+    """The share of a layer's experts that a token visits; shared ones, which all tokens visit, are not among them."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        experts = getattr(config, name, None)
+        if isinstance(experts, int) and experts > 1:
+            return (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    return 1.0
 
 
 def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
@@ -294,4 +334,4 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=transformers_config(sizes), dtype=torch.float32
         )
-    return {name: one.detach() for name, one in model.named_parameters()}
+    return dict(model.state_dict())

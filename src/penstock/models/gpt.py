@@ -21,7 +21,7 @@ from penstock.errors import ShapeError
 from penstock.families import GPTConfig
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
-from penstock.models.layer import PreNormLayer
+from penstock.models.layer import NormedHead, PreNormLayer
 from penstock.models.split import Decoder, draw_weights
 
 
@@ -117,31 +117,13 @@ class GPTLayer(PreNormLayer):
         return y
 
 
-class GPTHead(nn.Module):
-    """The last norm, then a logit for every word."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.output = nn.Linear(config.width, config.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn a hidden state into logits."""
-        logits: Tensor = self.output(self.hidden(x))
-        return logits
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return what the output layer makes logits of."""
-        y: Tensor = self.norm(x)
-        return y
-
-
 class GPT(Decoder):
     """A GPT with random weights, drawn from torch's generator."""
 
     def __init__(self, config: GPTConfig) -> None:
         embed = GPTEmbedding(config)
-        head = GPTHead(config)
+        norm = nn.LayerNorm(config.width, eps=config.eps)
+        head = NormedHead(norm, config.width, config.vocab)
         if config.tied:
             head.output.weight = embed.tokens.weight
         layers = (GPTLayer(config, number) for number in range(config.layers))

@@ -15,7 +15,7 @@ it is used. A model that fails is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,14 @@ from penstock.errors import PenstockError
 class Pieces:
     """Where a Hugging Face decoder has its pieces; all names but those of `outside` are names in its base model."""
 
-    base: str  # the name of the base model, such as "model" or "transformer"
+    base: str  # the module with the layers: "model", "transformer" or, in an OPT, "model.decoder"
     before: tuple[str, ...]  # the embedding of tokens comes first
     layers: str  # the name of the list
     after: tuple[str, ...]
     everywhere: tuple[str, ...]
     outside: tuple[str, ...]  # what follows the base model, such as "lm_head"
     cached: bool = True  # whether it runs with the keys and values of earlier slices
+    tuples: bool = False  # whether layers return tuples; the hidden state comes first
 
     def anatomy(self, config: Any, unsliceable: str = "") -> Anatomy:
         """The names of all pieces in the whole model."""
@@ -65,28 +66,25 @@ class Anatomy:
     pieces: Pieces | None = None  # of a Hugging Face model; None for our own
 
 
-def find_pieces(model: nn.Module) -> Pieces:
-    """Find the pieces of a Hugging Face decoder; refuse any other model."""
+def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
+    """Find the pieces of a Hugging Face decoder; refuse any other model.
+
+    `called` has the modules of its base model in the order in which its forward calls them, if that is known.
+    """
     config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if config is None or not any(map(_is_theirs, type(model).__mro__)):
         raise PenstockError(_unknown(name, "it is not one of transformers' models"))
     _refuse_extras(name, config)
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    base = getattr(model, prefix, None) if prefix else None
-    if not isinstance(base, nn.Module) or base is model:
-        raise PenstockError(_unknown(name, "it has no base model and head"))
+    prefix, word = _embedding_of_tokens(model, name)
+    base = model.get_submodule(prefix)
     _refuse_own_forward(model, base, name)
     children = dict(base.named_children())
     layers = _list_of_layers(children, config.num_hidden_layers)
     if layers is None:
-        raise PenstockError(_unknown(name, "its layers are not one list of modules"))
-    before, after = _around(children, layers, config)
-    embeddings: Any = getattr(model, "get_input_embeddings", None)
-    tokens = None if embeddings is None else embeddings()
-    word = next((path for path, one in children.items() if one is tokens), None)
-    if word is None:
-        raise PenstockError(_unknown(name, "its base model does not embed the tokens"))
+        reason = f"there is no list of all its layers beside {prefix}.{word}"
+        raise PenstockError(_unknown(name, reason))
+    before, after = _around(children, layers, config, called)
     before = (word, *(path for path in before if path != word))
     everywhere = []
     for path, module in children.items():
@@ -99,10 +97,24 @@ def find_pieces(model: nn.Module) -> Pieces:
                 )
             )
         everywhere.append(path)
-    outside = tuple(path for path, _ in model.named_children() if path != prefix)
+    top, _, inner = prefix.partition(".")
+    if inner and len(list(model.get_submodule(top).children())) > 1:
+        raise PenstockError(_unknown(name, f"{top} has more than one stack of layers"))
+    outside = tuple(path for path, _ in model.named_children() if path != top)
     if not outside:
         raise PenstockError(_unknown(name, "it has no head that makes logits"))
     return Pieces(prefix, before, layers, after, tuple(everywhere), outside)
+
+
+def _embedding_of_tokens(model: nn.Module, name: str) -> tuple[str, str]:
+    """The module that holds the embedding of tokens, and the name of the embedding in it."""
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    tokens = None if embeddings is None else embeddings()
+    for path, module in model.named_modules():
+        base, _, word = path.rpartition(".")
+        if module is tokens and base:
+            return base, word
+    raise PenstockError(_unknown(name, "it has no base model that embeds the tokens"))
 
 
 def _list_of_layers(children: Mapping[str, nn.Module], count: int) -> str | None:
@@ -114,33 +126,42 @@ def _list_of_layers(children: Mapping[str, nn.Module], count: int) -> str | None
 
 
 def _around(
-    children: Mapping[str, nn.Module], layers: str, config: Any
+    children: Mapping[str, nn.Module], layers: str, config: Any, called: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What runs before and after the layers: as transformers publishes it, otherwise in the order of the modules.
+    """What runs before and after the layers: as transformers publishes it, otherwise in the order of the calls.
 
-    Without a published plan a module after the layers counts only if it has weights: a rotary module has none.
+    If that is not known yet, the order of the modules counts. Without a published plan, modules without weights, such
+    as a rotary module, belong to neither side; dropout does.
     """
-    plan = getattr(config, "base_model_pp_plan", None)
-    order = list(plan) if plan and layers in plan else list(children)
+    plan: Any = getattr(config, "base_model_pp_plan", None) or {}
+    published = layers in plan
+    order = list(plan if published else called or children)
     missing = [path for path in order if path not in children]
     if missing:
         raise PenstockError(
             f"cannot split this model: its base model has no {', '.join(missing)}"
         )
     cut = order.index(layers)
-    before, after = tuple(order[:cut]), tuple(order[cut + 1 :])
-    if order == list(children):
-        after = tuple(
-            path for path in after if any(True for _ in children[path].parameters())
+    before, after = order[:cut], order[cut + 1 :]
+    if not published:
+        before, after = (
+            [path for path in side if _has_work(children[path])]
+            for side in (before, after)
         )
-    return before, after
+    return tuple(before), tuple(after)
+
+
+def _has_work(module: nn.Module) -> bool:
+    """Whether only one part should run a module: it has weights, or it draws random numbers."""
+    return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
 
 
 def _unknown(name: str, reason: str) -> str:
     return (
         f"cannot split a {name}: {reason}\n"
         "use a model of penstock.models, or a causal language model of transformers with one stack of layers "
-        "(Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-NeoX, Mixtral, ...)"
+        "(Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-NeoX, Mixtral, ...); a model of your own is a list of "
+        "layers, which penstock.Pipeline takes"
     )
 
 

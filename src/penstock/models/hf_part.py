@@ -53,15 +53,15 @@ class Runner:
     ) -> None:
         self.first, self.last = ends
         self.cached = pieces.cached
-        base: Any = getattr(model, pieces.base)
-        held: Any = getattr(part, pieces.base, None)
+        base = _submodule(model, pieces.base)
+        held = _submodule(part, pieces.base)
         stack: list[LayerCall | LayerElsewhere] = []
         for number, layer in enumerate(getattr(base, pieces.layers)):
             if number in layers:
                 mine = part.get_submodule(f"{pieces.base}.{pieces.layers}.{number}")
                 stack.append(LayerCall(mine))
             else:
-                stack.append(LayerElsewhere(layer))
+                stack.append(LayerElsewhere(layer, pieces.tuples))
         self.layers = stack
         instead: dict[str, Any] = {pieces.layers: stack}
         for path in pieces.before:
@@ -85,13 +85,19 @@ class Runner:
         heads = (
             {path: getattr(part, path) for path in pieces.outside} if self.last else {}
         )
-        self.model: Any = _shell(model, {pieces.base: self.base, **heads})
+        inner, path = self.base, pieces.base
+        while "." in path:
+            path, _, name = path.rpartition(".")
+            inner = _shell(_submodule(model, path), {name: inner})
+        self.model: Any = _shell(model, {path: inner, **heads})
 
     def __call__(self, x: Tensor, piece: Slice | None) -> Tensor:
         """Turn token ids, or the hidden state of the part before, into the next hidden state or logits."""
         if self.first:
             self._check_length(x.shape[1] if piece is None else piece.tokens)
             x = self.embed(x)
+        else:
+            self.layers[0].arrived = x
         arguments: dict[str, Any] = {"inputs_embeds": x, "use_cache": False}
         if self.cached:
             arguments["past_key_values"] = Keys(x.shape[1], piece)
@@ -110,6 +116,7 @@ class Runner:
                 angles.piece = None
             for layer in self.layers:
                 layer.mask = HuggingFaces
+            self.layers[0].arrived = None
 
     def _check_length(self, length: int) -> None:
         for table in self.positions:
@@ -118,6 +125,13 @@ class Runner:
                     f"{length} tokens, but only {table.num_embeddings} positions\n"
                     f"  use sequences of at most {table.num_embeddings} tokens (data.tokens)"
                 )
+
+
+def _submodule(module: Any, path: str) -> Any:
+    """A module inside another one, which may be a shell; None if it is not there."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def _shell(module: nn.Module, instead: dict[str, Any]) -> nn.Module:
@@ -150,17 +164,35 @@ class HuggingFaces:
 class LayerElsewhere:
     """A layer of another part."""
 
-    def __init__(self, layer: nn.Module | LayerCall) -> None:
+    def __init__(self, layer: nn.Module | LayerCall, tuples: bool = False) -> None:
         plain = (str, int, float, bool, type(None))
         module = layer.layer if isinstance(layer, LayerCall) else layer
         for name, value in vars(module).items():
             if not name.startswith("_") and isinstance(value, plain):
                 setattr(self, name, value)  # such as attention_type
         self.mask: object = HuggingFaces
+        self.arrived: Tensor | None = None
+        self.tuples = tuples
 
-    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return x as it is."""
-        return x
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden state as it is."""
+        args, kwargs = _from(self.arrived, args, kwargs)
+        x = args[0] if args else kwargs["hidden_states"]
+        return (x,) if self.tuples else x
+
+
+def _from(
+    arrived: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let a layer begin with the hidden state that has arrived from another part, if one has.
+
+    What the model does before its first layer (Granite scales the embedding) is done by the first part alone.
+    """
+    if arrived is None:
+        return args, kwargs
+    if args:
+        return (arrived, *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": arrived}
 
 
 class LayerCall:
@@ -169,6 +201,7 @@ class LayerCall:
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
         self.mask: object = HuggingFaces
+        self.arrived: Tensor | None = None
         parameters = list(inspect.signature(type(layer).forward).parameters)
         self.place = -1
         if "attention_mask" in parameters:
@@ -182,6 +215,7 @@ class LayerCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
+        args, kwargs = _from(self.arrived, args, kwargs)
         if self.mask is HuggingFaces:
             return self.layer(*args, **kwargs)
         if "attention_mask" in kwargs:

@@ -3,7 +3,7 @@
     the user's config ──► the same with few layers, few words and little width ──► a model with random weights
                                                                                         │
                     logits and gradients of the whole model  ══?══  those of two parts, one after the other
-                    logits of the whole model                ══?══  those of slices
+                    logits of the whole model                ══?══  those of slices, and of documents in one row
 
 The small model keeps everything that changes what is computed: kinds of layers, windows, rotary types, head sizes,
 biases, experts. So a class that does something between its pieces which parts do not do is refused with the first
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from threading import Lock
@@ -37,7 +37,9 @@ from penstock.models.hf_part import (
 TRIAL_TOKENS = 9  # of the sequences in a trial
 WINDOW = 4  # of attention with a window, less than TRIAL_TOKENS so that it matters
 TRIAL_SEED = 1
+HEADS_IN_GROUP = 2  # heads that share keys and values, at most
 SLACK = 2e-4  # relative difference that rounding in float32 explains, with wide margins
+# The largest sizes of a trial, where a config has them.
 LIMITS = {
     "vocab_size": 64,
     "vocab_size_per_layer_input": 64,
@@ -49,12 +51,16 @@ LIMITS = {
     "num_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-}  # the largest sizes of a trial, where a config has them
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+}
 
 
 def tried_anatomy(model: nn.Module) -> Anatomy:
     """Return the anatomy of a Hugging Face decoder, after a trial of its class and config."""
-    pieces = find_pieces(model)
+    find_pieces(model)  # refuses what no trial needs to show
     config: Any = model.config
     refuse_kernel(str(config._attn_implementation))
     small = small_config(config)
@@ -62,14 +68,28 @@ def tried_anatomy(model: nn.Module) -> Anatomy:
     kind = next(
         one for one in type(model).__mro__ if one.__module__.startswith("transformers.")
     )
-    fault, unsliceable = _trial(kind, _Text(small, kernel))
-    if fault:
+    found = _trial(kind, _Text(small, kernel))
+    if found.fault:
         raise PenstockError(
-            f"cannot split a {kind.__name__}: {fault}\n"
+            f"cannot split a {kind.__name__}: {found.fault}\n"
             "use a model of penstock.models, or another class of transformers with one stack of layers"
         )
-    pieces = replace(pieces, cached=not unsliceable)
-    return pieces.anatomy(config, unsliceable)
+    pieces = replace(
+        find_pieces(model, found.called),
+        cached=not found.unsliceable,
+        tuples=found.tuples,
+    )
+    return pieces.anatomy(config, found.unsliceable)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a trial has found out about a class of models."""
+
+    fault: str = ""  # why it cannot be split
+    unsliceable: str = ""  # why it cannot be sliced
+    tuples: bool = False  # whether its layers return tuples
+    called: tuple[str, ...] = ()  # modules of its base model, as its forward calls them
 
 
 class _Text:
@@ -102,24 +122,34 @@ def small_config(config: Any) -> Any:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > limit:
             setattr(small, name, limit)
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    few_groups = 2 if groups % 2 == 0 else 1
-    few_heads = heads // groups * few_groups
-    if few_heads < heads and groups % few_groups == 0:
-        small.num_attention_heads = few_heads
-        if hasattr(config, "num_key_value_heads"):
-            small.num_key_value_heads = few_groups
-        small.hidden_size = config.hidden_size // heads * few_heads
-        if hasattr(config, "head_dim"):
-            small.head_dim = head
-    if getattr(config, "sliding_window", None) is not None:
-        small.sliding_window = min(config.sliding_window, WINDOW)
+    _give_few_heads(small, config)
+    for name in ("sliding_window", "attention_chunk_size", "window_size"):
+        if isinstance(value := getattr(config, name, None), int):
+            setattr(small, name, min(value, WINDOW))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(config, name, None) is not None:
             setattr(small, name, None)
     return small
+
+
+def _give_few_heads(small: Any, config: Any) -> None:
+    """Reduce the heads of a config, and its width with them, but not the width of a head."""
+    heads = getattr(config, "num_attention_heads", None) or 1
+    groups = getattr(config, "num_key_value_heads", None)
+    groups = groups or getattr(config, "num_kv_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    few_groups = 2 if groups % 2 == 0 else 1
+    few_heads = min(heads // groups, HEADS_IN_GROUP) * few_groups
+    if few_heads < heads:
+        small.num_attention_heads = few_heads
+        for name in ("num_key_value_heads", "num_kv_heads"):
+            if hasattr(config, name):
+                setattr(small, name, few_groups)
+        small.hidden_size = config.hidden_size // heads * few_heads
+        if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
+            small.word_embed_proj_dim = small.hidden_size
+        if "head_dim" in vars(config):
+            small.head_dim = head
 
 
 def _layers_of_all_kinds(config: Any) -> int:
@@ -133,14 +163,14 @@ def _layers_of_all_kinds(config: Any) -> int:
 _one_at_a_time = Lock()  # ranks may be threads that split the same model
 
 
-def _trial(kind: type[nn.Module], text: _Text) -> tuple[str, str]:
+def _trial(kind: type[nn.Module], text: _Text) -> Findings:
     with _one_at_a_time:
         return _try_once(cast(Hashable, kind), text)
 
 
 @lru_cache(maxsize=64)
-def _try_once(kind: Any, text: _Text) -> tuple[str, str]:
-    """Why a class of models cannot be split, and why it cannot be sliced; both empty if it can."""
+def _try_once(kind: Any, text: _Text) -> Findings:
+    """Try a class of models, once for each config."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
@@ -151,18 +181,42 @@ def _try_once(kind: Any, text: _Text) -> tuple[str, str]:
         return _try_small_model(kind, text)
 
 
-def _try_small_model(kind: type[nn.Module], text: _Text) -> tuple[str, str]:
+def _try_small_model(kind: type[nn.Module], text: _Text) -> Findings:
     try:
         model = _random_model(kind, text)
         tokens = torch.randint(0, model.config.vocab_size, (2, TRIAL_TOKENS))
         model(tokens, use_cache=False)
     except Exception as error:
         fault = f"a small model with its config does not run ({_first_line(error)})"
-        return fault, ""
-    pieces = find_pieces(model)
+        return Findings(fault)
+    called, tuples = _watch_calls(model, find_pieces(model), tokens)
+    pieces = replace(find_pieces(model, called), tuples=tuples)
     sliced = _fault_of_slices(model, pieces, tokens)
     pieces = replace(pieces, cached=not sliced)
-    return _fault_of_parts(model, pieces, tokens), sliced
+    fault = _fault_of_parts(model, pieces, tokens)
+    return Findings(fault, sliced, tuples, called)
+
+
+def _watch_calls(
+    model: Any, pieces: Pieces, tokens: Tensor
+) -> tuple[tuple[str, ...], bool]:
+    """In which order a model calls the modules of its base model, and whether its layers return tuples."""
+    base = model.get_submodule(pieces.base)
+    watched = dict(base.named_children())
+    watched[pieces.layers] = watched[pieces.layers][0]
+    results: dict[str, object] = {}
+    hooks = []
+    for name, module in watched.items():
+
+        def note(_: nn.Module, __: object, result: object, name: str = name) -> None:
+            results.setdefault(name, result)
+
+        hooks.append(module.register_forward_hook(note))
+    with torch.no_grad():
+        model(tokens, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return tuple(results), isinstance(results[pieces.layers], tuple)
 
 
 def _random_model(kind: type[nn.Module], text: _Text) -> Any:
@@ -217,8 +271,14 @@ def _fault_of_slices(model: Any, pieces: Pieces, tokens: Tensor) -> str:
             ]
         except Exception as error:
             return f"its layers do not go on from the keys and values of earlier slices ({_first_line(error)})"
-    if not _near(torch.cat(logits, dim=1), whole):
-        return "its slices do not give the logits of the whole sequence"
+        if not _near(torch.cat(logits, dim=1), whole):
+            return "its slices do not give the logits of the whole sequence"
+        starts = torch.zeros_like(tokens)
+        starts[:, bounds[1] :] = bounds[1]
+        packed = runner(tokens, Carry(TRIAL_TOKENS, starts).open(0, TRIAL_TOKENS))
+        alone = model(tokens[:, bounds[1] :], use_cache=False).logits
+    if not _near(packed[:, bounds[1] :], alone):
+        return "documents in one row do not give the logits that they give alone"
     return ""
 
 

@@ -1,4 +1,6 @@
-"""The layer that Llama and GPT share: attention and MLP each read a normed x, and are added to it.
+"""The layer and the head that Llama and GPT share.
+
+In a layer, attention and MLP each read a normed x, and are added to it:
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►
     └────────────────────────┘└──────────────┘
@@ -69,4 +71,23 @@ class PreNormLayer(nn.Module):
     def run_mlp(self, x: Tensor) -> Tensor:
         """Norm a hidden state, and run the MLP."""
         y: Tensor = self.mlp(self.mlp_norm(x))
+        return y
+
+
+class NormedHead(nn.Module):
+    """The last norm, then a logit for every word."""
+
+    def __init__(self, norm: nn.Module, width: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn a hidden state into logits."""
+        logits: Tensor = self.output(self.hidden(x))
+        return logits
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what the output layer makes logits of."""
+        y: Tensor = self.norm(x)
         return y

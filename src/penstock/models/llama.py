@@ -22,7 +22,7 @@ from penstock.carry import Slice
 from penstock.families import LlamaConfig
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
-from penstock.models.layer import PreNormLayer
+from penstock.models.layer import NormedHead, PreNormLayer
 from penstock.models.split import Decoder, draw_weights
 
 
@@ -174,31 +174,13 @@ class LlamaLayer(PreNormLayer):
         return y
 
 
-class LlamaHead(nn.Module):
-    """The last norm, then a logit for every word."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.width, eps=config.eps)
-        self.output = nn.Linear(config.width, config.vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Turn a hidden state into logits."""
-        logits: Tensor = self.output(self.hidden(x))
-        return logits
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """Return what the output layer makes logits of."""
-        y: Tensor = self.norm(x)
-        return y
-
-
 class Llama(Decoder):
     """A Llama with random weights, drawn from torch's generator."""
 
     def __init__(self, config: LlamaConfig) -> None:
         embed = nn.Embedding(config.vocab, config.width)
-        head = LlamaHead(config)
+        norm = nn.RMSNorm(config.width, eps=config.eps)
+        head = NormedHead(norm, config.width, config.vocab)
         if config.tied:
             head.output.weight = embed.weight
         layers = (LlamaLayer(config, number) for number in range(config.layers))
