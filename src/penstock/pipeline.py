@@ -135,8 +135,7 @@ class Pipeline:
         All modules are in the mode of `eval()` meanwhile. If several ranks hold the last layer, each has the rows of
         its own micro-batches. All ranks call this.
         """
-        rows = torch.zeros(len(x), 1, dtype=torch.long, device=self.device)
-        batch = replace(self.cut(x, rows, named), labels=())
+        batch = self.cut_unlabelled(x, named)
         with _in_eval_mode(self.parts.values()):
             found = [y for y in self.executor.predict(batch) if y is not None]
         return join_rows(found) if found else None
@@ -150,17 +149,23 @@ class Pipeline:
 
         Divided by its tokens, they are what `PartCost.message` takes, for a simulation. All ranks call this.
         """
-        rows = torch.zeros(len(x), 1, dtype=torch.long, device=self.device)
-        batch = replace(self.cut(x, rows, named), labels=())
+        batch = self.cut_unlabelled(x, named)
         return tuple(edge.sent_bytes for edge in self.executor.edges(batch)[0])
 
     def cut(self, x: Tensor, y: Tensor, named: Mapping[str, Tensor]) -> Batch:
         """Deal a batch out to the micro-batches."""
+        _require_tensors({"x": x, "y": y, **named})
         moved = {name: tensor.to(self.device) for name, tensor in named.items()}
         microbatches = len(self.schedule.microbatches)
         return cut_batch(
             x.to(self.device), y.to(self.device), microbatches, named=moved
         )
+
+    def cut_unlabelled(self, x: Tensor, named: Mapping[str, Tensor]) -> Batch:
+        """Deal a batch without labels out to the micro-batches."""
+        _require_tensors({"x": x})
+        rows = torch.zeros(len(x), 1, dtype=torch.long, device=self.device)
+        return replace(self.cut(x, rows, named), labels=())
 
     def clip(self, most: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most `most`; return the norm before.
@@ -226,6 +231,14 @@ class Pipeline:
             parameter.grad = None
 
 
+def _require_tensors(given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ShapeError(
+                f"{name} is a {type(value).__name__}, but it must be a tensor with a row for each example of the batch"
+            )
+
+
 @contextmanager
 def _in_eval_mode(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Switch modules to the mode of `eval()`, in which nothing is dropped, and back to what each of them had."""
@@ -246,6 +259,12 @@ def cut_into_parts(
     """Cut a model, or a list of layers, into parts."""
     listed = isinstance(model, nn.Sequential | nn.ModuleList | Sequence)
     layers = list(model) if listed else []  # type: ignore[arg-type]
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise ShapeError(
+                f"layer {number} is a {type(layer).__name__}, but layers are modules of torch\n"
+                "  write it as a class of nn.Module; torch has many, such as nn.ReLU for torch.relu"
+            )
     count = len(layers) if listed else layer_count(model)  # type: ignore[arg-type]
     partition = tuple(partition) or even_partition(count, parts)
     if len(partition) != parts or sum(partition) != count:

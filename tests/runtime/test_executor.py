@@ -68,11 +68,8 @@ def test_gradients_and_loss_are_those_of_the_unsplit_model(name, ranks, model):
 def test_where_the_order_of_sums_is_the_same_gradients_are_bit_for_bit(name):
     schedule = make(name, ranks=4, microbatches=6)
     whole, batch = llama(schedule.parts), data(6)
-    split_ones = name in (
-        "zb-h1",
-        "interleaved-zb",
-        "zb-v",
-    )  # W adds the product in one step: another rounding
+    # W adds the product in one step: another rounding.
+    split_ones = name in ("zb-h1", "interleaved-zb", "zb-v")
     difference = worst(
         piped(schedule, whole, [batch]), unsplit(schedule, whole, [batch])[1]
     )
@@ -156,9 +153,8 @@ def test_half_precision_runs_close_to_the_whole_model(no_onednn):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_compiled_stages_run(name):
-    schedule = make(
-        name, ranks=1, microbatches=1
-    )  # one thread: the compiler is not made for several
+    # One thread: the compiler is not made for several.
+    schedule = make(name, ranks=1, microbatches=1)
     whole, batch = llama(sum(layers_of(schedule))), data(1)
     ours = piped(
         schedule,
@@ -195,9 +191,8 @@ def test_a_skipped_part_can_have_the_mean_over_its_visits(copies):
                 / sum(c for c, came in zip(counts, there, strict=True) if came)
             )
         assert float((gradient - expected).abs().max()) < 1e-12
-    assert (
-        worst(ours, unsplit(schedule, whole, batches)[1]) > 1e-4
-    )  # they do differ from the mean over all
+    # They do differ from the mean over all.
+    assert worst(ours, unsplit(schedule, whole, batches)[1]) > 1e-4
 
 
 def test_tied_parameters_of_skipped_parts_have_no_mean_over_visits():

@@ -129,9 +129,8 @@ def test_messages_requested_ahead_may_be_fetched_in_any_order(seed):
 def test_a_message_stays_in_the_ring_until_it_is_needed():
     memory = Memory(2 * SLOTS * SLOT + 2 * FLAG_BYTES)
     sender, receiver = (Ring(memory, 0, SLOTS, SLOT) for _ in range(2))
-    due = receiver.request(
-        SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 1
-    )  # nothing is there, and nobody waits
+    # Nothing is there, and nobody waits.
+    due = receiver.request(SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 1)
     sender.put(SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 0)
     assert receiver.tail not in memory.flags
     receiver.fetch(due, 1)

@@ -35,6 +35,10 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return token_loss(logits, labels) / (labels != -100).sum()
 
 
+def class_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
 def in_one_piece(steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
     model = nn.Sequential(*layers()).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -150,6 +154,91 @@ def test_evaluation_drops_nothing_and_buffers_are_saved():
     assert loss == pytest.approx(nn.functional.cross_entropy(expected, y).item())
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(first | last, dict(whole.state_dict()))
+
+
+def test_norms_gather_their_statistics_once_if_they_are_recomputed():
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    def work(comm, recompute):
+        torch.manual_seed(0)
+        instance = nn.InstanceNorm1d(1, track_running_stats=True)
+        model = [
+            nn.Linear(WIDTH, WIDTH),
+            nn.BatchNorm1d(WIDTH),
+            nn.Sequential(nn.Unflatten(1, (1, WIDTH)), instance, nn.Flatten()),
+            nn.Linear(WIDTH, 3),
+        ]
+        schedule = make("1f1b", ranks=1, microbatches=2)
+        pipeline = Pipeline(model, schedule, class_loss, comm=comm, recompute=recompute)
+        pipeline.step(x, torch.arange(8) % 3)
+        return pipeline.state_dict()
+
+    once, twice = (
+        run_threads(1, lambda comm, again=again: work(comm, again))[0]
+        for again in (False, True)
+    )
+    assert once["1.num_batches_tracked"] == 2
+    assert once["2.1.running_mean"] != 0
+    for name, tensor in once.items():
+        assert torch.equal(tensor, twice[name]), name
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ([Doubled(WIDTH, 3)], "stage 0 .* changes its input in place in 0F0"),
+        (
+            [nn.Linear(WIDTH, 3), nn.ReLU(inplace=True)],
+            "stage 1 .* changes its input in place in 1",
+        ),
+    ],
+    ids=["first", "inner"],
+)
+def test_a_stage_that_changes_its_input_is_refused(model, words, recompute):
+    """Recomputed from a changed input, its gradients would be wrong."""
+
+    def work(comm):
+        schedule = make("1f1b", ranks=len(model), microbatches=2)
+        pipeline = Pipeline(model, schedule, class_loss, comm=comm, recompute=recompute)
+        pipeline.step(torch.randn(4, WIDTH), torch.arange(4) % 3)
+
+    with pytest.raises(ShapeError, match=words):
+        run_threads(len(model), work)
+
+
+def test_a_first_stage_that_changes_its_weights_is_not_said_to_change_its_input():
+    class Growing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.bias.mul_(2)
+
+    def work(comm):
+        schedule = make("1f1b", ranks=1, microbatches=2)
+        pipeline = Pipeline([Growing(WIDTH, 3)], schedule, class_loss, comm=comm)
+        pipeline.step(torch.randn(4, WIDTH), torch.arange(4) % 3)
+
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        run_threads(1, work)
+
+
+def test_a_batch_is_made_of_tensors():
+    def work(comm):
+        schedule = make("1f1b", ranks=1, microbatches=2)
+        pipeline = Pipeline([nn.Linear(WIDTH, 3)], schedule, class_loss, comm=comm)
+        x = torch.randn(4, WIDTH)
+        with pytest.raises(ShapeError, match="y is a NoneType, but it must be a ten"):
+            pipeline.step(x, None)
+        with pytest.raises(ShapeError, match="flag is a bool"):
+            pipeline.step(x, torch.arange(4) % 3, flag=True)
+        with pytest.raises(ShapeError, match="x is a ndarray"):
+            pipeline.predict(x.numpy())
+
+    run_threads(1, work)
 
 
 def test_graphs_need_a_gpu():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 import penstock
 import process_workers as workers
-from commands import torchrun
+from commands import free_port, torchrun
 from forked import Command
 from machines import two_machines
 from penstock import make
@@ -101,6 +100,14 @@ def test_all_ranks_prepare_the_same_groups_and_members_use_them():
         )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the test looks into /proc")
+def test_threads_that_need_python_end_before_it_does():
+    """They drop the tensors of a sum later than the sum ends; Python would abort the process."""
+    for before, after in spawn(2, workers.leave):
+        assert before
+        assert not after
+
+
 def test_nothing_that_arrives_is_unpickled():
     for module in (process, watchdog, board):
         text = Path(module.__file__).read_text()
@@ -119,14 +126,11 @@ def environment(**more):
 
 
 def places(ranks):
-    """What a launcher would put into the environment of each rank. Nobody else takes the port that soon."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    """What a launcher would put into the environment of each rank."""
     same = {
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     return [

@@ -584,6 +584,23 @@ def test_infinite_values_get_a_warning():
     )
 
 
+def test_a_plain_call_without_memory_gets_a_warning():
+    """A plan may fit where a plain call does not, and then it trains unproven."""
+
+    class Large(Inner):
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            if torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return x
+
+    proof = own(Large())
+    assert proof.stages == 2  # the others
+    assert any(
+        "stage 1 on rank 1 is not proven: there is not enough memory" in words
+        for words in proof.warnings
+    )
+
+
 @pytest.fixture
 def other_process():
     """A process group with a second process, which never answers."""

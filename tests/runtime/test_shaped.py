@@ -81,10 +81,8 @@ def test_messages_of_a_serial_link_queue_and_others_do_not():
 
 def test_each_direction_of_each_pair_has_its_own_link():
     network = Network(((0.0, 0.01), (0.05, 0.0)))
-    left = [
-        0.0,
-        0.0,
-    ]  # when each message did; a rank may leave the barrier later than the other one
+    # When each message left; a rank may leave the barrier later than the other one.
+    left = [0.0, 0.0]
 
     def work(comm: ThreadComm) -> float:
         shaped = ShapedComm(comm, network)

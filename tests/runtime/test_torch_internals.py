@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -322,3 +323,13 @@ def test_a_view_without_owning_has_the_same_memory_and_does_not_keep_it():
     assert x[0, 0] == 7.0
     if count is not None:
         assert storage._use_count() == count
+
+
+@pytest.mark.usefixtures("lone_process")
+def test_the_time_limit_of_a_group_can_be_set(monkeypatch):
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
+    internals.provide_set_timeout()
+    dist.set_timeout(timedelta(seconds=77), None)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=77)
+    monkeypatch.delattr(dist, "set_timeout")  # torch 2.13 is left as it was

@@ -215,7 +215,7 @@ def linear(
 
 
 # ---------------------------------------------------------------- compiled linear layers
-# Of x and of y, and the weight in the type of autocast if that was cast before.
+# The ghosts of x and y, and the weight in the type of autocast if that was cast before.
 Ghosts: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 

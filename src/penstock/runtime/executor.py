@@ -67,16 +67,21 @@ MAX_KNOWN_SHAPES = 16  # of batches whose edges are kept
 class Executor:
     """One rank's lane, ready to run step after step. All ranks build theirs at the same time.
 
-    `stages` maps the stages of this rank to their modules. A stage returns what the next one takes: a tensor, a tuple
-    of tensors, or a dict of tensors with names (`penstock.runtime.passed_values`). `loss` takes what the last stage
-    returns and labels, and returns the sum of the labels' losses, or their mean if `reduction` is "mean". The stages in
-    `recompute` keep only their input and compute their forward again in the backward. `tied` names parameters that
-    several parts use; by default these are the ones that `penstock.models.split` has found. A `tape` records the
-    actions and plays them in every step; all ranks have one, or none. `messages` is the type in which hidden states and
-    their gradients travel between ranks, by default their own; torch.int8 rounds each row to 8 bits with a scale of its
-    own. Gradients always add up over steps; say that a run `accumulates` them, and recordings will do so without a
-    second copy of them. `sums` says how replicas sum their gradients; the backend sums what it does not have. Their
-    numbers travel in their own type, or in `sum_messages`: torch.bfloat16 or torch.int8.
+    stages: the modules of this rank's stages. A stage returns what the next one takes: a tensor, a tuple of tensors, or
+        a dict of tensors with names (`penstock.runtime.passed_values`).
+    loss: takes what the last stage returns and labels. It returns the sum of the labels' losses, or their mean if
+        `reduction` is "mean".
+    recompute: stages that keep only their input, and compute their forward again in the backward.
+    autocast: the type in which matrices are multiplied, if it is not that of the weights.
+    tied: parameters that several parts use; by default those that `penstock.models.split` has found.
+    mean: the tokens over which a part's gradient is a mean: all, or those that visited it.
+    tape: records the actions and plays them in every step; all ranks have one, or none.
+    messages: the type in which hidden states and their gradients travel between ranks, by default their own. torch.int8
+        rounds each row to 8 bits with a scale of its own.
+    accumulates: whether a run adds up gradients over steps. They always add up, but if recordings know it, they do so
+        without a second copy of the gradients.
+    sums: how replicas sum their gradients; the backend sums what it does not have.
+    sum_messages: the type in which these sums travel, by default that of the gradients; torch.bfloat16 or torch.int8.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class Executor:
         self.comm = comm
         self.loss = loss
         self.reduction = reduction_of(reduction)
-        # Of messages in int8; None sends them without it.
+        # What rounding has lost of messages in int8; None forgets it.
         self.feedback: Feedback | None = Feedback()
         self.recompute = recompute
         self.autocast = autocast
@@ -342,6 +347,9 @@ class Executor:
             failure = error
         fail_together(self.comm, failure)
         assert recordings is not None
+        if recordings.device.type == "cuda":
+            # What was allocated while recording belongs to the recordings now, which count it.
+            torch.cuda.reset_peak_memory_stats(recordings.device)
         return recordings
 
     # ------------------------------------------------------------ checks

@@ -123,9 +123,8 @@ def _refuse(
     if not total < float("inf") or not abs(both) < float("inf") or total == 0.0:
         return False
     is_sum = abs(both - first - second) < 0.02 * total
-    off = abs(
-        both - (first + second) / 2
-    )  # of a mean that counts the same labels as we do
+    # How far it is from a mean that counts the same labels as we do.
+    off = abs(both - (first + second) / 2)
     is_mean = off < (0.2 if said is Reduction.SUM else 0.02) * total and not is_sum
     if said is Reduction.SUM and is_mean:
         raise ShapeError(

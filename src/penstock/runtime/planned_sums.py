@@ -33,7 +33,7 @@ TOTALS = -1  # in place of a round, where totals are rounded that several ranks 
 
 
 class PlannedSum:
-    """One rank's rounds of a sum of so many numbers. It remembers what rounding has lost."""
+    """One rank's rounds of a sum. It remembers what rounding has lost."""
 
     def __init__(
         self, plan: SumPlan, rank: int, numbers: int, cell_format: CellFormat
@@ -42,7 +42,7 @@ class PlannedSum:
         self.format = cell_format
         self.bounds = cell_bounds(plan, numbers)
         self.rounds = rounds_of(plan, rank)
-        # By round and cell.
+        # Keys: round and cell.
         self.lost: dict[tuple[int, int], Tensor] = {}
         # When this rank had its gradients, and when it had the sum, in the last step.
         self.begin = 0.0

@@ -53,7 +53,7 @@ class Feedback:
 
     def __init__(self, states: bool = False) -> None:
         self.states = states
-        # By the number of the action, and the place among the tensors that it passes on.
+        # Keys: the number of the action, and the place among the tensors that it passes on.
         self.lost: dict[tuple[int, int], Tensor] = {}
 
     def quantize(self, x: Tensor, place: tuple[int, int]) -> Tensor:

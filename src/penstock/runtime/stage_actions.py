@@ -36,6 +36,7 @@ from penstock.runtime.loss_reduction import (
     plain_loss,
     refuse_other_loss,
 )
+from penstock.runtime.norm_statistics import Norm, gathering_norms, statistics_kept
 from penstock.runtime.passed_values import (
     PIECE,
     ForwardParameters,
@@ -52,7 +53,13 @@ from penstock.runtime.randomness import (
     states,
 )
 from penstock.runtime.slices import BatchUnits
-from penstock.runtime.stage_checks import detached_error, not_tensors_error
+from penstock.runtime.stage_checks import (
+    changed_input_error,
+    changes_a_leaf,
+    detached_error,
+    not_tensors_error,
+    versions,
+)
 from penstock.runtime.step_values import StepValues, detached
 from penstock.runtime.torch_internals import walk_back
 
@@ -100,9 +107,12 @@ class LaneStages:
 
     # What the forward of each stage asks for by name.
     parameters: dict[int, ForwardParameters] = field(init=False)
+    # The norms of each stage that gather statistics, such as batch norms.
+    statistics: dict[int, list[Norm]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = {n: forward_parameters(m) for n, m in self.modules.items()}
+        self.statistics = {n: gathering_norms(m) for n, m in self.modules.items()}
 
 
 class FirstStepChecks:
@@ -289,11 +299,32 @@ class ComputedActions:
                 return share
         if self.units.edges.many:
             return self.compute_bundle(step, module, x, piece)
-        y = module(x) if piece is None else module(x, piece=piece)
+        arguments = {} if piece is None else {PIECE: piece}
+        y = self.call(step, module, x, (x,), arguments)
         if step.last:
             return self.loss_share(step, y)
         if not isinstance(y, Tensor):
             raise not_tensors_error(step, module, y)
+        return y
+
+    def call(
+        self,
+        step: LaneStep,
+        module: nn.Module,
+        x: Tensor | Bundle,
+        values: tuple[Any, ...],
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Call a module, and refuse one that changes its input x, which a backward needs as it was."""
+        before = versions(x)
+        try:
+            y = module(*values, **arguments)
+        except RuntimeError as error:
+            if x.requires_grad and changes_a_leaf(error):
+                raise changed_input_error(step, module) from error
+            raise
+        if versions(x) != before:
+            raise changed_input_error(step, module)
         return y
 
     def compute_bundle(
@@ -308,7 +339,7 @@ class ComputedActions:
         arguments |= named_arguments(parameters, len(values), travelling, given)
         if piece is not None:
             arguments[PIECE] = piece
-        y = module(*values, **arguments)
+        y = self.call(step, module, x, values, arguments)
         if step.last:
             return self.loss_share(step, y)
         passed = passed_by(y)
@@ -463,7 +494,10 @@ class ComputedActions:
         record_in(kept.ledger)
         if kept.piece is not None:
             kept.piece.again = True
-        with drawing_again(kept.drawn, kept.x.device, step.instruction):
+        with (
+            drawing_again(kept.drawn, kept.x.device, step.instruction),
+            statistics_kept(self.stages.statistics[step.stage]),
+        ):
             y = self.apply(step, kept.x, kept.piece)
         if self.values.added:
             kept.added = self.added_share(step)

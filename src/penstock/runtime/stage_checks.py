@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.runtime.bundle import Bundle
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.loss_reduction import described
@@ -95,6 +96,26 @@ def detached_error(step: LaneStep, module: nn.Module) -> RunError:
         "does not depend on its input or its parameters\n"
         "  look for detach(), no_grad() or argmax() in its forward or in the loss; to freeze a stage on purpose, call "
         "requires_grad_(False) on its parameters"
+    )
+
+
+def versions(x: Tensor | Bundle) -> list[int]:
+    """Numbers that grow when somebody changes the tensors of an input."""
+    tensors = [x] if isinstance(x, Tensor) else x.tensors
+    return [0 if one.is_inference() else one._version for one in tensors]
+
+
+def changes_a_leaf(error: RuntimeError) -> bool:
+    """Whether torch refuses to change a tensor that begins a graph: an input of a stage, or a parameter."""
+    return "leaf Variable that requires grad" in str(error)
+
+
+def changed_input_error(step: LaneStep, module: nn.Module) -> ShapeError:
+    """The error for a stage that changes its input."""
+    return ShapeError(
+        f"stage {step.stage} ({type(module).__name__}) changes its input in place in {step.instruction}, but the "
+        "backward needs the input as it was\n"
+        "  let its first layer make a new tensor: nn.ReLU(inplace=False), x * 2 instead of x.mul_(2), or x.clone()"
     )
 
 

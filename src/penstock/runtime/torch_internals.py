@@ -406,3 +406,14 @@ def schedule_runtime(
     }
     runtime._prepare_schedule_with_comms(actions, format="compute_comms")
     return runtime
+
+
+# ---------------------------------------------------------------- for torchtitan
+def provide_set_timeout() -> None:
+    """Give `torch.distributed` the function `set_timeout`, which is private before torch 2.14.
+
+    torchtitan 0.3.0 calls it after the first step.
+    """
+    if not hasattr(torch.distributed, "set_timeout"):
+        private = torch.distributed.distributed_c10d._set_pg_timeout
+        torch.distributed.set_timeout = private  # type: ignore[attr-defined]

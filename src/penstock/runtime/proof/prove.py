@@ -197,7 +197,14 @@ def _judge_stages(executor: Executor, batch: Batch) -> RankVerdict:
         benches[stage].set_input(x, batch, chosen[stage])
     verdict = RankVerdict()
     for bench in benches.values():
-        _judge(bench, verdict)
+        try:
+            _judge(bench, verdict)
+        except torch.OutOfMemoryError:
+            # A plain call needs more than the plan: it is not compiled, and keeps all activations.
+            verdict.warnings.append(
+                f"stage {bench.stage} on rank {executor.comm.rank} is not proven: "
+                "there is not enough memory for a plain call beside it"
+            )
         bench.samples.clear()
         if verdict.failure:
             break
