@@ -47,8 +47,8 @@ test: setup $(VENV)/.compiled ## run all tests
 # they need to train.
 INTEGRATIONS := build/integrations
 FRAMEWORKS := megatron-core==0.16.1 deepspeed==0.19.8 nemo-automodel==0.7.0 \
-	hjson py-cpuinfo ninja msgpack einops pydantic pydantic-core annotated-types typing-inspection
-INTEGRATION_TESTS := tests/titan tests/advice tests/peers tests/train/test_ray.py tests/train/test_lora.py \
+	kubeflow-trainer-api==2.3.0 hjson py-cpuinfo ninja msgpack einops pydantic pydantic-core annotated-types typing-inspection
+INTEGRATION_TESTS := tests/titan tests/advice tests/peers tests/docs/test_engines.py tests/train/test_ray.py tests/train/test_lora.py \
 	tests/train/test_datasets.py tests/train/test_history.py
 
 test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and others, in an environment of their own

@@ -1,14 +1,15 @@
 """The processes of tests/titan: torchtitan's own pipeline and ours on the same parts, weights and data.
 
-torchtitan takes an accelerator for granted, so these processes tell it that its device is the CPU.
+torchtitan takes an accelerator for granted, so these processes tell it that its device is the CPU. In a testbed
+(`penstock testbed --workers 4 --backend nccl -- pytest tests/titan`) they all share the GPU.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import ScheduleGPipe
 from torchtitan.tools import utils
 
+import titan_names  # noqa: F401  # before torchtitan
 from penstock.runtime import ProcessComm
+from penstock.runtime.backends import NCCL
+from penstock.runtime.process.mps import shared_gpu_backend
 
 
 class CpuModule:
@@ -62,9 +67,17 @@ class CpuModule:
         pass
 
 
-# Told before any other module of torchtitan asks which device it has.
-utils.device_type = "cpu"
-utils.device_module = CpuModule
+ON_GPU = torch.cuda.is_available() and shared_gpu_backend() == NCCL
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+BACKEND = NCCL if ON_GPU else "gloo"
+# With torch 2.11, torchtitan's loss in chunks crashes in its own pipeline, too.
+CHUNKS = (
+    4 if "loss_kwargs" in signature(ScheduleGPipe._step_microbatches).parameters else 0
+)
+if not ON_GPU:
+    # Told before any other module of torchtitan asks which device it has.
+    utils.device_type = "cpu"
+    utils.device_module = CpuModule
 warnings.filterwarnings("ignore", message="DTensor random operators")
 
 # ruff: noqa: E402
@@ -141,7 +154,7 @@ def documents_attention() -> Any:
 
 def document_mask(positions: Tensor) -> Tensor:
     """Which keys each token sees: (rows, 1, tokens, tokens)."""
-    place = torch.arange(positions.shape[1])
+    place = torch.arange(positions.shape[1], device=positions.device)
     start = (place - positions)[:, :, None]
     return ((place <= place[:, None]) & (place >= start))[:, None]
 
@@ -241,7 +254,7 @@ def build(config: Any, dims: Any, pipelining_fn: Any) -> Pipelined:
         compile_config=config.compile,
         ac_config=config.activation_checkpoint,
         dump_folder="",
-        device=torch.device("cpu"),
+        device=DEVICE,
         model_config=model_config,
         parallelize_fn=config.model_spec.parallelize_fn,
         loss_fn=loss,
@@ -249,9 +262,10 @@ def build(config: Any, dims: Any, pipelining_fn: Any) -> Pipelined:
     pipelined = Pipelined(*built, loss)
     for part in pipelined.parts:
         for module in part.modules():
-            if isinstance(module, FSDPModule):  # gloo can only sum
+            if isinstance(module, FSDPModule) and not ON_GPU:
+                # gloo can only sum.
                 module.set_force_sum_reduction_for_comms(True)
-        part.to_empty(device="cpu")
+        part.to_empty(device=DEVICE)
         with torch.no_grad():
             part.init_weights(buffer_device=None)
         set_weights(part)
@@ -295,7 +309,7 @@ def data_of(case: Case, copy: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
     positions = torch.arange(TOKENS).repeat(case.batch, 1)
     if case.documents:
         positions = torch.where(positions < 5, positions, positions - 5)
-    return tokens, labels, positions
+    return tokens.to(DEVICE), labels.to(DEVICE), positions.to(DEVICE)
 
 
 def calls(case: Case, built: Pipelined, data: Any, valid: int) -> dict[str, Any]:
@@ -312,17 +326,9 @@ def calls(case: Case, built: Pipelined, data: Any, valid: int) -> dict[str, Any]
         "kwarg_mbs": keywords,
         "target_mbs": list(labels) if built.has_last else None,
         "losses": [] if built.has_last else None,
-        "loss_kwargs": {"global_valid_tokens": torch.tensor(valid)},
+        "loss_kwargs": {"global_valid_tokens": torch.tensor(valid, device=DEVICE)},
         "return_outputs": False,
     }
-
-
-def step_torchtitan(built: Pipelined, arguments: dict[str, Any]) -> None:
-    """Run a step of torch's schedule; torch 2.13 has no `step` that takes micro-batches."""
-    schedule = built.schedule
-    schedule._stage.has_backward = True
-    schedule._stage.clear_runtime_states()
-    schedule._step_microbatches(**arguments)
 
 
 def gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
@@ -331,11 +337,11 @@ def gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
     for part in parts:
         for name, parameter in part.named_parameters():
             assert parameter.grad is not None, name
-            found[plain_name(name)] = parameter.grad.full_tensor()
+            found[plain_name(name)] = parameter.grad.full_tensor().cpu()
     return found
 
 
-def run(case: Case, config: Any, dims: Any, pipelining_fn: Any, step: Any) -> Any:
+def run(case: Case, config: Any, dims: Any, pipelining_fn: Any) -> Any:
     """Build a pipeline and run its steps; return its losses and gradients."""
     built = build(config, dims, pipelining_fn)
     copy = dist.get_rank() % case.shard
@@ -345,20 +351,16 @@ def run(case: Case, config: Any, dims: Any, pipelining_fn: Any, step: Any) -> An
             data = data_of(case, copy, number)
             valid = case.batch * case.shard * (TOKENS - 2) * case.accumulate
             arguments = calls(case, built, data, valid)
-            step(built, arguments)
+            built.schedule.step(**arguments)
             if built.has_last:
                 all_losses += [float(one.detach()) for one in arguments["losses"]]
     return built, all_losses, gradients(built.parts)
 
 
-def step_penstock(built: Pipelined, arguments: dict[str, Any]) -> None:
-    """Run a step of our schedule."""
-    built.schedule.step(**arguments)
-
-
 def compare(comm: ProcessComm, cases: list[Case]) -> list[tuple[Any, ...]]:
     """Run each case in both pipelines; return losses and gradients of all ranks, ours and theirs."""
     results = []
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's trainer does
     for case in cases:
         config = trainer_config(case, comm.ranks)
         dims = ParallelDims.from_config(config.parallelism, comm.ranks)
@@ -366,13 +368,9 @@ def compare(comm: ProcessComm, cases: list[Case]) -> list[tuple[Any, ...]]:
         set_spmd_backend(config.parallelism.spmd_backend)
         config.model_spec.model.update_from_config(config=config)
         ours = use_plan(config)
-        built, losses, grads = run(
-            case, ours, dims, ours.model_spec.pipelining_fn, step_penstock
-        )
+        built, losses, grads = run(case, ours, dims, ours.model_spec.pipelining_fn)
         theirs = replace(config, parallelism=own_order(case, config.parallelism))
-        _, peer_losses, peer_grads = run(
-            case, theirs, dims, pipeline_llm, step_torchtitan
-        )
+        _, peer_losses, peer_grads = run(case, theirs, dims, pipeline_llm)
         evaluated = evaluate(case, built, dims)
         proof = built.schedule.proof
         results.append((losses, grads, peer_losses, peer_grads, evaluated, proof))
@@ -452,7 +450,7 @@ def call_model_method(
     config = trainer_config(Case("1f1b"), comm.ranks)
     dims = ParallelDims.from_config(config.parallelism, comm.ranks)
     dims.build_mesh()
-    tokens, labels, positions = data_of(Case("1f1b"), 0, 0)
+    tokens, labels, positions = (one.cpu() for one in data_of(Case("1f1b"), 0, 0))
     valid = {"global_valid_tokens": torch.tensor(len(tokens) * (TOKENS - 2))}
     rowwise = config.loss.build(compile_config=config.compile)
 
@@ -586,8 +584,7 @@ def train(
 
     One rank trains without a pipeline, after it has saved the weights to begin with.
     """
-    os.environ["LOCAL_RANK"] = str(comm.rank)
-    if not hasattr(dist, "set_timeout"):  # torch 2.13
+    if not ON_GPU:  # where gloo knows no barrier of devices
         distributed.set_pg_timeouts = lambda **options: None
     logged = []
 

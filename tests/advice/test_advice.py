@@ -78,6 +78,21 @@ def test_an_order_without_a_name_comes_as_a_csv(name):
     assert "only says which rank holds which stage" in advice.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("order", "microbatches", "chunks"),
+    [("1f1b", 3, {}), ("interleaved", 6, {"chunks": 2}), ("interleaved-zb", 9, {})],
+)
+def test_micro_batches_for_which_torchs_own_schedule_has_no_such_order_come_as_a_csv(
+    order, microbatches, chunks
+):
+    plan = pipeline(order, ranks=4, microbatches=microbatches, **chunks)
+    framework = FRAMEWORKS["torchtitan"]
+    advice = framework.advise(plan, STEM)
+    assert "pipeline_parallel_schedule PipelineScheduleMulti" in advice.text
+    assert load_torch_csv(advice.files["plan.csv"]) == plan.schedule
+    assert not framework.waits(plan)  # Only torch's own 1F1B waits for its messages.
+
+
 def test_a_single_rank_accumulates_micro_batches():
     plan = pipeline("1f1b", (9,), ranks=1, microbatches=4)
     text = FRAMEWORKS["torchtitan"].advise(plan, STEM).text
@@ -155,6 +170,11 @@ def test_passes_become_micro_batches_where_gradients_accumulate_in_the_pipeline(
             "the 2 ranks divide the micro-batches, of which there are 5",
         ),
         ("deepspeed", LOOP(), "one stage on each rank"),
+        (
+            "torchtitan automodel megatron deepspeed",
+            pipeline("interleaved", ranks=1, microbatches=2, chunks=2),
+            "a single rank",
+        ),
     ],
 )
 def test_a_plan_that_a_framework_cannot_run_is_refused_with_the_reason(

@@ -21,6 +21,7 @@ from penstock.advice.advise import FRAMEWORKS
 from penstock.advice.automodel import hugging_face_names
 from penstock.advice.megatron import layout_of
 from penstock.advice.pipeline import PipelineTerms
+from penstock.advice.torch_stages import torch_name
 from penstock.advice.torchtitan import torchtitan_names
 from penstock.partition import even_partition
 
@@ -256,18 +257,32 @@ def test_automodel_finds_every_module_of_an_even_split() -> None:
 # ---------------------------------------------------------------- torch
 def test_the_names_that_torch_knows_have_the_orders_that_we_simulate() -> None:
     peer = their("torch.distributed.pipelining._schedule_visualizer")
-    for ours, theirs, more in (
-        ("interleaved", "Interleaved1F1B", {"chunks": 2}),
-        ("interleaved-zb", "InterleavedZeroBubble", {"chunks": 2}),
-        ("zb-v", "ZBVZeroBubble", {}),
+    compared = set()
+    for ours, more in (
+        ("interleaved", {"chunks": 2}),
+        ("interleaved-zb", {"chunks": 3}),
+        ("zb-v", {}),
     ):
-        for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # some call themselves experimental
-                rows = peer.get_schedule_ops(
-                    theirs, ranks, microbatches, 2, with_comms=False
-                )
-            schedule = make(ours, ranks=ranks, microbatches=microbatches, **more)
-            assert [[str(one) for one in row if one] for row in rows] == [
-                [str(action) for action in lane] for lane in schedule.lanes
-            ]
+        for ranks in (2, 4):
+            for microbatches in (1, 3, 4, 6, 8, 9, 16):
+                schedule = make(ours, ranks=ranks, microbatches=microbatches, **more)
+                terms = PipelineTerms(schedule, (), 1, 1, 1, 1, 1, (), 0)
+                name, has_csv = torch_name(terms)
+                if has_csv:  # torch has no such order under this name
+                    continue
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # some call themselves experimental
+                    rows = peer.get_schedule_ops(
+                        name,
+                        ranks,
+                        microbatches,
+                        terms.stages_per_rank,
+                        with_comms=False,
+                    )
+                assert [[str(one) for one in row if one] for row in rows] == [
+                    [str(action) for action in lane] for lane in schedule.lanes
+                ]
+                compared.add((name, microbatches))
+    assert ("Interleaved1F1B", 8) in compared
+    assert ("InterleavedZeroBubble", 16) in compared
+    assert ("ZBVZeroBubble", 9) in compared

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +22,9 @@ from penstock.runtime import spawn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torchtitan and what it imports
+    pytest.importorskip("torchtitan")
+    import titan_names  # noqa: F401  # before the rest of torchtitan
+
     pytest.importorskip("torchtitan.trainer", exc_type=ImportError)
     from torchtitan.config import ConfigManager
     from torchtitan.distributed.pipeline_parallel import (
@@ -35,7 +42,7 @@ with warnings.catch_warnings():
         plan_pipeline,
     )
     from penstock.titan.trainer import PenstockTrainer, use_plan, with_penstock
-    from titan_workers import TOKENS, Case
+    from titan_workers import CHUNKS, TOKENS, Case
 
 ROUNDING = 1e-5  # of float32, after slices have added in another order
 
@@ -177,6 +184,19 @@ def test_what_cannot_work_is_refused_with_the_reason(section, changes, message):
         plan_pipeline(config, config.penstock)
 
 
+def test_a_backend_that_this_torch_cannot_shard_is_refused(monkeypatch):
+    """torchtitan divides the weights among all processes, if it is not told otherwise."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = workers.trainer_config(Case("1f1b"), 2)
+    shards = replace(config.parallelism, data_parallel_shard_degree=-1)
+    config = replace(config, parallelism=shards)
+    with pytest.raises(ConfigError, match=r"add --parallelism.* partial_dtensor"):
+        plan_pipeline(config, config.penstock)
+    other = replace(shards, spmd_backend="partial_dtensor")
+    planned = plan_pipeline(replace(config, parallelism=other), config.penstock)
+    assert planned.config.mesh.size == 2
+
+
 def test_slices_are_refused_where_attention_does_not_take_them():
     config = workers.trainer_config(Case("1f1b", {"slices": 2}), 2)
     config.model_spec.model.layers[3].moe = object()
@@ -216,39 +236,46 @@ def judge(results, number, case):
 CASES = [
     Case("1f1b"),
     Case("1f1b", batch=1),  # fewer micro-batches than ranks, compared with GPipe
-    Case("zb-h1", chunks=4, precision="bfloat16"),
+    Case("zb-h1", chunks=CHUNKS, precision="bfloat16"),
     Case("zb-h1", {"slices": 2}, recompute="full", accumulate=2),
-    Case("hanayo", {"waves": 1, "slices": 2, "split": True}, rows=2, chunks=4),
+    Case("hanayo", {"waves": 1, "slices": 2, "split": True}, rows=2, chunks=CHUNKS),
     Case("1f1b", {"slices": 2}, rows=2, recompute="selective", documents=True),
 ]
 
 
 @pytest.mark.numerics
 def test_losses_and_gradients_are_those_of_torchtitans_own_pipeline():
-    results = spawn(2, workers.compare, CASES)
+    results = spawn(2, workers.compare, CASES, backend=workers.BACKEND)
     for number, case in enumerate(CASES):
         judge(results, number, case)
 
 
 SHARDED = [
-    Case("hanayo", {"waves": 1, "slices": 2, "split": True}, rows=2, chunks=4, shard=2),
+    Case(
+        "hanayo",
+        {"waves": 1, "slices": 2, "split": True},
+        rows=2,
+        chunks=CHUNKS,
+        shard=2,
+    ),
     Case("1f1b", batch=8),
 ]
 
 
 @pytest.mark.numerics
 def test_four_ranks_and_fsdp_compute_the_same():
-    results = spawn(4, workers.compare, SHARDED)
+    results = spawn(4, workers.compare, SHARDED, backend=workers.BACKEND)
     for number, case in enumerate(SHARDED):
         judge(results, number, case)
 
 
+@pytest.mark.skipif(not CHUNKS, reason="torch 2.11 cannot run losses in chunks")
 def test_a_loss_in_chunks_must_fit_the_slices():
     case = Case("1f1b", {"slices": 2}, chunks=16)
     with pytest.raises(
         PenstockError, match="16 chunks, but there is a slice of 8 tokens"
     ):
-        spawn(2, workers.compare, [case])
+        spawn(2, workers.compare, [case], backend=workers.BACKEND)
 
 
 # ---------------------------------------------------------------- the method of a model
@@ -290,9 +317,57 @@ def test_what_the_method_of_a_model_cannot_do_is_refused(
 # ---------------------------------------------------------------- the whole trainer
 @pytest.mark.numerics
 def test_torchtitans_trainer_trains_validates_and_resumes_with_our_pipeline(tmp_path):
-    case = Case("hanayo", {"waves": 1, "slices": 2}, chunks=4)
-    (expected,) = spawn(1, workers.train, case, tmp_path, [2, 4])
-    first, _ = spawn(2, workers.train, case, tmp_path, [2, 4])
+    case = Case("hanayo", {"waves": 1, "slices": 2}, chunks=CHUNKS)
+    (expected,) = spawn(
+        1, workers.train, case, tmp_path, [2, 4], backend=workers.BACKEND
+    )
+    first, _ = spawn(2, workers.train, case, tmp_path, [2, 4], backend=workers.BACKEND)
     assert [one[:2] for one in first] == [one[:2] for one in expected]
     losses = [one[2] for one in first]
     assert losses == pytest.approx([one[2] for one in expected], rel=1e-4)
+
+
+def run_command(folder, ranks, steps, *options):
+    """Run torchtitan's command up to each number of steps; return what the rank with the losses has logged."""
+    entry = Path(__file__).parents[1] / "titan_entry.py"
+    losses = folder / "losses"
+    for last in steps:
+        line = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+        line += ["--standalone", "--nproc-per-node", str(ranks), str(entry)]
+        line += ["--config", "llama3_debugmodel", "--dump_folder", str(folder / "out")]
+        line += ["--training.steps", str(last), "--lr_scheduler.total_steps", "100"]
+        line += ["--training.seq_len", "64", "--training.local_batch_size", "4"]
+        line += ["--metrics.log_freq", "1", "--checkpoint.enable"]
+        line += ["--checkpoint.interval", "2"]
+        line += ["--parallelism.spmd_backend", "partial_dtensor", *options]
+        done = subprocess.run(
+            line,
+            env={**os.environ, "LOSSES_FOLDER": str(losses)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    for file in sorted(losses.glob("*.jsonl")):
+        logged = [json.loads(one) for one in file.read_text().splitlines()]
+        if logged and logged[0][2] > 0:
+            return logged
+    return []
+
+
+@pytest.mark.numerics
+def test_torchtitans_own_command_trains_and_resumes_with_our_pipeline(tmp_path):
+    own = ("--module", "llama3")
+    run_command(tmp_path / "seed", 1, [1], *own, "--checkpoint.create_seed_checkpoint")
+    seed = tmp_path / "seed/out/checkpoint/step-0"
+    begin = ("--checkpoint.initial_load_path", str(seed))
+    expected = run_command(tmp_path / "own", 1, [4], *own, *begin)
+    ours = ("--module", "penstock.titan", "--parallelism.pipeline_parallel_degree", "2")
+    wave = ("--penstock.schedule", "hanayo", "--penstock.split")
+    found = run_command(tmp_path / "ours", 2, [2, 4], *ours, *begin, *wave)
+    assert [one[:2] for one in found] == [["train", step] for step in (1, 2, 3, 4)]
+    losses = [one[2] for one in found]
+    # In bfloat16, and micro-batches add up in another order than a whole batch.
+    assert losses == pytest.approx([one[2] for one in expected], rel=2e-3)
+    assert losses[-1] < losses[0] - 1

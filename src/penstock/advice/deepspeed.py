@@ -99,12 +99,20 @@ class Deepspeed:
             f"Launch {pipeline.replicas * pipeline.ranks * pipeline.tensor} processes: pipe "
             f"{pipeline.ranks}, data {pipeline.replicas}, model {pipeline.tensor}."
         ]
+        if pipeline.tensor > 1 and pipeline.ranks > 1:
+            notes.append(
+                f"Your model must divide its layers between {pipeline.tensor} devices itself; tell "
+                "DeepSpeed about it with topology=PipeModelDataParallelTopology("
+                f"num_pp={pipeline.ranks}, num_mp={pipeline.tensor}, "
+                f"num_dp={pipeline.replicas}), from deepspeed.runtime.pipe.topology."
+            )
         if pipeline.tied:
             notes.append("The model ties its embedding to its head: use TiedLayerSpec.")
         if pipeline.shard > 1:
             notes.append(
                 f"The plan shards weights over {pipeline.shard} devices; in a pipeline "
-                "DeepSpeed shards only what the optimizer keeps (ZeRO-1), and needs more memory."
+                "DeepSpeed shards what the optimizer keeps (ZeRO-1). The expected memory is "
+                "enough for that: it counts whole weights and gradients, which a step gathers."
             )
         return tuple(notes)
 

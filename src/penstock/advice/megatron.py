@@ -101,7 +101,8 @@ class Megatron:
         if pipeline.shard > 1:
             notes.append(
                 f"The plan shards weights over {pipeline.shard} devices; the distributed "
-                "optimizer shards only what the optimizer keeps, and needs more memory."
+                "optimizer shards what the optimizer keeps. The expected memory is enough "
+                "for that: it counts whole weights and gradients, which a step gathers."
             )
         return tuple(notes)
 

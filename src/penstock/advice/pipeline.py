@@ -185,6 +185,8 @@ def refuse_idle_order(pipeline: PipelineTerms) -> str:
     schedule = pipeline.schedule
     if schedule.slices > 1:
         return "it cuts sequences into token slices"
+    if pipeline.ranks == 1 and pipeline.parts > 1:
+        return "it cuts the model of a single rank into several stages"
     if len(schedule.stages) != schedule.parts:
         return "it holds parts of the model more than once"
     whole = tuple(range(schedule.parts))

@@ -5,6 +5,9 @@ They place stages by the name of a schedule: in a loop, or in one V. The order c
     placement   order has a name     any other order
     loop        Interleaved1F1B      PipelineScheduleMulti and a CSV
     V           ZBVZeroBubble        ZBVZeroBubble, for its placement, and a CSV
+
+torch knows some names only for some numbers of micro-batches: its 1F1B refuses fewer micro-batches than ranks, and its
+interleaved schedules refuse or reorder micro-batches that do not fill their rounds. Such orders come as a CSV, too.
 """
 
 from __future__ import annotations
@@ -74,10 +77,19 @@ class TorchFramework:
 
 def torch_name(pipeline: PipelineTerms) -> tuple[str, bool]:
     """The name of a pipeline's schedule, and whether it needs a CSV for its order."""
-    name = NAMES.get(order_of(pipeline.schedule), "")
-    if name:
-        return name, False
+    order = order_of(pipeline.schedule)
+    if order in NAMES and _torch_has_order(order, pipeline):
+        return NAMES[order], False
     return PLACING_NAMES[placement_kind(pipeline.schedule)], True
+
+
+def _torch_has_order(order: str, pipeline: PipelineTerms) -> bool:
+    """Whether torch's schedule of this name has our order for this number of micro-batches."""
+    if order == "1f1b":
+        return pipeline.microbatches >= pipeline.ranks
+    if order in ("interleaved", "interleaved-zb"):
+        return pipeline.microbatches % pipeline.ranks == 0
+    return True
 
 
 def torch_csv(pipeline: PipelineTerms) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli.landscape import note_unused
 from penstock.cli.tables import console, print_json, print_plain, write
 
 if TYPE_CHECKING:
@@ -68,11 +69,11 @@ def print_counsel(
     expected = counsel.expected
     units = question.units
     sends = "wait for their messages" if expected.waits else "send in the background"
+    how = f" (simulated for ranks that {sends})" if counsel.pipeline.ranks > 1 else ""
     print_plain(
         f"for {framework.name}: {counsel.name}, {counsel.advice.schedule}\n"
         f"expected: a step of {name_time(expected.step, units)}, bubble "
-        f"{expected.bubble:.1%}, {name_size(expected.peak, units)} on the fullest device "
-        f"(simulated for ranks that {sends})"
+        f"{expected.bubble:.1%}, {name_size(expected.peak, units)} on the fullest device{how}"
     )
     console().rule(framework.ending, style="dim")
     print_plain(counsel.advice.text.rstrip("\n"))
@@ -84,12 +85,12 @@ def print_counsel(
             f"{framework.name} cannot run {one.name}, {name_time(one.step, units)} in our "
             f"runtime: {one.reason}"
         )
+    for note in note_unused(question):
+        print_plain(note)
     if not written:
-        more = "".join(f", {name}" for name in counsel.advice.files)
-        print_plain(
-            f"-o plan.json also writes the plan, plan.{framework.ending}{more}",
-            stderr=True,
-        )
+        files = ["the plan", f"plan.{framework.ending}", *counsel.advice.files]
+        listed = f"{', '.join(files[:-1])} and {files[-1]}"
+        print_plain(f"-o plan.json also writes {listed}", stderr=True)
 
 
 def counsel_facts(counsel: Counsel, framework: Framework) -> dict[str, object]:

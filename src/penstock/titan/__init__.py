@@ -9,11 +9,34 @@ config stay. A model of your own gets the same with `penstock.titan.trainer.with
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from penstock.errors import RunError
 
 TESTED_VERSION = "0.3"  # of torchtitan
+TESTED_TORCH = "2.13"  # what torchtitan imports is missing in torch 2.11
+INSTALL = "pip install 'penstock[titan]'"
+
+
+def require_torchtitan() -> None:
+    """Raise an error that says what to install, unless torchtitan's trainer can be imported and is one that we know."""
+    found = installed_version("torchtitan")
+    if found is None:
+        raise ImportError(
+            f"penstock.titan needs torchtitan, which is not installed: {INSTALL}"
+        )
+    refuse_other_version(found)
+    try:
+        import_module("torchtitan.trainer")
+    except ImportError as error:
+        torch = installed_version("torch") or "none"
+        # Not an ImportError: torchtitan, which imports us, would leave its text out.
+        raise RunError(
+            f"torchtitan's trainer cannot be imported: {error}\n"
+            f"  penstock.titan works with torchtitan {TESTED_VERSION} and torch {TESTED_TORCH}; installed are "
+            f"torchtitan {found} and torch {torch}: {INSTALL}"
+        ) from error
 
 
 def refuse_other_version(found: str) -> None:
@@ -23,17 +46,15 @@ def refuse_other_version(found: str) -> None:
     """
     if found.split(".")[:2] != TESTED_VERSION.split("."):
         raise RunError(
-            f"penstock.titan works with torchtitan {TESTED_VERSION}, but {found} is installed: "
-            "pip install 'torchtitan==0.3.0'\n"
+            f"penstock.titan works with torchtitan {TESTED_VERSION}, but {found} is installed: {INSTALL}\n"
             "  earlier ones have another config; later ones call model.pipeline(), which "
             "penstock.titan.model_method.pipeline_with returns"
         )
 
 
-def refuse_installed_version() -> None:
-    """Raise an error if another torchtitan is installed; if there is none, importing it will say so."""
+def installed_version(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
-        found = version("torchtitan")
+        return version(package)
     except PackageNotFoundError:
-        return
-    refuse_other_version(found)
+        return None

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from penstock.titan import refuse_installed_version
+from penstock.titan import require_torchtitan
 
-refuse_installed_version()  # Another version lacks what is imported next.
+require_torchtitan()  # It explains why what is imported next is missing.
 
 from torchtitan.models import _supported_models as torchtitan_models  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402

@@ -6,10 +6,12 @@ sizes of the model        what our planner reads          schedule and layers   
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.pipeline_parallel import (
     _generate_llm_fqn_per_model_part as default_modules,
@@ -45,6 +47,7 @@ from penstock.titan.options import PenstockOptions
 from penstock.train.auto import plan_workload
 from penstock.train.forecast import Forecast, forecast
 
+SPMD_TYPES = "spmd_types"  # torchtitan's default for --parallelism.spmd_backend
 FIRST_RANK_NAME = "ZBVZeroBubble"  # torchtitan reads the loss on rank 0
 LAST_RANK_NAME = "1F1B"  # torchtitan reads the loss on the last rank
 
@@ -101,7 +104,7 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
     parallelism = config.parallelism
     training = config.training
     rows = parallelism.pipeline_parallel_microbatch_size
-    shard = max(1, parallelism.data_parallel_shard_degree)
+    shard = shard_degree(parallelism)
     schedule = ScheduleConfig(
         options.schedule,
         ranks=parallelism.pipeline_parallel_degree,
@@ -125,6 +128,17 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
         ),
     )
     return check_config(asked)
+
+
+def shard_degree(parallelism: ParallelismConfig) -> int:
+    """The number of processes that divide the weights of a part. By default, torchtitan takes all that it has."""
+    given: int = parallelism.data_parallel_shard_degree
+    if given > 0:
+        return given
+    copies: int = parallelism.data_parallel_replicate_degree
+    ranks: int = parallelism.pipeline_parallel_degree
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return max(1, processes // (ranks * copies))
 
 
 def model_config_of(config: Trainer.Config) -> ModelConfig:
@@ -281,7 +295,22 @@ def refuse_unsupported(config: Trainer.Config) -> None:
         raise ConfigError(
             f"{spec.name} is pipelined by {name}, but Penstock takes the place of pipeline_llm only"
         )
-    refuse_other_parallelism(config.parallelism, config.training.enable_cpu_offload)
+    parallelism = config.parallelism
+    refuse_other_parallelism(parallelism, config.training.enable_cpu_offload)
+    copies = shard_degree(parallelism) * parallelism.data_parallel_replicate_degree
+    backend = parallelism.spmd_backend
+    if copies > 1 and backend == SPMD_TYPES and not shards_spmd_types():
+        raise ConfigError(
+            f"{copies} processes hold each part, and torch {torch.__version__} cannot divide the weights that "
+            f"--parallelism.spmd_backend {backend} prepares, with any pipeline: add "
+            "--parallelism.spmd_backend partial_dtensor"
+        )
+
+
+def shards_spmd_types() -> bool:
+    """Whether this torch is one that torchtitan's newest backend is written for."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 14)
 
 
 def refuse_foreign(plan: Plan, config: Trainer.Config) -> None:

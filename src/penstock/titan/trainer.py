@@ -8,11 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
+from penstock.errors import ConfigError
+from penstock.runtime.torch_internals import provide_set_timeout
+from penstock.titan import require_torchtitan
+from penstock.titan.options import PenstockOptions
+from penstock.view.numbers import write_size, write_time
+
+require_torchtitan()  # It explains why what is imported next is missing.
+
+# ruff: noqa: E402
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from penstock.errors import ConfigError
-from penstock.titan.options import PenstockOptions
 from penstock.titan.pipelining import pipeline
 from penstock.titan.planning import (
     PipelinePlan,
@@ -21,7 +28,6 @@ from penstock.titan.planning import (
     plan_pipeline,
     why_no_profile,
 )
-from penstock.view.numbers import write_size, write_time
 
 
 class PenstockTrainer(Trainer):  # type: ignore[misc]
@@ -34,6 +40,7 @@ class PenstockTrainer(Trainer):  # type: ignore[misc]
         penstock: PenstockOptions = field(default_factory=PenstockOptions)
 
     def __init__(self, config: Config) -> None:
+        provide_set_timeout()  # or torch 2.13 ends the first step with an error
         super().__init__(use_plan(config))
 
 
