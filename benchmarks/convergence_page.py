@@ -28,15 +28,8 @@ COMMANDS = {
     "quick": "python benchmarks/convergence.py --quick",
 }
 PLAIN = ("0", "25", "33", "50")
-T_95 = {
-    1: 12.71,
-    2: 4.30,
-    3: 3.18,
-    4: 2.78,
-    5: 2.57,
-    6: 2.45,
-    7: 2.36,
-}  # Student's, two-sided, by degrees of freedom
+# Student's, two-sided, by degrees of freedom.
+T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 Record = dict[str, Any]
 
 INTRODUCTION = """\

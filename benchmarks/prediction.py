@@ -95,9 +95,8 @@ def schedules(tokens: int) -> dict[tuple[str, int, str], Schedule]:
     return found
 
 
-Steps = dict[
-    str, list[tuple[float, list[float]]]
-]  # by schedule: makespan, and work of each rank
+# By schedule: makespan, and work of each rank.
+Steps = dict[str, list[tuple[float, list[float]]]]
 
 
 def work(comm: Comm, setting: Setting) -> tuple[dict[str, list[Profile]], Steps, float]:

@@ -34,9 +34,8 @@ from penstock.runtime.torch_internals import recording_bytes
 from penstock.train.profile import ProfileRequest, measure_request
 from penstock.train.weights import draw_parameters, hold
 
-Step = Callable[
-    [], float
-]  # one step, until the GPU has done it; the loss where it is known
+# One step, until the GPU has done it; the loss where it is known.
+Step = Callable[[], float]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
     python benchmarks/gpu/compiled.py --part alone --model 200m --out alone-200m.json
     python benchmarks/gpu/compiled.py --part alone --model 1b --out alone-1b.json
+    python benchmarks/gpu/compiled.py --part alone --model wide --out alone-wide.json
     penstock testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
 
 `alone` is one process: a plain loop over micro-batches with torch.compile on the whole model, and our runtime with
-compiled stages, recorded and not. Weights are float32, products bfloat16 (autocast), and the optimizer is AdamW.
+compiled stages, recorded and not, and unrecorded with plain autocast instead of weights that are cast once in a step.
+Weights are float32, products bfloat16, and the optimizer is AdamW.
 `pipeline` is 8 workers on one GPU with 4 layers each, in bfloat16: torch's pipelining with compiled layers (without
 split backwards, which it cannot compile), and ours compiled, and compiled and recorded.
+With `--depth 8 --only "hanayo W=4,hanayo W=2,zb-v"` each worker has 8 layers, enough for four waves. With
+`--candidates ours` or `--candidates recorded` a pipeline runs by itself, which shows the memory that it reserves.
 
 Steps of all candidates alternate, and ratios are taken within a round.
 """
@@ -32,6 +36,7 @@ from bench import (
     Torchs,
     arguments,
     clocked,
+    gathered,
     memory,
     note,
     quartiles,
@@ -40,6 +45,8 @@ from bench import (
     write,
 )
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from penstock import Schedule, lower, make, simulate
 from penstock.ir.action import Op
@@ -73,6 +80,12 @@ MODELS = {
         ),
         (8,),
     ),
+    "wide": (
+        LlamaConfig(
+            vocab=32_000, width=4096, layers=4, heads=32, kv_heads=32, inner=11264
+        ),
+        (4,),
+    ),
 }
 DRY_MODEL = (
     LlamaConfig(vocab=97, width=32, layers=2, heads=2, kv_heads=2, inner=48),
@@ -89,6 +102,7 @@ PIPELINES: dict[str, tuple[str, dict[str, int]]] = {
     "dualpipe-v": ("dualpipe-v", {}),
     "skip 25%": ("skip", {"skips": 2}),
 }
+CANDIDATES = ("torch", "ours", "recorded")  # of a pipeline
 DEPTH = 4  # layers of a rank
 COLD = 3  # steps of each candidate that are not counted
 
@@ -103,7 +117,7 @@ class Options:
     out: Path | None
     device: str
     names: tuple[str, ...] = ()
-    peer: bool = True
+    candidates: tuple[str, ...] = CANDIDATES
 
 
 # ---------------------------------------------------------------- one process
@@ -155,8 +169,11 @@ class Alone:
         return float(total)
 
     # ------------------------------------------------------------ ours
-    def build(self, comm: Comm, recorded: bool) -> None:
-        """Put the model into an executor of one rank, with compiled stages."""
+    def build(self, comm: Comm, recorded: bool, casts: bool) -> None:
+        """Put the model into an executor of one rank, with compiled stages.
+
+        A step casts the weights once, or without `casts` autocast does so for every micro-batch.
+        """
         compiler = self.options.compiler
         config = self.model.config
         stage = compile_stage(split(self.model, [config.layers])[0], compiler)
@@ -169,6 +186,8 @@ class Alone:
             autocast=torch.bfloat16,
             tape=CudaTape() if recorded and self.options.device == "cuda" else None,
         )
+        if not casts:
+            executor.casts = None
         batch = batch_of(self.microbatches, self.microbatches)
         self.step = lambda: executor.step(batch).loss
 
@@ -197,7 +216,8 @@ def run_alone(comm: Comm, name: str, options: Options, dry: bool) -> dict[str, A
             say(
                 f"  {who:<10} {figures['tokens_per_second']:>10,.0f} tokens/s  "
                 f"{figures['peak_bytes'] / 1e9:6.2f} GB  loss {figures['loss']:.4f}  "
-                f"{figures['over_plain'][0]:.3f} times the plain loop"
+                f"{figures['over_plain'][0]:.3f} times the plain loop, "
+                f"{1e3 * figures['kernel_seconds']:.1f} ms of kernels"
             )
     return {"part": "alone", "rows": rows}
 
@@ -216,13 +236,13 @@ def compare_alone(
     candidates: dict[str, Alone] = {}
     held: dict[str, int] = {}  # bytes that a candidate holds between steps
     losses: dict[str, float] = {}
-    for who in ("plain", "ours", "recorded"):
+    for who in ("plain", "autocast", "ours", "recorded"):
         before = allocated(options)
         one = Alone(config, tokens, count, options)
         if who == "plain":
             one.compile_loop()
         else:
-            one.build(comm, recorded=who == "recorded")
+            one.build(comm, recorded=who == "recorded", casts=who != "autocast")
         began = time.perf_counter()
         for _ in range(COLD):
             losses[who] = one.run()
@@ -245,7 +265,7 @@ def compare_alone(
     if options.device == "cuda":
         peaks["recorded"] += recording_bytes()
     figures = {}
-    for who in candidates:
+    for who, one in candidates.items():
         middle, low, high = quartiles(times[who])
         over = [a / b for a, b in zip(times["plain"], times[who], strict=True)]
         figures[who] = {
@@ -254,11 +274,35 @@ def compare_alone(
             "peak_bytes": peaks[who],
             "loss": losses[who],
             "over_plain": quartiles(over),
+            "kernel_seconds": kernel_seconds(one, options),
         }
     candidates.clear()
     del one
     collect(options)
     return {"microbatches": count, "tokens": tokens.numel(), "candidates": figures}
+
+
+def kernel_seconds(one: Alone, options: Options) -> float:
+    """The seconds in which the GPU runs a kernel during a step; 0 on a CPU.
+
+    Kernels that overlap count once. The marks that torch's optimizers leave around their kernels do not count.
+    """
+    if options.device != "cuda":
+        return 0.0
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        one.run()
+        finish(options)
+    total = 0.0
+    end = 0.0
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and "Optimizer." not in event.name
+    )
+    for start, stop in spans:
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total / 1e6
 
 
 def allocated(options: Options) -> int:
@@ -307,6 +351,8 @@ def run_pipeline(
         if name == "skip" and comm.ranks <= 2 + shape["skips"]:
             continue  # too few ranks for paths that leave some out
         schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
+        if schedule.parts > size.config.layers:
+            continue  # too few layers for so many parts
         row = compare_pipelines(comm, size, label, schedule, options)
         rows.append(row)
         if comm.rank == 0:
@@ -326,11 +372,11 @@ def compare_pipelines(
 ) -> dict[str, Any]:
     """Steps of torch's runtime and of ours by turns, on separate copies of the same weights."""
     machines: dict[str, Step] = {}
-    stages = {
-        who: stages_of(schedule, comm, size) for who in ("torch", "ours", "recorded")
-    }
+    stages = {who: stages_of(schedule, comm, size) for who in options.candidates}
     ours: dict[str, Ours] = {}
-    for who in ("ours", "recorded"):
+    for who in options.candidates:
+        if who == "torch":
+            continue
         for part in stages[who].values():
             compile_stage(part, options.compiler)
         one = Ours(schedule, stages[who], comm, size, recorded=who == "recorded")
@@ -339,14 +385,13 @@ def compare_pipelines(
     splits = any(action.op is Op.W for action in schedule.lanes[0])
     # Nor does it let micro-batches take different paths.
     paths = {microbatch.path for microbatch in schedule.microbatches}
-    if options.peer and not splits and len(paths) == 1:
+    if "torch" in options.candidates and not splits and len(paths) == 1:
         for part in stages["torch"].values():
             for layer in part.pieces_to_compile:  # type: ignore[union-attr]
                 layer.compile(backend=options.compiler)
         native = label == "1f1b"
         machines["torch"] = Torchs(schedule, stages["torch"], size, native=native)
     losses: dict[str, float] = {}
-    peaks: dict[str, list[float]] = {}
     for who in list(machines):
         if who in ours:
             warm_up(ours[who].executor, ours[who].batch, evaluates=False)
@@ -356,28 +401,23 @@ def compare_pipelines(
         for _ in range(COLD):
             losses[who] = clocked(comm, machines[who], stages[who], size)[1]
         note(comm, f"  {label}: {who} runs")
-    times: dict[str, list[float]] = {who: [] for who in machines}
-    for _ in range(options.rounds):
-        for who, machine in machines.items():
-            memory(comm, size)
-            took, _ = clocked(comm, machine, stages[who], size)
-            peaks[who] = memory(comm, size, who == "recorded")
-            times[who].append(took)
-    timeline = ours["recorded"].timeline()
+    times = run_rounds(comm, machines, stages, size, options)
+    peaks, reserved = measure_memory(comm, machines, stages, size)
+    last = options.candidates[-1]
+    timeline = ours[last].timeline()
     row = {
         "name": label,
         "microbatches": len(schedule.microbatches),
         "times": {who: quartiles(values) for who, values in times.items()},
         "over_recorded": {
-            who: quartiles(
-                [a / b for a, b in zip(values, times["recorded"], strict=True)]
-            )
+            who: quartiles([a / b for a, b in zip(values, times[last], strict=True)])
             for who, values in times.items()
         },
         "simulated": simulate(schedule, own_cost(timeline)).makespan,
         "bubble": timeline.bubble,
         "action": float((timeline.end - timeline.start).mean()),
         "memory": peaks,
+        "reserved": reserved,
         "loss": losses,
     }
     machines.clear()
@@ -387,6 +427,49 @@ def compare_pipelines(
     if size.device == "cuda":
         torch.cuda.empty_cache()
     return row
+
+
+def run_rounds(
+    comm: Comm,
+    machines: dict[str, Step],
+    stages: dict[str, dict[int, nn.Module]],
+    size: Size,
+    options: Options,
+) -> dict[str, list[float]]:
+    """Run steps by turns; return their times."""
+    times: dict[str, list[float]] = {who: [] for who in machines}
+    for _ in range(options.rounds):
+        for who, machine in machines.items():
+            took, _ = clocked(comm, machine, stages[who], size)
+            times[who].append(took)
+    return times
+
+
+def measure_memory(
+    comm: Comm,
+    machines: dict[str, Step],
+    stages: dict[str, dict[int, nn.Module]],
+    size: Size,
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Run one more step of each; return the memory of each rank as allocated and as reserved.
+
+    Each step begins with only the memory that tensors use. It has to reserve the rest again, so it is not timed.
+    """
+    peaks: dict[str, list[float]] = {}
+    reserved: dict[str, list[float]] = {}
+    for who, machine in machines.items():
+        if size.device == "cuda":
+            torch.cuda.empty_cache()
+        memory(comm, size)
+        clocked(comm, machine, stages[who], size)
+        reserved[who] = gathered(comm, reserved_bytes(size), size)
+        peaks[who] = memory(comm, size, who == "recorded")
+    return peaks, reserved
+
+
+def reserved_bytes(size: Size) -> float:
+    """The most that torch had taken from the GPU since the last call of `memory`, with gaps between tensors."""
+    return float(torch.cuda.max_memory_reserved()) if size.device == "cuda" else 0.0
 
 
 def warm_alone(stages: dict[int, nn.Module], size: Size) -> None:
@@ -415,7 +498,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated schedules")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument("--no-torch", action="store_true", help="ours alone")
+    parser.add_argument(
+        "--candidates",
+        default=",".join(CANDIDATES),
+        help="comma-separated, of a pipeline; run one by itself to see the memory that it reserves",
+    )
     parser.add_argument("--compiler", default="", help="backend of torch.compile")
     given = parser.parse_args()
     options = Options(
@@ -425,7 +512,7 @@ def main() -> None:
         given.out.absolute() if given.out else None,
         "cpu" if given.dry else "cuda",
         tuple(filter(None, given.only.split(","))),
-        not given.no_torch,
+        tuple(given.candidates.split(",")),
     )
     if given.part == "alone":
         found = run_threads(

@@ -5,94 +5,107 @@ python benchmarks/gpu/compiled_page.py
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 from compiled import MODELS, SEQUENCES
+from measured import RESULTS, Row, rows_of
 
 from penstock.models.flops import flops_per_token, peak_flops
 
 STEP_TOKENS = 16 * 1024  # of a step of the pipelines
 PIPELINE_PROCESSORS = 8 * 14  # multiprocessors that torch counts with 12% of the GPU
-PLAIN_KERNELS = 0.2406  # seconds in a step of 1,056 M, by torch's profiler
-RESULTS = Path(__file__).parent.parent.parent / "docs" / "results"
+INTERLEAVED = "interleaved-zb v=2"
 PAGE = RESULTS / "compiled.md"
-NAMES = {"plain": "plain loop", "ours": "ours", "recorded": "ours, recorded"}
+NAMES = {
+    "plain": "plain loop",
+    "autocast": "ours, with plain autocast",
+    "ours": "ours",
+    "recorded": "ours, recorded",
+}
 TEXT = """# Compiled stages on one H200
 
-One NVIDIA H200, torch 2.11. What users of torch run today is compiled, so it is what we compare with. `python
-benchmarks/gpu/compiled.py` runs all candidates in one process (or one set of processes), step by step in turn.
-Ratios are taken within a round of steps; a range has the quartiles over all rounds. Weights are float32 and
-products bfloat16 in the first table, all is bfloat16 in the second.
+One NVIDIA H200, torch 2.11. Users of torch compile their models today, so we compare with compiled ones. `python
+benchmarks/gpu/compiled.py` runs all candidates in one process (or one set of processes), step by step in turn. Ratios
+are taken within a round of steps; a range shows the quartiles over all rounds. With one process, weights are float32
+and products bfloat16; with eight workers, everything is bfloat16.
 
 ## One process
 
-A plain loop over micro-batches with `torch.compile` on the whole model, and our runtime with compiled layers
-and a loss in chunks. 16 sequences of 1,024 tokens a step, vocabulary 32,000, AdamW.
+A plain loop over micro-batches with `torch.compile` on the whole model, and our runtime with compiled layers and a
+loss in chunks. 16 sequences of 1,024 tokens a step, vocabulary 32,000, AdamW. The last model has 4 wide layers.
 
 {alone}
 
-Recorded, we run at {least:.2f} to {most:.2f} times the speed of the plain loop. How much it is depends on the host.
-With several micro-batches the plain loop launches thousands of kernels in a step, and the GPU waits for them: on
-other machines of the same kind it had 274,000 and 326,000 tokens/s for 194 M with 4 micro-batches, and 61,900 for
-1,056 M. A profile of 1,056 M says what remains with any host: the kernels of the plain loop alone take 241 ms of a
-step, while all of our step takes {step:.0f} ms, which is {kernel_gain:.2f} times as fast. With one large
-micro-batch the plain loop has as few launches as our recording. Without recordings and with several micro-batches
-we lose, because our executor calls every layer from Python.
-
-A later run on another machine of the kind, whose host is faster, gave the recorded runs 1.16 (1.14-1.26) and 1.07
-(1.03-1.09) times the speed of the plain loop for 194 M with 4 and 1 micro-batches, and 1.25 (1.25-1.29) for 1,056 M. So
-the aims of 1.05 and 1.02 are met on both.
-
-Casting once makes the host work longer where nothing is recorded. By turns in one process of that run:
-
-| unrecorded | cast once | kernels | plain autocast | kernels |
-|---|--:|--:|--:|--:|
-| 194 M, 4 micro-batches | 65.5 ms (60.7-69.5) | 41.8 ms | 58.4 ms (55.9-67.1) | 44.7 ms |
-| 1,056 M, 8 micro-batches | 420 ms (353-469) | 203 ms | 359 ms (328-414) | 237 ms |
-
-Times are medians of 8 steps, with the least and the most in brackets. Here the GPU waits for the host, and autocast
-is faster by 11 and 14%. Where layers are large enough that the host waits for the GPU, casting once should win by the
-time of its kernels, which is up to 15% less (not run). Recordings are what helps a slow host, so we cast once always.
+Recorded, we run at {least:.2f} to {most:.2f} times the speed of the plain loop. How much it is depends on the host:
+with several micro-batches the plain loop launches thousands of kernels in a step, and the GPU waits for them. On
+another machine of the kind, whose host is slower, the recorded runs had 1.58 and 1.07 times its speed for 194 M with
+4 and 1 micro-batches, and 1.35 for 1,056 M. On a third one, whose host lies between the two, they had 1.16, 1.07 and
+1.25. The kernels show what remains with any host: with 1,056 M those of the plain loop alone take {plain_kernels:.0f}
+ms of a step (overlapping kernels count once), while our whole step takes {step:.0f} ms, so it is {kernel_gain:.2f}
+times as fast. The aims of 1.05 for 194 M and 1.02 for 1,056 M are met on all three machines.
 
 Two things make our own kernels faster. A step casts each weight to bfloat16 once; autocast does it for every
 micro-batch, forward and backward. And the product that computes the gradient of a weight adds it to the gradient so
 far in float32, where autograd rounds it to bfloat16, casts it back and adds it in passes of their own. For a weight
-of 5,632 x 2,048 and 2,048 tokens that takes 87 us instead of 139, and the relative error is 2e-6 instead of 2e-3.
-Before these changes, on the same day and another machine of the same kind, a step of 1,056 M took 257 ms, of which
-such sums took 26 ms and casts 25 ms. The copies of the weights need 2 bytes for each number.
+of 5,632 x 2,048 and 2,048 tokens that takes 87 us instead of 139, and the relative error is 2e-6 instead of 2e-3. The
+copies of the weights need 2 bytes for each number.
 
-By the count of `penstock train`, the best row of 1,056 M has {utilization:.1%} of the GPU's peak (MFU). `penstock
-train` itself had 45.4 to 52.2% with the same sizes (median 48.5% of steps 2 to 28, with clipping and its own data), so
-the aim of 49% is missed by 0.5 points. The host is not the reason any more. In a profile of three steps of 220 ms the
-GPU waits for it for 1.0 ms. Its kernels take 210 ms, and the other 9 ms are pauses of about a microsecond each between
-some 7,500 kernels. Matrix products take 145 ms of the 210, attention 19, AdamW 9, casting, the norm and clipping 5.
+Without recordings, this costs the host more time than autocast does, because each linear layer hands out its input
+and the gradient of its output. So casting once is faster where the GPU is the limit, and slower where the host is:
+
+| unrecorded | plain autocast | cast once | gain |
+|---|--:|--:|--:|
+{casts}
+| 194 M, 4 micro-batches, third machine | 58.4 ms | 65.5 ms | 0.89 |
+| 1,056 M, 8 micro-batches, third machine | 359 ms | 420 ms | 0.86 |
+
+We always cast once. Layers of usual sizes gain from it, and where the host is too slow, recordings (the default on
+GPUs) help more than autocast would.
+
+As `penstock train` counts it, the best row of 1,056 M reaches {utilization:.1%} of the GPU's peak (MFU). That row has
+8 micro-batches of 2 sequences, so every gradient is added to eight times. `penstock train` with `schedule.name =
+auto` plans 2 micro-batches of 8 for the same step, and reached **54.3%** in the median of 27 steps (52.1 to 56.3%),
+with clipping and its own data: 83,900 tokens/s or 195 ms a step, 194 ms predicted, in 34.7 GiB. The aim of 49% is
+met. With 8 micro-batches it reached 48.5% in an earlier run. There the GPU waited for the host for 1.0 ms of 220, and
+its kernels took 210 ms: matrix products 145, attention 19, AdamW 9, casting, the norm and clipping 5. The other 9 ms
+were pauses of about a microsecond each between some 7,500 kernels.
 
 ## Eight workers
 
-Layers of width 1,024, four on each rank, 16 micro-batches of 1,024 tokens. torch's pipelining runs with
-compiled layers, over the same transport as ours. It cannot compile split backwards (see [peers](../peers.md)),
-and all its micro-batches take one path, so most rows have no figure for it. `skip 25%` leaves two of eight ranks out
-on each path. Memory is that of the fullest rank.
+Layers of width 1,024, four on each rank, 16 micro-batches of 1,024 tokens. torch's pipelining runs with compiled
+layers, over the same transport as ours. It cannot compile split backwards (see [peers](../peers.md)), and all its
+micro-batches take one path, so most rows have no figure for it. `skip 25%` leaves two of eight ranks out on each
+path. Memory is that of the fullest rank.
 
 {pipeline}
 
-Compiled and recorded, the zero-bubble schedules take {split_gain:.0%} less time than 1F1B, because the weight
-gradients of compiled layers really move: each linear layer passes its input and the gradient of its output on
-to the W. Before, the compiled backward did all of the work in I and left W empty.
+Compiled and recorded, the faster zero-bubble schedule takes {split_gain:.0%} less time than 1F1B. The weight
+gradients of compiled layers really move into W actions: each linear layer passes its input and the gradient of its
+output on to W. In earlier versions the compiled backward did all of the work in I and left W empty.
 
-Recordings need {memory_least:.2f} to {memory_most:.2f} times the memory on the fullest rank: all actions of a lane
-share one memory, and a later action uses what an earlier one has freed. Before, every micro-batch in flight had
-buffers of its own, and Interleaved-ZB needed 2.37 times as much. What remains is most likely gaps between blocks, which
-count here for recordings only.
+Hanayo with four waves needs more layers. With eight on each rank and all else as above:
+
+{deep}
+
+For W = 4, where an action takes about a millisecond, torch's runtime takes {deep_gain:.2f} times as long as ours.
+Going from two waves to four takes {wave_gain:.0%} off our step and adds {wave_loss:.0%} to torch's. In this table,
+the steps without recordings, torch's and ours, include time to reserve memory: the script gave unused memory back to
+the GPU before every step, so that it could measure how much each step reserves. How much time that takes was not
+measured. The script now measures memory in steps of its own, but was not run again.
+
+By the first of these tables, recordings need {memory_least:.2f} to {memory_most:.2f} times the memory on the fullest
+rank: all actions of a lane share one memory, and a later action uses what an earlier one has freed. In earlier
+versions every micro-batch in flight had buffers of its own, and Interleaved-ZB needed 2.37 times as much. That table
+counts gaps between tensors for recordings only, and it counts the weights of all candidates of a process. If each
+candidate runs in processes of its own, and gaps count for both, as torch reserves them, recorded steps need
+{zb_memory:.2f} times the memory for ZB-V ({zb_recorded:.2f} instead of {zb_ours:.2f} GB) and {inter_memory:.2f} times
+for Interleaved-ZB ({inter_recorded:.2f} instead of {inter_ours:.2f} GB). So the aim of 1.15 is met for ZB-V and
+missed for Interleaved-ZB.
 
 One process on the whole GPU, compiled and recorded, takes {single:.1f} ms for the same step (32 layers, 16
 micro-batches). That is {single_speed:,.0f} tokens/s on 132 multiprocessors. ZB-V on eight workers has
 {pipeline_speed:,.0f} tokens/s on {pipeline_processors} of them, {share:.2f} times as much a multiprocessor, most
 likely because a micro-batch of 1,024 tokens does not fill the whole GPU. With larger micro-batches, which one process
-plans for itself, [eight planned workers](h200.md#one-process-beside-eight-planned-workers) have 0.85 of its speed a
-multiprocessor.
+plans for itself, [eight planned workers](h200.md#one-process-beside-eight-planned-workers) have 0.85 to 0.89 of its
+speed a multiprocessor.
 """
 
 
@@ -103,25 +116,45 @@ def main() -> None:
 
 def page() -> str:
     """The page, made of the results."""
-    alone = _rows("compiled-200m.json") + _rows("compiled-1b.json")
-    pipeline = _rows("compiled-pipeline.json")
-    single = _rows("compiled-single.json")[0]["times"]["recorded"][0]
+    alone = rows_of("compiled-200m.json") + rows_of("compiled-1b.json")
+    wide = rows_of("compiled-wide.json")
+    deep = rows_of("compiled-deep.json")
+    deep_times = {row["name"]: row["times"] for row in deep}
+    reserved = {
+        (row["name"], who): max(row["reserved"][who]) / 1e9
+        for who in ("ours", "recorded")
+        for row in rows_of(f"compiled-memory-{who}.json")
+    }
+    pipeline = rows_of("compiled-pipeline.json")
+    single = rows_of("compiled-single.json")[0]["times"]["recorded"][0]
     ratios = [row["candidates"]["recorded"]["over_plain"][0] for row in alone]
     times = {row["name"]: row["times"]["recorded"][0] for row in pipeline}
     memory = [
         max(row["memory"]["recorded"]) / max(row["memory"]["ours"]) for row in pipeline
     ]
     return TEXT.format(
-        alone=_alone_table(alone),
+        alone=_alone_table(alone + wide),
         pipeline=_pipeline_table(pipeline),
         least=min(ratios),
         most=max(ratios),
-        split_gain=1 - min(times["zb-v"], times["interleaved-zb v=2"]) / times["1f1b"],
+        split_gain=1 - min(times["zb-v"], times[INTERLEAVED]) / times["1f1b"],
         memory_least=min(memory),
         memory_most=max(memory),
         utilization=_utilization(alone[-1]),
         step=1e3 * alone[-1]["candidates"]["recorded"]["seconds"][0],
-        kernel_gain=PLAIN_KERNELS / alone[-1]["candidates"]["recorded"]["seconds"][0],
+        plain_kernels=1e3 * alone[-1]["candidates"]["plain"]["kernel_seconds"],
+        kernel_gain=kernel_gain(alone[-1]),
+        casts=_casts_rows(alone + wide),
+        deep=_pipeline_table(deep),
+        deep_gain=deep[0]["over_recorded"]["torch"][0],
+        wave_gain=_less(deep_times, "recorded"),
+        wave_loss=-_less(deep_times, "torch"),
+        zb_ours=reserved["zb-v", "ours"],
+        zb_recorded=reserved["zb-v", "recorded"],
+        zb_memory=reserved["zb-v", "recorded"] / reserved["zb-v", "ours"],
+        inter_ours=reserved[INTERLEAVED, "ours"],
+        inter_recorded=reserved[INTERLEAVED, "recorded"],
+        inter_memory=reserved[INTERLEAVED, "recorded"] / reserved[INTERLEAVED, "ours"],
         single=1e3 * single,
         single_speed=STEP_TOKENS / single,
         pipeline_speed=STEP_TOKENS / times["zb-v"],
@@ -131,7 +164,40 @@ def page() -> str:
     )
 
 
-def _utilization(row: dict[str, Any]) -> float:
+def kernel_gain(row: Row) -> float:
+    """The kernels of the plain loop over our whole step."""
+    candidates = row["candidates"]
+    ours: float = candidates["recorded"]["seconds"][0]
+    return float(candidates["plain"]["kernel_seconds"] / ours)
+
+
+def _less(times: dict[str, dict[str, list[float]]], who: str) -> float:
+    """How much less time four waves take than two."""
+    return 1 - times["hanayo W=4"][who][0] / times["hanayo W=2"][who][0]
+
+
+def _casts_rows(rows: list[Row]) -> str:
+    """Steps without recordings, with plain autocast and with weights that are cast once."""
+    lines = []
+    for row in rows:
+        count = row["microbatches"]
+        autocast, ours = (
+            row["candidates"][who]["seconds"][0] for who in ("autocast", "ours")
+        )
+        lines.append(
+            f"| {_size(row)}, {count} micro-batch{'es' if count > 1 else ''} "
+            f"| {1e3 * autocast:.1f} ms | {1e3 * ours:.1f} ms | {autocast / ours:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _size(row: Row) -> str:
+    """The parameters of a model, and its width if it has few wide layers."""
+    wide = ", width 4,096" if row["model"] == "wide" else ""
+    return f"{row['parameters'] / 1e6:,.0f} M{wide}"
+
+
+def _utilization(row: Row) -> float:
     """The share of the GPU's peak, as `penstock train` counts it."""
     config, _ = MODELS[row["model"]]
     peak = peak_flops("NVIDIA H200")
@@ -140,20 +206,13 @@ def _utilization(row: dict[str, Any]) -> float:
     return speed * flops_per_token(config, row["tokens"] // SEQUENCES) / peak
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / "h200" / name).read_text())[
-        "rows"
-    ]
-    return found
-
-
-def _alone_table(rows: list[dict[str, Any]]) -> str:
+def _alone_table(rows: list[Row]) -> str:
     lines = [
         "| model | micro-batches | | tokens/s | over the plain loop | peak memory |",
         "|---|--:|---|--:|--:|--:|",
     ]
     for row in rows:
-        size = f"{row['parameters'] / 1e6:,.0f} M"
+        size = _size(row)
         for key, name in NAMES.items():
             one = row["candidates"][key]
             middle, low, high = one["over_plain"]
@@ -166,7 +225,7 @@ def _alone_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _pipeline_table(rows: list[dict[str, Any]]) -> str:
+def _pipeline_table(rows: list[Row]) -> str:
     lines = [
         "| schedule | torch | ours | ours, recorded | torch over recorded | simulated "
         "| memory | recorded |",

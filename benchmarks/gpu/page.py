@@ -17,10 +17,10 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from compiled_page import PLAIN_KERNELS
+from compiled_page import kernel_gain
+from measured import FILES, Row, rows_of
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ModelCost, PartCost, ProfileCost, Seconds
@@ -31,7 +31,6 @@ from penstock.view import svg
 from schedules import DEPTH, NAMES
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-FILES = DOCS / "results" / "h200"
 IMAGES = DOCS / "images"
 PAGES = {  # by template
     "page.md": DOCS / "results" / "h200.md",
@@ -49,12 +48,6 @@ HERE = {
     "Hanayo W=4": "hanayo W=4",
 }
 CALIBRATED = ("1f1b", "zb-v", "hanayo W=4")
-Row = dict[str, Any]
-
-
-def rows_of(name: str) -> list[Row]:
-    found: list[Row] = json.loads((FILES / name).read_text())["rows"]
-    return found
 
 
 # ---------------------------------------------------------------- predictions
@@ -163,9 +156,8 @@ def measured_timeline(row: Row, predicted: Timeline) -> Timeline:
     times = {action: (start, end) for action, start, end in row["spans"]}
     names = [str(action) for lane in predicted.schedule.lanes for action in lane]
     start, end = (np.array([times[name][n] for name in names]) for n in (0, 1))
-    return replace(
-        predicted, start=start, end=end
-    )  # with the memory that was predicted
+    # With the memory that was predicted.
+    return replace(predicted, start=start, end=end)
 
 
 # ---------------------------------------------------------------- tables
@@ -440,12 +432,6 @@ def gains_table() -> str:
     return table(["", "torch, compiled", "ours, compiled and recorded", "gain"], lines)
 
 
-def kernel_gain() -> float:
-    """The kernels of the plain loop over our whole step."""
-    ours = rows_of("compiled-1b.json")[0]["candidates"]["recorded"]["seconds"][0]
-    return float(PLAIN_KERNELS / ours)
-
-
 def zb_share() -> float:
     """The time of our ZB-V over that of torch's 1F1B."""
     rows = {row["name"]: row["times"] for row in rows_of("compiled-pipeline.json")}
@@ -487,7 +473,7 @@ def pages() -> tuple[list[str], Model]:
     )
     values = {
         "gains": gains_table(),
-        "kernel_gain": kernel_gain(),
+        "kernel_gain": kernel_gain(rows_of("compiled-1b.json")[0]),
         "zb_share": zb_share(),
         "transport": transport_table(transport),
         "hops": hops,

@@ -109,9 +109,8 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
             row = one(comm, setting, network, label, schedule)
             rows.append(row)
             if comm.rank == 0:
-                write(
-                    setting.out, {"ranks": comm.ranks, "rows": rows}
-                )  # what there is, should the time run out
+                # What there is, should the time run out.
+                write(setting.out, {"ranks": comm.ranks, "rows": rows})
             note(
                 comm,
                 f"{label} M={count}: {1e3 * row['ours']:.1f} ms, its actions alone {1e3 * row['own']:.1f}"

@@ -10,8 +10,9 @@ tried with three layouts of communicators:
     direction   one for the messages to higher ranks, and one for those to lower ranks: what we use otherwise
     link        one for each direction between each two ranks that talk
 
-A step is compared with the simulated one: the median times of its own actions, and the links as they were measured
-before, with one message at a time.
+A step is compared with simulated ones: the median times of its own actions, and the links as they were measured
+before. `simulated` lets every message leave at once, `in_order` lets the messages of a rank wait for each other. Links
+are measured with one message at a time, `crowded` with messages between all ranks, and `busy` while all compute, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,15 @@ import torch
 import torch.distributed as dist
 from bench import DRY, REAL, Size, arguments, clocked, data, note, stages_of, write
 
-from penstock import Schedule, lower, make, simulate
+from penstock import lower, make, simulate
 from penstock.cost.network import Network
 from penstock.ir.idle import split_idle_time
+from penstock.ir.program import Program
+from penstock.ir.timeline import Timeline
 from penstock.measure.links import gather_rows, measured_network
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
+from penstock.sim.in_order import simulate_in_order
 from penstock.sim.own_times import own_cost
 
 SCHEDULES: dict[str, tuple[str, dict[str, int]]] = {
@@ -46,7 +51,11 @@ DEPTH = 4  # layers of a rank
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
-CROWDED_ROUNDS = 20
+HOP_ROUNDS = 20
+# Work that lasts longer than the messages that are timed beside it: about 0.15 ms for two products on an eighth of
+# an H200.
+WORK_PRODUCTS = 100
+WORK_REPLAYS = 20
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ class Setting:
     layouts: tuple[str, ...]
     dtypes: tuple[str, ...]  # of messages; if empty, those of the layout
     seconds: float
+    timelines: bool  # write the times of all actions
 
     def types_of(self, layout: str) -> tuple[str, ...]:
         """The types of messages to try with a layout."""
@@ -105,15 +115,31 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
             if setting.size.device == "cuda":
                 torch.cuda.empty_cache()
             rows.append({"transport": layout, **row})
-            note(
-                comm,
-                f"  {label}, {dtype}: {1e3 * row['step']:.1f} ms, makespan "
-                f"{1e3 * row['makespan']:.1f}, simulated {1e3 * row['simulated']:.1f} "
-                f"with links, {1e3 * row['crowded']:.1f} with crowded ones "
-                f"({1e3 * row['crowded_hop']:.2f} ms) and {1e3 * row['free']:.1f} without, "
-                f"idle {row['bubble']:.1%}  [{time.perf_counter() - begin:.0f} s]",
-            )
+            note(comm, f"  {describe(row)}  [{time.perf_counter() - begin:.0f} s]")
     return rows
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line about a row."""
+    times = ", ".join(
+        f"{key} {1e3 * row[key]:.1f}"
+        for key in (
+            "step",
+            "makespan",
+            "simulated",
+            "in_order",
+            "in_order_crowded",
+            "in_order_busy",
+            "free",
+        )
+    )
+    hops = ", ".join(
+        f"{key} {1e3 * row[key]:.2f}" for key in ("hop", "crowded_hop", "busy_hop")
+    )
+    return (
+        f"{row['name']}, {row['messages']}: {times} ms; "
+        f"a message: {hops} ms; idle {row['bubble']:.1%}"
+    )
 
 
 def one(
@@ -142,58 +168,124 @@ def one(
     def step() -> float:
         return executor.step(batch).loss
 
+    message = size.tokens * size.config.width * TYPES[dtype].itemsize
+    device = torch.device(size.device)
+    hops = {
+        "hop": float(network.latency) + message / float(network.bandwidth),  # type: ignore[arg-type]
+        "crowded_hop": mean_hop(comm, message, device, computes=False),
+        "busy_hop": mean_hop(comm, message, device, computes=True),
+    }
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
     times = [clocked(comm, step, stages, size)[0] for _ in range(setting.rounds)]
-    timelines = [executor.step(batch, timed=True).timeline for _ in range(3)]
-    timeline = sorted(timelines, key=lambda each: each.makespan)[1]  # type: ignore[union-attr]
-    assert timeline is not None
-    message = size.tokens * size.config.width * TYPES[dtype].itemsize
-    crowded = crowded_hop(comm, message, torch.device(size.device))
-    hop = float(network.latency) + message / float(network.bandwidth)  # type: ignore[arg-type]
-    idle = split_idle_time(timeline, hop)
-    whole = comm.ranks * timeline.makespan
-    return {
+    timelines: list[Timeline] = []
+    for _ in range(3):
+        measured = executor.step(batch, timed=True).timeline
+        assert measured is not None
+        timelines.append(measured)
+    timeline = sorted(timelines, key=lambda each: each.makespan)[1]
+    row = {
         "name": label,
         "messages": dtype,
         "message_bytes": message,
         "latency": network.latency,
         "bandwidth": network.bandwidth,
+        **hops,
         "step": statistics.median(times),
         "makespan": timeline.makespan,
-        "simulated": simulated(schedule, timeline, network, message),
-        "free": simulated(schedule, timeline, Network(), 0),
-        "crowded_hop": crowded,
-        "crowded": simulated(schedule, timeline, Network(crowded), 0),
         "bubble": timeline.bubble,
-        "schedule": (sum(idle.schedule) + sum(idle.end)) / whole,
-        "hop": sum(idle.hop) / whole,
-        "host": sum(idle.host) / whole,
         "loss": loss,
+        **predictions(comm, executor.program, timeline, network, message, hops),
     }
+    if setting.timelines:
+        row["start"] = timeline.start.tolist()
+        row["end"] = timeline.end.tolist()
+    return row
 
 
-def crowded_hop(comm: ProcessComm, message: int, device: torch.device) -> float:
-    """The seconds of a message between neighbours while all ranks talk at once and nobody computes."""
+def predictions(
+    comm: ProcessComm,
+    program: Program,
+    timeline: Timeline,
+    network: Network,
+    message: int,
+    hops: dict[str, float],
+) -> dict[str, float]:
+    """Makespans with the times of the step's own actions and several links, and why ranks were idle."""
+    schedule = program.schedule
+    channels = 1 if comm.upward is comm.downward else 2
+    cost = own_cost(timeline)
+    tokens = schedule.microbatches[0].cuts[-1]
+    parts = tuple(replace(part, message=message / tokens) for part in cost.parts)
+    measured = replace(cost, parts=parts, network=network)
+    found = {
+        "free": simulate(schedule, cost).makespan,
+        "simulated": simulate(schedule, measured).makespan,
+        "in_order": simulate_in_order(program, measured, channels).makespan,
+    }
+    for key in ("crowded", "busy"):
+        fixed = replace(cost, network=Network(hops[f"{key}_hop"]))
+        made = simulate_in_order(program, fixed, channels)
+        found[f"in_order_{key}"] = made.makespan
+    idle = split_idle_time(timeline, hops["hop"])
+    whole = comm.ranks * timeline.makespan
+    found["schedule"] = (sum(idle.schedule) + sum(idle.end)) / whole
+    found["on_the_way"] = sum(idle.hop) / whole
+    found["host"] = sum(idle.host) / whole
+    return found
+
+
+def mean_hop(
+    comm: ProcessComm, message: int, device: torch.device, computes: bool
+) -> float:
+    """The mean seconds of a message between neighbours while all ranks talk at once, and compute or do not."""
     payload = torch.ones(message // 4, device=device)
-    seconds = []
+    work = busy_work(device) if computes else None
+    rows = torch.zeros(comm.ranks, 2, 2, dtype=torch.float64)
+    on_gpu = device.type == "cuda"
     for shift in (0, 1):
         peer = ((comm.rank + shift) ^ 1) - shift
-        rounds = CROWDED_ROUNDS if 0 <= peer < comm.ranks else 0
-        for counted in (
-            min(rounds, 1),
-            rounds,
-        ):  # The first message connects two ranks.
+        has_peer = 0 <= peer < comm.ranks
+        for counted in (1, HOP_ROUNDS):  # The first message connects two ranks.
             comm.barrier()
             settle_device(device)
+            if work is not None and counted > 1:
+                work()
+            stream = torch.cuda.Stream() if on_gpu else None
             began = time.perf_counter()
-            for _ in range(counted):
-                exchange(comm, payload, peer)
+            with torch.cuda.stream(stream):
+                for _ in range(counted if has_peer else 0):
+                    exchange(comm, payload, peer)
+            if stream is not None:
+                stream.synchronize()
+            took = time.perf_counter() - began
             settle_device(device)
-        seconds.append((time.perf_counter() - began) / (2 * CROWDED_ROUNDS))
-    rows = torch.zeros(comm.ranks, 2, dtype=torch.float64)
-    rows[comm.rank] = torch.tensor(seconds)
-    return float(gather_rows(comm, rows).max())
+        if has_peer:
+            rows[comm.rank, shift] = torch.tensor([took / (2 * HOP_ROUNDS), 1.0])
+    total, count = gather_rows(comm, rows).sum((0, 1)).tolist()
+    return float(total / count)
+
+
+def busy_work(device: torch.device) -> Callable[[], object] | None:
+    """A function that gives a GPU work for a while: products of the size of a layer's."""
+    if device.type != "cuda":
+        return None
+    x = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
+    up = torch.randn(1024, 2816, device=device, dtype=torch.bfloat16) / 32
+    down = torch.randn(2816, 1024, device=device, dtype=torch.bfloat16) / 53
+    for _ in range(2):
+        x @ up @ down
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(WORK_PRODUCTS):
+            x = x @ up @ down
+
+    def work() -> None:
+        for _ in range(WORK_REPLAYS):
+            graph.replay()
+
+    return work
 
 
 def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
@@ -211,17 +303,6 @@ def settle_device(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def simulated(
-    schedule: Schedule, timeline: Any, network: Network, message: int
-) -> float:
-    """The makespan with the times of the step's own actions and these links."""
-    cost = own_cost(timeline)
-    tokens = schedule.microbatches[0].cuts[-1]
-    parts = [replace(part, message=message / tokens) for part in cost.parts]
-    cost = replace(cost, parts=tuple(parts), network=network)
-    return simulate(schedule, cost).makespan
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
@@ -234,6 +315,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="of a transport, at most"
     )
+    parser.add_argument(
+        "--timelines", action="store_true", help="write the times of all actions, too"
+    )
     given = parser.parse_args()
     ranks = 2 if given.dry else given.ranks
     size = DRY if given.dry else replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
@@ -241,7 +325,14 @@ def main() -> None:
     layouts = tuple(filter(None, given.layouts.split(",")))
     dtypes = tuple(filter(None, given.dtypes.split(",")))
     setting = Setting(
-        size, 2 * ranks, given.rounds, names, layouts, dtypes, given.seconds
+        size,
+        2 * ranks,
+        given.rounds,
+        names,
+        layouts,
+        dtypes,
+        given.seconds,
+        given.timelines,
     )
     out: Path | None = given.out.absolute() if given.out else None
     rows: list[dict[str, Any]] = []
