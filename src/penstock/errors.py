@@ -47,11 +47,13 @@ class ShapeError(PenstockError):
 
 
 class UnknownNameError(PenstockError):
-    """A name that is not in a list of known names."""
+    """A name that is not in a list of known names. `meant` is the right one, if it is known."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], meant: str = ""
+    ) -> None:
         names = sorted(known)
-        near = nearest_name(name, names)
+        near = meant or nearest_name(name, names)
         hint = f"; did you mean {near!r}?" if near else ""
         super().__init__(
             f"there is no {kind} {name!r}{hint}\nknown: {', '.join(names)}"
@@ -89,10 +91,10 @@ class PeerLostError(RunError):
 
 
 # ---------------------------------------------------------------- names that were meant
-def nearest_name(name: str, known: Collection[str]) -> str:
+def nearest_name(name: str, known: Collection[str], letters: int = 3) -> str:
     """The known name that was probably meant; empty if none is near.
 
-    A name is near if at most a third of its letters differ, or if it is one of the words
+    A name is near if at most one in `letters` letters differs, or if it is one of the words
     of the other. A far-fetched suggestion would be worse than none.
 
     >>> nearest_name("hanyo", ["hanayo", "chimera"]), nearest_name("num_layers", ["layers"])
@@ -107,7 +109,7 @@ def nearest_name(name: str, known: Collection[str]) -> str:
         return max(contained, key=len)
     distances = {one: _typing_distance(given, one.casefold()) for one in known}
     best = min(distances, key=distances.__getitem__, default="")
-    if best and distances[best] <= max(len(given), len(best)) // 3:
+    if best and distances[best] <= max(len(given), len(best)) // letters:
         return best
     containing = [one for one in known if words and words <= _words(one)]
     return min(containing, key=len, default="")

@@ -44,6 +44,16 @@ def test_costs_are_options(run):
     assert json.loads(out)["makespan"] == pytest.approx(5 * (8 + 3))
 
 
+def test_messages_can_wait_for_each_other_as_over_nccl(run):
+    makespans = []
+    for option in ("", "--channels 2", "--channels 1"):
+        _, out, _ = run(
+            f"simulate zb-v --ranks 4 --microbatches 8 --comm 0.25 {option} --json"
+        )
+        makespans.append(json.loads(out)["makespan"])
+    assert makespans == [28.75, 30.0, 33.0]
+
+
 @pytest.mark.parametrize("ending", ["svg", "html", "json", "csv", "trace.json"])
 def test_draw_writes_the_format_of_the_ending(run, ending):
     code, out, err = run(f"draw {HANAYO} -o x.{ending}")

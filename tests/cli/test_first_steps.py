@@ -8,16 +8,20 @@ import re
 import shlex
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import penstock
-from penstock import REGISTRY
+from penstock import REGISTRY, make
 from penstock.cli.app import app
-from penstock.errors import ConfigError, nearest_name
+from penstock.config import Config, find_settings
+from penstock.config.other_words import OTHER_WORDS
+from penstock.errors import ConfigError, UnknownNameError, nearest_name
 from penstock.extras import extra_of, missing_package
 from penstock.formats.config_toml import load_config
+from penstock.schedules import OTHER_NAMES
 from penstock.train import doctor
 from penstock.train.doctor import State, examine
 
@@ -202,6 +206,45 @@ def test_a_suggestion_is_near_or_absent(given, meant):
     assert "known: family, layers" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ("model.steps=3", "did you mean 'run.steps'? known: family"),
+        ("train.lr=3", "did you mean 'optimizer.rate'? known: model, data"),
+        ("optimizer.learning_rate=3", "did you mean 'rate'? known: name"),
+        ("keep=3", "as in --set paths.keep=3 or --set run.keep=3"),
+        ("model.lora=8", "did you mean 'lora.rank'?"),
+        ("nothing=3", "as in --set model.layers=24"),
+    ],
+)
+def test_a_key_is_found_in_another_section_or_by_the_word_of_another_framework(
+    change, advice
+):
+    with pytest.raises(ConfigError) as caught:
+        load_config("", changes=[change])
+    assert advice in str(caught.value)
+
+
+def test_a_section_of_another_framework_leads_to_its_keys():
+    with pytest.raises(ConfigError, match=r"did you mean 'run\.steps'"):
+        load_config("[training]\ntrain_iters = 3\n")
+
+
+def test_every_word_of_another_framework_leads_to_a_setting():
+    for word, setting in OTHER_WORDS.items():
+        section, key = setting.split(".")
+        assert find_settings(section, word) == (key,)
+        assert hasattr(getattr(Config(), section), key)
+
+
+def test_a_schedule_is_found_by_the_name_that_torch_gives_it():
+    for name, meant in OTHER_NAMES.items():
+        with pytest.raises(UnknownNameError, match=f"did you mean '{meant}'"):
+            make(name, ranks=2, microbatches=2)
+    with pytest.raises(UnknownNameError, match="did you mean 'zb-v'"):
+        make("ScheduleZBVZeroBubble", ranks=2, microbatches=2)
+
+
 def test_a_schedule_is_found_by_one_of_its_words():
     assert nearest_name("interleaved-1f1b", REGISTRY) == "interleaved"
     assert nearest_name("torch", REGISTRY) == ""
@@ -222,6 +265,10 @@ def test_a_schedule_is_found_by_one_of_its_words():
         ("train --set run.device=cuda", "`penstock doctor` says what is missing"),
         ("profile --preset gpt2 --kv-heads 2", "leave out --kv-heads"),
         ("plan --ranks 2 --microbatches 2 --for x", "known: automodel, deepspeed"),
+        ("train --set model.weights=an/llama", "`hf download an/llama --local-dir"),
+        ("profile --preset bert-base --gpu h100", "leave out --gpu"),
+        ("draw config.toml", "`penstock plan config.toml -o plan.json`"),
+        ("join 10.0.0.1", "for example 10.0.0.1:29500"),
     ],
 )
 def test_a_refusal_says_what_to_do_instead(run, monkeypatch, line, way_out):
@@ -232,3 +279,18 @@ def test_a_refusal_says_what_to_do_instead(run, monkeypatch, line, way_out):
     assert code == 2
     others = err.strip().splitlines()[1:]
     assert way_out in " ".join(" ".join(others).split())
+
+
+def test_a_dry_run_under_a_launcher_is_refused_and_trains_nothing(run, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    code, _, err = run("train --dry-run --set run.folder=run")
+    assert (code, "start penstock train without it" in err) == (2, True)
+    assert not Path("run").exists()
+
+
+def test_a_plan_in_the_place_of_a_config_is_led_to_schedule_name(run):
+    assert run("draw 1f1b --ranks 2 --microbatches 2 -o plan.json")[0] == 0
+    for command in ("plan", "train"):
+        code, _, err = run(f"{command} plan.json")
+        assert (code, "--set schedule.name=plan.json" in err) == (2, True)

@@ -73,3 +73,16 @@ def test_a_plan_for_devices_is_shown_in_a_narrow_terminal_and_trains(run):
         "train config.toml --set schedule.name=plan.json --set schedule.ranks=7 --dry-run"
     )
     assert "schedule.ranks = 7, but plan.json has" in err
+
+
+def test_a_search_says_which_settings_of_the_config_it_does_not_use(run):
+    change = "--set model.vocab=256 --set schedule.ranks=2 --stages 1 --slices 1"
+    named = "--set schedule.name=hanayo --set schedule.waves=2"
+    run("init named.toml")
+    line = f"plan named.toml --gpu h100 --devices 2 {change}"
+    code, out, err = run(f"{line} {named}")
+    assert code == 0, err
+    text = " ".join((out + err).split())
+    assert "not used: schedule.name, schedule.waves; this command searches" in text
+    code, out, err = run(line)
+    assert (code, "not used" in out + err) == (0, False)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from commands import environment
 
 PRESSED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the interrupt was lost')\n"
@@ -98,3 +99,10 @@ def test_a_mistake_is_reported_on_a_machine_without_torch(tmp_path, line, words)
     )
     assert (done.returncode, words in done.stderr) == (2, True), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_python_without_torch_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "penstock.pipeline", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it fails
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'penstock\[torch\]'"):
+        _ = penstock.Pipeline

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,13 @@ def here(monkeypatch, capsys, text):
 
 
 # ---------------------------------------------------------------- a whole run
+def makespans_of(page: str) -> list[str]:
+    """The makespans of the predicted and the measured timeline on a page."""
+    found = re.findall(r'"makespan":([^,]+),', unescape(page))
+    assert len(found) == 2
+    return found
+
+
 def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     text, here, monkeypatch, capsys
 ):
@@ -124,6 +132,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
         r"predicted [\d,]+ tokens/s, [\d.]+ m?s per step: a pass of .*, optimizer [\d.]+ [mµ]?s",
         done.err,
     )
+    assert "Traceback" not in done.err
     assert re.search(r"a step took [\d.]+ m?s, predicted [\d.]+ m?s", done.out)
     for words in ("trained 12 steps", "report ", "checkpoint ", "a sample"):
         assert words in done.out, words
@@ -141,13 +150,14 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
     assert read_plan(folder / "plan.json").schedule.ranks == 2
     assert list((folder / "tensorboard").iterdir())
-    assert "Traceback" not in done.err
     assert here("report runs/config -o again.html").code == 0
+    own = "runs/config/plan.json runs/config/timeline.json"
+    assert here(f"compare {own} -o step.html").code == 0
+    assert makespans_of((text / "step.html").read_text()) == makespans_of(page)
     prompt = (folder / "prompt.txt").read_text()
     assert prompt
     assert (folder / "sample.txt").read_text().startswith(prompt)
-    assert "<h2>Sample</h2>" in (text / "again.html").read_text()
-    assert (text / "again.html").read_text().count("<svg") == 4
+    assert page == (text / "again.html").read_text()
     drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
     assert drawn.out.startswith("the")
     assert here("export runs/config -o hub").code == 0
@@ -298,9 +308,8 @@ def test_two_processes_do_not_train_in_one_folder_and_a_second_ctrl_c_ends_one_a
     while not (folder / "stop").exists() and time.monotonic() < late:
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(
-        timeout=600
-    )  # the steps that are left would take hours
+    # The steps that are left would take hours.
+    _, err = process.communicate(timeout=600)
     assert process.returncode in (0, 130), err
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -692,13 +701,11 @@ def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text
     written = written_keys(Path("config.toml"), changes)
     assert {"schedule.slices", "data.batch"} < written
     assert "schedule.ranks" not in written  # The plan replaces the config's schedule.
-    config, plan = plan_run(
-        read_config("config.toml", changes), 4, written
-    )  # what is written agrees
+    # What is written agrees.
+    config, plan = plan_run(read_config("config.toml", changes), 4, written)
     assert (config.schedule.slices, plan.schedule.slices, config.rows) == (0, 2, 2)
-    preset = apply_changes(
-        PRESETS["llama-150m"], ["schedule.name=p.json"]
-    )  # which has 16 micro-batches
+    # Which has 16 micro-batches.
+    preset = apply_changes(PRESETS["llama-150m"], ["schedule.name=p.json"])
     assert plan_run(preset, 12, {"schedule.name"})[0].rows == 64
     other = "--set schedule.ranks=2 --set schedule.microbatches=4"
     refused = here(f"train config.toml --dry-run --set schedule.name=p.json {other}")

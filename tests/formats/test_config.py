@@ -56,9 +56,8 @@ def test_every_value_has_a_comment():
 @given(st.text(max_size=20), st.lists(st.text(max_size=8), max_size=3))
 @settings(max_examples=50, deadline=None)
 def test_any_string_survives_a_round_trip(folder, sources):
-    assume(
-        not any(text.startswith("~/") for text in (folder, *sources))
-    )  # that is a place at home
+    # That is a place at home.
+    assume(not any(text.startswith("~/") for text in (folder, *sources)))
     config = replace(
         Config(),
         model=replace(ModelConfig(), weights=folder),

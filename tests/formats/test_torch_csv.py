@@ -168,15 +168,8 @@ def taken_by_torch(schedule: Schedule, path: Path) -> list[list[str]]:
     return [[str(action) for action in lane] for lane in order.values()]
 
 
-WHOLE = (
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "hanayo",
-    "zb-h1",
-    "zb-v",
-    "dualpipe-v",
-)  # no slices, replicas or skips
+# No slices, replicas or skips.
+WHOLE = ("gpipe", "1f1b", "interleaved", "hanayo", "zb-h1", "zb-v", "dualpipe-v")
 
 
 @pytest.mark.parametrize("name", REGISTRY)

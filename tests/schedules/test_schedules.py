@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock import REGISTRY, Op, UnitCost, make, simulate
+from penstock import REGISTRY, Op, UnitCost, make, needs, simulate
 from penstock.errors import PenstockError, ShapeError, UnknownNameError
-from penstock.ir import lower, schedule_of, verify
+from penstock.ir import lower, parse_action, schedule_of, verify
 from penstock.schedules import max_actions, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.hanayo import hanayo_unit
@@ -339,9 +339,19 @@ def test_copies_do_the_same_work_side_by_side():
 
 
 # ---------------------------------------------------------------- mistakes
-def test_a_wrong_name_suggests_the_nearest():
-    with pytest.raises(UnknownNameError, match="did you mean 'hanayo'"):
-        make("hanyo", ranks=2, microbatches=2)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hanyo", "hanayo"),
+        ("Schedule1F1B", "1f1b"),
+        ("ScheduleDualPipeV", "dualpipe-v"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+    ],
+)
+def test_a_wrong_name_suggests_the_nearest(name, meant):
+    """Also the names that torch has for them."""
+    with pytest.raises(UnknownNameError, match=f"did you mean '{meant}'"):
+        make(name, ranks=2, microbatches=2)
 
 
 def test_an_unknown_word_of_a_shape_is_refused():
@@ -354,6 +364,24 @@ def test_an_unknown_word_of_a_shape_is_refused():
 def test_a_shape_without_ranks_is_refused():
     with pytest.raises(ShapeError, match="1f1b needs ranks"):
         make("1f1b", microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: make("1f1b", ranks="2", microbatches=2), "ranks must be a whole"),
+        (lambda: make("1f1b", ranks=2, microbatches=2.5), "microbatches must be a wh"),
+        (lambda: UnitCost(B=-1), "B=-1 is not a time"),
+        (lambda: UnitCost(W=float("nan")), "W=nan is not a time"),
+        (
+            lambda: needs(make("1f1b", ranks=2, microbatches=2), parse_action("5F0")),
+            "no action 5F0",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(mistake, message):
+    with pytest.raises(ShapeError, match=message):
+        mistake()
 
 
 def test_an_odd_chimera_is_refused_with_the_nearest_that_works():

@@ -27,8 +27,8 @@ from penstock.schedules.transforms import replicate
 from penstock.train.capacity import (
     MemoryPool,
     load_of,
+    memory_pools,
     needs_of,
-    places_of,
     too_large,
     why_too_large,
 )
@@ -141,16 +141,16 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
 
 def test_ranks_are_counted_where_they_are(monkeypatch):
     config = replace(CONFIG, mesh=MeshConfig(shard=2), run=RunConfig(device="cpu"))
-    assert places_of(decide_placement(config, 4), 2)[0].ranks == (0, 0, 1, 1)
+    assert memory_pools(decide_placement(config, 4), 2)[0].ranks == (0, 0, 1, 1)
     for name, value in {
         "RANK": "3",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    assert places_of(decide_placement(config, 4), 2)[0].ranks == (1, 1)
+    assert memory_pools(decide_placement(config, 4), 2)[0].ranks == (1, 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert places_of(decide_placement(config, 4), 2)[0].ranks == (1,)
+    assert memory_pools(decide_placement(config, 4), 2)[0].ranks == (1,)
 
 
 def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
@@ -161,7 +161,7 @@ def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
         "get_device_properties",
         lambda gpu: type("P", (), {"total_memory": 100 + gpu}),
     )
-    assert places_of(decide_placement(CONFIG, 3)) == [
+    assert memory_pools(decide_placement(CONFIG, 3)) == [
         MemoryPool("GPU 0", 100, (0, 2)),
         MemoryPool("GPU 1", 101, (1,)),
     ]

@@ -453,9 +453,8 @@ def test_the_benchmark_runs_quickly_and_its_page_can_be_drawn(monkeypatch):
         "random",
         "best",
     ]
-    assert (
-        found["runs"][1]["curve"][-1][0] == 2 * found["runs"][1]["steps"]
-    )  # half the parts: twice the steps
+    # Half the parts: twice the steps.
+    assert found["runs"][1]["curve"][-1][0] == 2 * found["runs"][1]["steps"]
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     page = importlib.import_module("convergence_page")
     assert page.section(found["runs"]).count("| 50-swaps |") == 3

@@ -246,7 +246,7 @@ def test_the_loss_of_a_run_is_the_mean_over_all_answers(
     ("line", "words"),
     [
         ({"text": "a"}, r"a\.jsonl:1: there are neither `messages` nor .*'text'"),
-        ({"prompt": "a", "completion": 3}, "neither `messages` nor"),
+        ({"prompt": "a", "completion": 3}, r"a\.jsonl:1: `completion` is not text: 3"),
         ({"messages": []}, "not a list of messages"),
         ({"messages": [{"content": "a"}]}, "message 0 has no `role`"),
         (

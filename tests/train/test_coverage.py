@@ -127,9 +127,8 @@ def test_partial_paths_are_evaluated_as_the_whole_model(schedule, separate, tmp_
 
 
 def test_partial_paths_on_a_mesh_are_evaluated_and_saved_as_the_whole_model(tmp_path):
-    plan = plan_of(
-        [(0, 0), (1, 1), (0, 3)], [(0, 1, 2), (0, 2)]
-    )  # no stage for part 2, and a path without part 1
+    # No stage for part 2, and a path without part 1.
+    plan = plan_of([(0, 0), (1, 1), (0, 3)], [(0, 1, 2), (0, 2)])
     meshes = {"shard": MeshConfig(shard=2), "tensor": MeshConfig(tensor=2)}
     spawn(4, trains_along, str(tmp_path), dump_plan(Plan(plan)), meshes, 3)
     runs = {name: job(tmp_path / name, plan) for name in meshes}
@@ -183,9 +182,8 @@ def test_a_plan_that_leaves_out_a_part_saves_it_resumes_and_exports(name, tmp_pa
         if torch.equal(one[key], parameter)
     }
     left_out = set(range(4)) - visited_parts(FOUR[name])
-    assert {key.split(".")[1] for key in untouched} == set(
-        map(str, left_out)
-    )  # no decay either
+    # No decay either.
+    assert {key.split(".")[1] for key in untouched} == set(map(str, left_out))
     trained = export_run(tmp_path / "two", tmp_path / "hub")
     assert open_trained(tmp_path / "hub").sizes == trained.sizes
     assert generate_text(trained, "\x05", 3).startswith("\x05")

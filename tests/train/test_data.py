@@ -116,9 +116,8 @@ def test_a_tokenizer_without_an_end_cannot_tell_documents_apart(tmp_path, monkey
 
 def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
     loader = Loader(corpus_of(), Deal(rows=3, microbatches=5), seed=1)
-    seen = Counter(
-        n for _ in range(12) for n in numbers(loader, loader.step())
-    )  # 180 = 2 * 90
+    # 180 = 2 * 90.
+    seen = Counter(n for _ in range(12) for n in numbers(loader, loader.step()))
     assert set(seen) == set(range(90))
     assert set(seen.values()) == {2}
     assert set(numbers(loader, loader.evaluation(1))) == set(range(90, 100))
@@ -162,9 +161,8 @@ def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
             corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5
         )
         batches = loader.evaluation(2)
-        assert {batch.valid for batch in batches} == {
-            240
-        }  # losses add up to the mean over all
+        # Losses add up to the mean over all.
+        assert {batch.valid for batch in batches} == {240}
         found.append(numbers(loader, batches))
     assert all(one == list(range(50, 74)) for one in found)
 
@@ -526,9 +524,8 @@ def trained_tokenizer(kind: str):
     theirs.train_from_iterator(
         [ODD_TEXT[at : at + 200] for at in range(0, len(ODD_TEXT), 200)], trainer
     )
-    theirs.enable_truncation(
-        7
-    )  # as many tokenizer.json have it, for models of one sentence
+    # As many tokenizer.json have it, for models of one sentence.
+    theirs.enable_truncation(7)
     return theirs
 
 

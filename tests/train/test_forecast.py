@@ -145,9 +145,8 @@ def test_a_pause_takes_the_processor_but_is_no_work(turn):
         for gap in (0.0, 0.5)
     )
     assert plain.makespan == pytest.approx(12)
-    assert paused.makespan == pytest.approx(
-        12 + 6 * 0.5
-    )  # none after the last action of a rank
+    # None after the last action of a rank.
+    assert paused.makespan == pytest.approx(12 + 6 * 0.5)
     assert [end - start >= 1 - 1e-9 for _, _, start, end in paused.spans()] == [
         True
     ] * 8
@@ -459,9 +458,8 @@ def test_the_forecast_counts_a_tied_weight_as_often_as_ranks_hold_it(sizes):
                 one.numel()
                 for one in hold(sizes, schedule, partition, rank).parameters.values()
             )
-            assert weights == pytest.approx(
-                16 * numbers, rel=0.02
-            )  # weights, gradients, and two means of AdamW
+            # Weights, gradients, and two means of AdamW.
+            assert weights == pytest.approx(16 * numbers, rel=0.02)
 
 
 def test_two_stages_of_one_part_on_a_rank_hold_its_weights_once():

@@ -24,6 +24,7 @@ from penstock.train.crew.gate import Gate, tell_verdict
 from penstock.train.crew.guest import Joining
 from penstock.train.crew.site import Site
 from penstock.train.data.corpus import open_corpus, open_validation
+from penstock.train.data.dataset import encode_dataset
 from penstock.train.worker import Verdict, job_of
 from trainings import SMALL
 
@@ -37,11 +38,11 @@ def gate(tmp_path):
     (saved / "checkpoint.json").write_text("{}")
     (saved / "a.safetensors").write_bytes(bytes(3_000_000))
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
-    (tmp_path / "other.txt").write_text("the dogs ran to the logs\n" * 100)
+    other = encode_dataset(["the dogs ran to the logs\n" * 100], SMALL.data, tmp_path)
     data = replace(
         SMALL.data,
         sources=(str(tmp_path / "text.txt"),),
-        validation=(str(tmp_path / "other.txt"),),
+        validation=(str(other),),
         tokenizer="bytes",
     )
     config = replace(SMALL, data=data, model=replace(SMALL.model, vocab=0))

@@ -219,3 +219,13 @@ def test_a_missing_source_of_a_mixture_is_named(tmp_path):
     other = MixtureSource((str(tmp_path / "a.txt"),), 2.0)
     both = replace(data, mixture=(other, other), tokens=16)
     assert open_text(both, tmp_path).names == ("a.txt", "a.txt")
+
+
+def test_an_empty_source_of_a_mixture_is_named(tmp_path):
+    (tmp_path / "full.txt").write_text("some words " * 50)
+    (tmp_path / "empty.txt").touch()
+    names = [str(tmp_path / name) for name in ("full.txt", "empty.txt")]
+    mixture = tuple(MixtureSource(sources=(name,)) for name in names)
+    data = DataConfig(tokens=LENGTH, tokenizer="bytes", mixture=mixture)
+    with pytest.raises(FileError, match=r"source empty\.txt of data\.mixture: the tex"):
+        open_text(data, tmp_path / "cache")

@@ -106,6 +106,38 @@ def test_a_plan_of_measured_times_has_its_units():
     assert found.sentences[-2:] == ("seconds: 1.235", "stopped: no")
 
 
+def test_planned_paths_are_explained_in_sentences_with_units():
+    why = (
+        ("makespan", 0.4712328533),
+        ("lower_bound", 0.44),
+        ("gap", 0.0709837),
+        ("simulations", 300),
+        ("skipped", 1),
+        ("slices", 2),
+        ("waves", False),
+        ("turn", "oldest"),
+        ("rules", "share=0.3333333333333333 behind=1 wait=inf"),
+        ("slots", "4 4"),
+        ("sums", "planned"),
+        ("sum_messages", "int8"),
+        ("passes", 1),
+        ("full_makespan", 0.686439),
+        ("own", 3),
+    )
+    schedule = make("1f1b", ranks=2, microbatches=2)
+    found = reasons_of(Plan(schedule, "paths", (), why), "paths.json").sentences
+    assert found[1:] == (
+        "penstock paths planned it for a cluster, where a step takes 471.2 ms. No plan "
+        "under the same rules takes less than 440 ms; this one is 7.1% above that.",
+        "Each micro-batch leaves out 1 part. A step that runs all parts takes 686.4 ms there.",
+        "Each micro-batch is cut into 2 token slices.",
+        "The rules of its paths: share=0.333 behind=1 wait=inf.",
+        "The nodes may hold 4 4 micro-batches with each part.",
+        "Replicas sum their gradients: planned, in int8.",
+        "own: 3",
+    )
+
+
 def test_no_number_of_a_report_has_more_digits_than_it_means(automatic):
     plan = replace(automatic, partition=(1,) * automatic.schedule.parts)
     text = render_report(

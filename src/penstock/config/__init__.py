@@ -5,6 +5,7 @@ sections ──► Config ──► checks ──┬──► the same config, w
 """
 
 from penstock.config.checks import allows_meshes, check_config, segments_fault
+from penstock.config.other_words import find_settings
 from penstock.config.presets import PRESETS
 from penstock.config.recording import (
     is_recording,
@@ -60,6 +61,7 @@ __all__ = [
     "ScheduleConfig",
     "allows_meshes",
     "check_config",
+    "find_settings",
     "is_plan_file",
     "is_recording",
     "names_a_file",

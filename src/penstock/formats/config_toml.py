@@ -32,16 +32,18 @@ from penstock.config import (
     RunConfig,
     ScheduleConfig,
     check_config,
+    find_settings,
     is_plan_file,
     names_a_file,
     own_code_file,
 )
-from penstock.errors import ConfigError, UnknownNameError
+from penstock.errors import ConfigError, UnknownNameError, nearest_name
 from penstock.formats.text import (
     Page,
     Steps,
     draw_fault,
     read_text,
+    suggest,
     suggest_name,
 )
 from penstock.formats.toml_text import TomlPage, parse_toml
@@ -106,7 +108,8 @@ def load_config(
     for name, section in values.items():
         if name not in SECTIONS:
             what = f"a config has no section {name!r}"
-            refuse((name,), what, suggest_name(name, SECTIONS))
+            keys = section if isinstance(section, dict) else [name]
+            refuse((name,), what, _suggest_section(name, keys))
         if not isinstance(section, dict):
             what = f"{name} is a section; write [{name}] above its keys"
             refuse((name,), what, "")
@@ -148,12 +151,15 @@ def apply_changes(config: Config, changes: Iterable[str]) -> Config:
         name, equals, text = change.partition("=")
         section, dot, key = name.strip().partition(".")
         if not equals or not dot:
+            meant = find_settings("", name.strip()) if equals else ()
+            examples = [f"--set {setting}={text.strip()}" for setting in meant]
+            example = " or ".join(examples) or "--set model.layers=24"
             raise ConfigError(
-                f"--set {change} is not section.key=value, as in --set model.layers=24"
+                f"--set {change} is not section.key=value, as in {example}"
             )
         if section not in SECTIONS:
             what = f"a config has no section {section!r}"
-            refuse((section,), what, suggest_name(section, SECTIONS))
+            refuse((section,), what, _suggest_section(section, [key]))
         value = _parse_value(text.strip())
         key, inner, entry = key.partition(".")
         if inner and (section, key) in TABLES:
@@ -162,6 +168,15 @@ def apply_changes(config: Config, changes: Iterable[str]) -> Config:
             refuse((section, key), f"{section}.{key} has no keys inside", "")
         config = _with_values(config, section, {key: value}, refuse)
     return config
+
+
+def _suggest_section(name: str, keys: Iterable[str]) -> str:
+    """Advice for an unknown section: the one that was meant, or where its keys are."""
+    near = nearest_name(name, SECTIONS)
+    if near:
+        return suggest([near], SECTIONS)
+    meant = next(filter(None, (find_settings("", key) for key in keys)), ())
+    return suggest(meant, SECTIONS)
 
 
 def _refuse_in_file(page: Page) -> Refuse:
@@ -210,7 +225,7 @@ def _with_values(
     for key, value in given.items():
         if key not in defaults:
             what = f"[{name}] has no key {key!r}"
-            refuse((name, key), what, suggest_name(key, defaults))
+            refuse((name, key), what, suggest(find_settings(name, key), defaults))
         values[key] = _convert((name, key), value, defaults[key], refuse)
     return replace(config, **{name: replace(section, **values)})  # type: ignore[arg-type]
 

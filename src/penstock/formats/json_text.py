@@ -11,9 +11,8 @@ from penstock.errors import FileError
 from penstock.formats.text import Page, Steps, Stretch, Value, fail_at
 
 _DECODER = json.JSONDecoder()
-_TRUNCATED_WORD = re.compile(
-    r"|[-+.eE]+|tr?u?|fa?l?s?|nu?l?|\\?u[0-9a-fA-F]{0,4}"
-)  # what is left of a number, true, false, null or escape when the file is cut off
+# What is left of a number, true, false, null or escape when the file is cut off.
+_TRUNCATED_WORD = re.compile(r"|[-+.eE]+|tr?u?|fa?l?s?|nu?l?|\\?u[0-9a-fA-F]{0,4}")
 
 
 class JsonPage(Page):

@@ -100,6 +100,16 @@ def write_text(path: str | Path, text: str) -> None:
         ) from None
 
 
+def put_in_place(file: Path, text: str) -> None:
+    """Write a text under another name, and rename it when it is complete; raises OSError.
+
+    A process that is killed meanwhile leaves the old file as it was.
+    """
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
+
+
 def _read_error(path: str | Path, error: Exception, advice: str) -> FileError:
     return FileError(f"cannot read {path}: {_reason(error)}\n  {advice}")
 
@@ -184,5 +194,10 @@ def describe_value(value: Value) -> str:
 def suggest_name(name: str, known: Collection[str]) -> str:
     """Advice for an unknown name: the one that was probably meant, and all of them."""
     near = nearest_name(name, known)
-    hint = f"did you mean {near!r}? " if near else ""
+    return suggest([near] if near else [], known)
+
+
+def suggest(meant: Collection[str], known: Collection[str]) -> str:
+    """Advice for an unknown name: those that may have been meant, and all known ones."""
+    hint = f"did you mean {' or '.join(map(repr, meant))}? " if meant else ""
     return f"{hint}known: {', '.join(known)}"

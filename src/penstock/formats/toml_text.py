@@ -163,6 +163,8 @@ def _advise(page: TomlPage) -> str:
     """What to do about text that is not TOML: perhaps it should not be."""
     if page.kind != "config" or page.source.endswith(".toml"):
         return "correct this line"
+    if page.source.endswith(".json"):
+        return f"a config is a .toml file; to train with a plan: --set schedule.name={page.source}"
     return (
         "a config is a .toml file; "
         f"to train on the text of this one: --set data.sources={page.source}"

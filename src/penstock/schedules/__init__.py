@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from inspect import signature
+from numbers import Integral
 
-from penstock.errors import ShapeError, UnknownNameError
+from penstock.errors import ShapeError, UnknownNameError, nearest_name
 from penstock.ir.schedule import Schedule
 from penstock.schedules.chimera import chimera
 from penstock.schedules.controllable import v_half, v_min
@@ -42,6 +43,21 @@ REGISTRY: dict[str, Callable[..., Schedule]] = {
     "skip": skip,
 }
 
+# What torch and the papers call some of them, in small letters.
+OTHER_NAMES = {
+    "interleaved1f1b": "interleaved",
+    "vpp": "interleaved",
+    "interleavedzerobubble": "interleaved-zb",
+    "zbvzerobubble": "zb-v",
+    "zero-bubble": "zb-h1",
+    "zerobubble": "zb-h1",
+    "zb": "zb-h1",
+    "wave": "hanayo",
+    "waves": "hanayo",
+    "bidirectional": "chimera",
+    "skippipe": "skip",
+}
+
 # The shape words that every schedule accepts beside its own; see `make`.
 COMMON_SHAPE_WORDS = ("slices", "split", "copies")
 
@@ -49,7 +65,9 @@ COMMON_SHAPE_WORDS = ("slices", "split", "copies")
 def shape_of(name: str) -> tuple[str, ...]:
     """Return the words of a schedule's own shape, such as `ranks` and `microbatches`."""
     if name not in REGISTRY:
-        raise UnknownNameError("schedule", name, REGISTRY)
+        bare = name.casefold().removeprefix("schedule")
+        meant = OTHER_NAMES.get(bare) or nearest_name(bare, REGISTRY)
+        raise UnknownNameError("schedule", name, REGISTRY, meant)
     return tuple(signature(REGISTRY[name]).parameters)
 
 
@@ -106,13 +124,16 @@ def transform(
 
 
 def _check_words(name: str, own_words: tuple[str, ...], shape: dict[str, int]) -> None:
-    """Refuse unknown words of a shape, and a shape without ranks or micro-batches."""
+    """Refuse unknown words of a shape, other values than whole numbers, and missing words."""
     for word in shape:
         if word not in own_words and word not in COMMON_SHAPE_WORDS:
             raise ShapeError(
                 f"{name} has no {word}; its shape is {', '.join(own_words)}, "
                 f"and every schedule takes {', '.join(COMMON_SHAPE_WORDS)}"
             )
+    for word, value in shape.items():
+        if not isinstance(value, Integral):
+            raise ShapeError(f"{word} must be a whole number, not {value!r}")
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
         options = " ".join(f"--{word} 4" for word in missing)

@@ -26,7 +26,7 @@ from penstock.plan.workload import (
     workload_of,
 )
 from penstock.runtime.process.launch import under_launcher
-from penstock.train.capacity import places_of
+from penstock.train.capacity import memory_pools
 from penstock.train.own_models import limits_of
 from penstock.train.placement import Placement, decide_placement
 from penstock.train.profile import (
@@ -116,7 +116,7 @@ def memory_of_process(config: Config, placement: Placement) -> float | None:
     """Return the bytes that a plan may use in each process; None if that is not checked."""
     if not config.run.check_memory:
         return None
-    pools = places_of(placement, config.mesh.size)
+    pools = memory_pools(placement, config.mesh.size)
     return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
 
 

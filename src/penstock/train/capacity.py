@@ -148,7 +148,7 @@ def why_too_large(
     If steps take different schedules, the run must fit with each of them. If others are to
     join from other machines, the workers of this one must be able to begin alone.
     """
-    places = places_of(placement, config.mesh.size)
+    pools = memory_pools(placement, config.mesh.size)
     mirrored = config.run.mirror != "false" and is_elastic(config, plan, placement)
     plan = first_plan(plan, config.run.workers)
     for schedule in step_paths(plan, config.paths).schedules:
@@ -157,7 +157,7 @@ def why_too_large(
         if mirrored:
             mirrors = [(part, rank) for part, _, rank in first_mirrors(schedule)]
             load = replace(load, mirrors=tuple(mirrors))
-        refusal = too_large(load, places, config)
+        refusal = too_large(load, pools, config)
         if refusal:
             return refusal
     return ""
@@ -171,7 +171,7 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
     parameters = counts.embed + counts.layer + counts.head
     each = NUMBERS_PER_PARAMETER * FLOAT32_BYTES * parameters
     need = each * placement.processors
-    room = sum(place.bytes for place in places_of(placement, config.mesh.size))
+    room = sum(pool.bytes for pool in memory_pools(placement, config.mesh.size))
     if need > room:
         raise ConfigError(
             "timing one layer, the embedding and the head takes "
@@ -348,7 +348,7 @@ def _numbers_held(mesh: MeshConfig, own: float, gathered: int) -> float:
 
 
 # ---------------------------------------------------------------- what this machine has
-def places_of(placement: Placement, processes_per_rank: int = 1) -> list[MemoryPool]:
+def memory_pools(placement: Placement, processes_per_rank: int = 1) -> list[MemoryPool]:
     """Return the memories of this machine, with the ranks of the processes in each.
 
     Other machines check their own.

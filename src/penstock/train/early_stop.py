@@ -63,14 +63,13 @@ class EarlyStop:
         self.weights = weights
         self.leads = comm.rank == job.leader
         self.progress = Progress()
-        self.saver = Saver(
-            job.folder / BEST_FOLDER,
-            comm.rank,
-            comm.ranks,
-            1,
-            weights.saved_names,
-            self.leads,
-        )
+        folder = job.folder / BEST_FOLDER
+        names = weights.saved_names
+        self.separate = job.separate
+        if job.separate is not None:
+            self.saver: Saver = job.separate.saver(folder, comm, 1, names, copied=False)
+        else:
+            self.saver = Saver(folder, comm.rank, comm.ranks, 1, names, self.leads)
 
     @property
     def gets_no_better(self) -> bool:
@@ -94,7 +93,14 @@ class EarlyStop:
         """Go back from a step to the weights of the best evaluation, if the run has kept them."""
         if self.progress.best is None or self.progress.step == step:
             return
-        path = newest_good(self.saver.folder, self.comm, self.weights.saved_names)
+        names = self.weights.saved_names
+        if self.separate is not None:
+            search = self.separate.checkpoints(
+                self.saver.folder, self.comm, copied=False
+            )
+            path = search.newest_good(names)
+        else:
+            path = newest_good(self.saver.folder, self.comm, names)
         if path is None or int(read_facts(path)["step"]) != self.progress.step:
             return
         self.weights.read_checkpoint(path)

@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER, LoraConfig
 from penstock.errors import FileError, RunError, ShapeError
+from penstock.formats.config_toml import read_config
 from penstock.models import (
     BertConfig,
     DecoderConfig,
@@ -35,7 +36,10 @@ from penstock.train.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,
     checkpoint_faults,
+    is_complete_checkpoint,
     load,
+    lost_files,
+    newest,
     newest_good,
     read_facts,
 )
@@ -53,6 +57,8 @@ from penstock.train.lora import (
     merge,
     read_lora,
 )
+from penstock.train.remote import RemoteCheckpoints
+from penstock.train.run_source import CONFIG_FILE
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
@@ -75,6 +81,17 @@ class Trained:
     base: str = ""
 
 
+def _newest_checkpoint(run: Path) -> Path | None:
+    """The newest good checkpoint of a run; from its storage, if the folder has none as new."""
+    checkpoints = run / CHECKPOINTS_FOLDER
+    whole = any(map(is_complete_checkpoint, newest(checkpoints)[:1]))
+    if not whole and (run / CONFIG_FILE).is_file():
+        settings = read_config(run / CONFIG_FILE).run
+        if settings.checkpoints:
+            RemoteCheckpoints(settings.checkpoints, settings.keep).fetch(checkpoints)
+    return newest_good(checkpoints)
+
+
 def open_trained(path: Path) -> Trained:
     """Open the model of a run, of one checkpoint, or of a Hugging Face folder."""
     if (path / "config.json").is_file():
@@ -89,14 +106,12 @@ def open_trained(path: Path) -> Trained:
             str(beside) if beside.is_file() else BYTE_TOKENIZER,
             path,
         )
-    found = (
-        path
-        if (path / "checkpoint.json").is_file()
-        else newest_good(path / CHECKPOINTS_FOLDER)
-    )
+    found = path if (path / "checkpoint.json").is_file() else _newest_checkpoint(path)
     if found is None:
+        lost = lost_files(path / CHECKPOINTS_FOLDER)
         raise FileError(
-            f"{path} has no checkpoint\n  name the folder of a run, a checkpoint, or a Hugging Face folder"
+            lost
+            or f"{path} has no checkpoint\n  name the folder of a run, a checkpoint, or a Hugging Face folder"
         )
     wrong = list(checkpoint_faults(found))
     if wrong:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,23 @@ TOLD = (
     "copies",
     "rows",
 )
+# Facts of `penstock paths`, which its own sentences tell.
+TOLD_OF_PATHS = (
+    "simulations",
+    "skipped",
+    "slices",
+    "waves",
+    "turn",
+    "rules",
+    "slots",
+    "sums",
+    "sum_messages",
+    "passes",
+    "full_makespan",
+    "last_backward",
+    "full_last_backward",
+    "nodes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,9 @@ class Reasons:
 def reasons_of(plan: Plan, named: str = "") -> Reasons:
     """Explain a plan; `named` is schedule.name of the config, or empty if it is not known."""
     facts = dict(plan.why)
+    if "rules" in facts:
+        sentences = [*_origin(plan, named), *_figures_of_paths(facts), *_others(facts)]
+        return Reasons(tuple(sentences))
     if "step" not in facts:
         return Reasons((*_origin(plan, named), *_others(facts)))
     rows = _rows(plan, facts)
@@ -125,6 +146,44 @@ def _figures(facts: dict[str, Fact]) -> list[str]:
     return lines
 
 
+def _figures_of_paths(facts: dict[str, Fact]) -> list[str]:
+    """The times of planned paths on their cluster, and the rules that they follow."""
+    lines = []
+    makespan = facts.get("makespan")
+    bound = facts.get("lower_bound")
+    gap = facts.get("gap")
+    if isinstance(makespan, int | float):
+        unit = "step" if facts.get("passes", 1) == 1 else "pass"
+        line = f"penstock paths planned it for a cluster, where a {unit} takes {write_time(makespan)}"
+        if isinstance(bound, int | float) and isinstance(gap, int | float):
+            least = write_time(bound)
+            line += f". No plan under the same rules takes less than {least}; this one is {gap:.1%} above that"
+        lines.append(f"{line}.")
+    skipped = facts.get("skipped")
+    full = facts.get("full_makespan")
+    line = f"Each micro-batch leaves out {skipped} part{'' if skipped == 1 else 's'}"
+    if isinstance(full, int | float):
+        line += f". A step that runs all parts takes {write_time(full)} there"
+    lines.append(f"{line}.")
+    if facts.get("waves"):
+        lines.append("It visits every node twice, on its way down and on its way up.")
+    if facts.get("slices", 1) != 1:
+        lines.append(f"Each micro-batch is cut into {facts['slices']} token slices.")
+    rules = str(facts["rules"])
+    rules = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.3g}", rules)
+    lines.append(f"The rules of its paths: {rules}.")
+    lines.append(
+        f"The nodes may hold {facts.get('slots')} micro-batches with each part."
+    )
+    sums = f"Replicas sum their gradients: {facts.get('sums')}"
+    if facts.get("sums") == "planned":
+        sums += f", in {facts.get('sum_messages', 'float32')}"
+    lines.append(f"{sums}.")
+    if "nodes" in facts:
+        lines.append(f"Its ranks are the nodes {facts['nodes']} of the cluster.")
+    return lines
+
+
 def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
     """The chosen candidate, then its rivals from the fastest to the slowest."""
     own = facts["step"]
@@ -156,10 +215,11 @@ def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
 
 def _others(facts: dict[str, Fact]) -> list[str]:
     """Facts of a planner that the sentences above do not mention."""
+    told = (*TOLD, *TOLD_OF_PATHS) if "rules" in facts else TOLD
     return [
         f"{key.replace('_', ' ')}: {_plain(value)}"
         for key, value in facts.items()
-        if key not in TOLD and not key.startswith((STEP, PEAK)) and value is not None
+        if key not in told and not key.startswith((STEP, PEAK)) and value is not None
     ]
 
 

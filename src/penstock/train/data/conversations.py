@@ -224,6 +224,9 @@ def segments_of(record: Record, template: ChatTemplate | None) -> list[Segment]:
         return template.segments(messages, record.where)
     texts = [content.get(key) for key in ("prompt", "completion")]
     if not all(isinstance(text, str) for text in texts):
+        for key, text in zip(("prompt", "completion"), texts, strict=True):
+            if text is not None and not isinstance(text, str):
+                raise FileError(f"{record.where}: `{key}` is not text: {text!r}")
         known = ", ".join(map(repr, list(content)[:8])) or "nothing"
         raise FileError(
             f"{record.where}: there are neither `messages` nor the texts `prompt` and `completion`; it has {known}\n"

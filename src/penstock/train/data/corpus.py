@@ -62,7 +62,7 @@ class Corpus:
     held_out: int
     digest: str  # of the tokens
     end: int | None = None  # the word after each document, if documents are kept apart
-    # Of conversations and segments: which tokens are learned, and with which a document begins.
+    # For conversations and segments: which tokens are learned, and with which a document begins.
     marks: Marks | None = None
     separate: bool = False  # whether conversations or segments are kept apart
     tally: Tally | None = None  # of conversations

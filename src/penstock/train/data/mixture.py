@@ -169,7 +169,15 @@ def open_text(
     data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
 ) -> Corpus:
     """Open the text of a config: one corpus, or a mixture of several."""
-    return mix_corpora(data, [open_corpus(part, cache, watch) for part in data.parts])
+    if not data.mixture:
+        return open_corpus(data, cache, watch)
+    sources = []
+    for name, part in zip(_names(data.mixture), data.parts, strict=True):
+        try:
+            sources.append(open_corpus(part, cache, watch))
+        except FileError as error:
+            raise FileError(f"the source {name} of data.mixture: {error}") from None
+    return mix_corpora(data, sources)
 
 
 def mix_corpora(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
