@@ -356,9 +356,8 @@ def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) 
     assert browser.ask("document.querySelector('dd').textContent") == "<1.0>"
     assert browser.ask("document.querySelector('pre').textContent") == "def <f>:"
     assert browser.ask("document.querySelectorAll('polyline')[0].points.length") == 2
-    assert (
-        browser.ask("document.querySelectorAll('circle').length") == 1
-    )  # a curve of one point
+    # A curve of one point.
+    assert browser.ask("document.querySelectorAll('circle').length") == 1
     assert browser.ask("document.querySelector('li').textContent") == "rank 0: <all>"
     assert "Nothing" not in text
     browser.driver.switch_to.frame(0)
@@ -382,6 +381,22 @@ def test_a_report_of_two_ranks_has_no_empty_band_under_its_timelines(
     assert browser.ask("penstock.state.row") == 36  # the tallest
     assert "15 forwards" in browser.ask("document.getElementById('stats').textContent")
     browser.driver.switch_to.default_content()
+
+
+def test_a_narrow_report_keeps_rows_that_show_which_timeline_is_which(
+    browser: Page,
+) -> None:
+    timelines = [("predicted", predicted()), ("measured", measured())]
+    file = browser.folder / "narrow.html"
+    file.write_text(report_page("A run", [], [], timelines), encoding="utf-8")
+    before = browser.driver.get_window_size()
+    browser.driver.set_window_size(500, 800)
+    browser.driver.get(file.as_uri())
+    browser.driver.switch_to.frame(0)
+    browser.until("window.penstock && penstock.frames > 0")
+    assert browser.ask("penstock.state.row") >= 11  # Lower rows have no names.
+    browser.driver.switch_to.default_content()
+    browser.driver.set_window_size(before["width"], before["height"])
 
 
 def test_the_page_of_a_plan_fits_a_window_and_opens_its_list_of_misfits(

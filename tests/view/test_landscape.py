@@ -34,7 +34,8 @@ from penstock.plan.recipes import Limits
 from penstock.plan.search import CANNOT_WIN, Landscape, search
 from penstock.plan.workload import Fixed, Workload
 from penstock.view import svg
-from penstock.view.landscape import Dot, Front, _figure, render_landscape
+from penstock.view.front import Dot, Front, front_figure
+from penstock.view.landscape import render_landscape
 from penstock.view.numbers import Scale, name_time, write_size, write_time
 
 TOKENS = 64
@@ -154,6 +155,7 @@ def test_the_command_writes_a_page_that_says_what_won_and_why(
     assert "The best plan with plain 1F1B is 1f1b: its step takes" in text
     assert "Stages of a rank and slices of a sequence" in text
     assert "units of the papers" in text
+    assert "Time of a step of the best plan in each place, in forwards." in text
     assert "copies D, ranks P" not in text  # there is only one division
 
 
@@ -326,6 +328,14 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
     assert f"The bound ignores {question.ignored}" in text_of(html)
 
 
+def test_a_plan_that_reaches_the_bound_is_optimal() -> None:
+    landscape, question = unit_case()
+    reached = replace(landscape, bound=landscape.best.candidate.step)
+    text = text_of(rendered(reached, question))
+    assert "so this one is optimal." in text
+    assert "above the optimum" not in text
+
+
 def test_placements_and_slices_of_the_chosen_division_are_mapped() -> None:
     landscape, _ = unit_case()
     found = best_by_placement(landscape)
@@ -451,11 +461,14 @@ def test_labels_cover_neither_dots_nor_numbers_nor_each_other():
     dots += [Dot(3.66, 1.036, "", group=0, label="best fixed order")]
     dots += [Dot(6.3, 1.28, "", group=0)]
     count = Scale("", 1.0)
-    drawn = _figure(Front(tuple(dots), ("any",), count, count, "size", "time"), dots)
+    drawn = front_figure(
+        Front(tuple(dots), ("any",), count, count, "size", "time"), dots
+    )
     number = r"([\d.]+)"
     circles = re.findall(f'<circle class="g0" cx="{number}" cy="{number}" r="5"', drawn)
     boxes = []
-    for x, y, label in re.findall(f'"halo" x="{number}" y="{number}">(.+?)<', drawn):
+    label_text = f'<text x="{number}" y="{number}" class="halo">(.+?)<'
+    for x, y, label in re.findall(label_text, drawn):
         left, base = float(x), float(y)
         boxes.append((left, base - 9, left + 6 * len(label), base))
     assert len(boxes) == 3

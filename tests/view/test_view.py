@@ -445,3 +445,14 @@ def test_a_report_says_where_the_time_of_each_rank_went():
     assert "<h2>Where the time went</h2>" in text
     assert "<td>6 s (59%)</td>" in text
     assert "Where the time went" not in report_page("A run", [], [], [])
+
+
+def test_every_colour_of_a_reports_curves_changes_on_a_dark_page():
+    lines = [Series("train", (1, 2), (2.0, 1.0)), Series("held out", (2,), (1.5,))]
+    text = report_page("A run", [], [("loss", lines)], [], moments=[(1.5, "a loss")])
+    style = text[: text.index("</style>")]
+    drawing = text[text.index("<svg") :]
+    own = {"fill": palette.INK}  # all of it inherits this colour
+    for attribute, colour in set(re.findall(r' (fill|stroke)="(#\w+)"', drawing)):
+        if own.get(attribute) != colour:
+            assert f'[{attribute}="{colour}"] {{' in style, (attribute, colour)

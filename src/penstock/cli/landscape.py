@@ -154,6 +154,20 @@ def _cell_notes(cells: Collection[Cell]) -> list[str]:
     return notes
 
 
+def note_unused(question: Question) -> list[str]:
+    """Return a note if the config names a schedule or a shape, which a search does not use."""
+    from penstock.plan.planner import unused_settings
+
+    config = question.workload.config
+    unused = [] if config is None else unused_settings(config.schedule)
+    if not unused:
+        return []
+    return [
+        f"not used: {', '.join(unused)}; this command searches among all schedules, and "
+        "`penstock train --dry-run` predicts a step of the one that a config names"
+    ]
+
+
 def _notes(
     landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
 ) -> list[str]:
@@ -189,18 +203,25 @@ def _notes(
         notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
     hidden = len(landscape.rows) - top
     if hidden > 0:
-        notes.append(f"{hidden} more candidates fit; --top shows more rows")
+        fitting = "candidate fits" if hidden == 1 else "candidates fit"
+        notes.append(f"{hidden} more {fitting}; --top shows more rows")
     if landscape.too_large:
         name, peak = landscape.too_large[0]
+        count = len(landscape.too_large)
+        exceeding = (
+            "1 candidate exceeds" if count == 1 else f"{count} candidates exceed"
+        )
         limit = name_size(question.workload.memory or 0.0, question.units, 4)
         notes.append(
-            f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
+            f"{exceeding} the memory of {limit}; "
             f"the smallest of them is {name} ({name_size(peak, question.units, 4)})"
         )
     if landscape.left_out:
+        count = landscape.left_out
+        which = "1 division" if count == 1 else f"{count} divisions"
         notes.append(
-            f"{landscape.left_out} divisions of the devices and the batch could have a faster plan, "
-            "but the work of the search was done before their turn"
+            f"{which} of the devices and the batch could have a faster plan, "
+            f"but the search reached its limit before {'it was' if count == 1 else 'they were'} tried"
         )
     untried = []
     if question.limits.skip:
@@ -220,7 +241,7 @@ def _notes(
         untried.append("chimera (it needs two copies of the weights: --weights 2)")
     if untried:
         notes.append(f"not tried: {', '.join(untried)}")
-    return notes
+    return [*notes, *note_unused(question)]
 
 
 def slice_lengths(cuts: tuple[int, ...]) -> str:

@@ -25,9 +25,8 @@ from penstock.plan.overview import (
 )
 from penstock.plan.partial import skipped_share
 from penstock.plan.search import CANNOT_WIN, row_title
+from penstock.view.front import Dot, Front
 from penstock.view.landscape import (
-    Dot,
-    Front,
     HeatCell,
     HeatMap,
     LandscapePage,
@@ -196,12 +195,17 @@ class _Words:
             f"time, and the fullest device holds {self.size(best.peak)}{limit}."
         ]
         if self.has_bound:
-            sentences.append(
-                f"No plan of the whole space takes less than "
-                f"{self.time(self.landscape.bound)}, so this one is at most "
-                f"{self.landscape.gap:.1%} above the optimum. The bound ignores "
-                f"{self.question.ignored}, so the optimum may be closer."
+            least = (
+                "No plan of the whole space takes less than "
+                f"{self.time(self.landscape.bound)}, "
             )
+            if self.landscape.gap < SAME_TIME:
+                sentences.append(f"{least}so this one is optimal.")
+            else:
+                sentences.append(
+                    f"{least}so this one is at most {self.landscape.gap:.1%} above the optimum. "
+                    f"The bound ignores {self.question.ignored}, so the optimum may be closer."
+                )
         else:
             sentences.append("There is no bound for this space, so no gap is known.")
         sentences += self.details()
@@ -269,10 +273,11 @@ class _Words:
         if self.tokens:
             what = f"Speed of the best plan in each place, in {self.rates.unit}."
         else:
-            what = "Time of a step of the best plan in each place."
+            unit = self.times.unit or FORWARDS[1]
+            what = f"Time of a step of the best plan in each place, in {unit}."
         if len(self.landscape.cells) == 1:
             return [what]
-        return [f"{what} The second line of a cell: micro-batches x sequences of each."]
+        return [f"{what} A second line in a cell: micro-batches x sequences of each."]
 
     def heat_maps(self) -> list[HeatMap]:
         """Return the maps: over copies and ranks if there are several, and over placements."""

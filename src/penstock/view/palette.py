@@ -23,12 +23,13 @@ from penstock.ir.timeline import Timeline
 from penstock.view.numbers import name_size, name_time
 
 TONES = 24
+# The lightest, middle and darkest shade of each op.
 SHADES = {
     Op.F: ("#d5e4fc", "#6d9ff0", "#1c4fae"),
     Op.B: ("#cdebc7", "#69b86c", "#1d6630"),
     Op.I: ("#c3efea", "#3fbdb2", "#0b6e69"),
     Op.W: ("#fde3be", "#f2a33c", "#a85005"),
-}  # the lightest, middle and darkest shade of each op
+}
 OP_NAMES = {
     Op.F: "forward",
     Op.B: "backward",

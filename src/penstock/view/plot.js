@@ -27,7 +27,9 @@ const y = (rank, k) => AXIS + 4 + rank * block() + k * (state.row + curve() + (s
 const middle = (rank, k) => y(rank, k) + state.row / 2;
 // In the frame of a report, the frame takes the height of its content, up to a part of the window around it.
 const framed = () => (window.frameElement ? Math.min(parent.innerHeight * 0.7, 760) : window.innerHeight);
-const room = () => framed() - canvas.parentElement.getBoundingClientRect().top - 58 - 26;
+// On a narrow window the figures and buttons above the rows are tall, and the frame grows with them.
+const room = () => Math.max(
+  framed() - canvas.parentElement.getBoundingClientRect().top - 58 - 26, window.frameElement ? framed() / 2 : 0);
 const fits = (row) => { state.row = row; return content() <= room(); };
 function fitRow() { // the tallest rows that show all ranks at once
   for (let row = 36; row > 3; row--) if (fits(row)) return row;
@@ -37,6 +39,7 @@ function fitRow() { // the tallest rows that show all ranks at once
 function resize() {
   dpr = window.devicePixelRatio || 1;
   if (state.fitted) state.row = fitRow();
+  if (window.frameElement) canvas.parentElement.style.flex = "none"; // The frame follows its content, not the reverse.
   canvas.parentElement.style.height = Math.max(60, Math.min(room(), content())) + "px";
   if (window.frameElement) window.frameElement.style.height = overview.getBoundingClientRect().bottom + 16 + "px";
   for (const c of [canvas, overview]) {

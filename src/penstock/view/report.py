@@ -44,6 +44,15 @@ CSS = """\
 :root { color-scheme: light dark; --page: #f5f6f8; --card: #fff; --ink: #1b2430; --soft: #5b6675; --line: #dde2e9; }
 @media (prefers-color-scheme: dark) {
   :root { --page: #0f1318; --card: #171c23; --ink: #e6eaf0; --soft: #97a3b3; --line: #2b333e; }
+  .charts svg { fill: var(--ink); }
+  .charts rect[fill="#ffffff"] { fill: var(--card); }
+  .charts [fill="#5b6675"] { fill: var(--soft); }
+  .charts [stroke="#5b6675"] { stroke: var(--soft); }
+  .charts [stroke="#e3e7ec"] { stroke: var(--line); }
+  .charts [stroke="#1c4fae"] { stroke: #7aa8ff; }
+  .charts [stroke="#d1495b"] { stroke: #ff8c9b; }
+  .charts [fill="#1c4fae"] { fill: #7aa8ff; }
+  .charts [fill="#d1495b"] { fill: #ff8c9b; }
 }
 body {
   margin: 0; padding: 16px 20px; background: var(--page); color: var(--ink); font: 14px/1.45 system-ui, sans-serif;
