@@ -213,9 +213,8 @@ def _steps(comm: ProcessComm, mesh: MeshConfig, sizes: Sizes) -> int:
     holding = hold(sizes, schedule, (sizes.layers,), 0, CPU, place)
     executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss)
     for parameter in holding.parameters.values():
-        local_share(parameter).detach().fill_(
-            0.01
-        )  # drawing random weights would take long
+        # Drawing random weights would take long.
+        local_share(parameter).detach().fill_(0.01)
     optimizer = Optimizer(holding.parameters, SMALL.optimizer)
     for _ in range(2):
         executor.step(batch_of(*_data(1)))

@@ -118,9 +118,8 @@ def random_order(rng: np.random.Generator, schedule: Schedule) -> Lanes:
             users[before].append(number)
     waits = [len(row) for row in needed]
     ready = [number for number, count in enumerate(waits) if not count]
-    haste = rng.choice(
-        [0.0, 0.7, 1.0]
-    )  # how often the action that became ready last goes first
+    # How often the action that became ready last goes first.
+    haste = rng.choice([0.0, 0.7, 1.0])
     lanes: Lanes = [[] for _ in schedule.lanes]
     for last, pick in zip(
         (rng.random(len(needed)) < haste).tolist(),

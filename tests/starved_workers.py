@@ -15,7 +15,7 @@ from penstock.train.launcher import launch
 from penstock.train.worker import Verdict
 
 
-def starved(executor: Executor, batch: object, timed: bool = False) -> None:
+def starved(executor: Executor, *_: object, **options: object) -> None:
     raise torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 2 GiB"
     )

@@ -24,7 +24,7 @@ ROOMS = {
     "ir": {"errors"},
     "cost": {"ir", "partition", "errors"},
     "formats": {"ir", "cost", "config", "errors"},
-    "sim": {"ir", "cost"},
+    "sim": {"ir", "cost", "errors"},
     "schedules": {"ir", "cost", "sim", "errors"},
     "plan": {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),

@@ -90,7 +90,13 @@ def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("penstock.version").read_version()
     if name in _NEED_TORCH:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+        try:
+            return getattr(import_module(_NEED_TORCH[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            text = f"penstock.{name} needs torch, which is not installed: pip install 'penstock[torch]'"
+            raise ModuleNotFoundError(text, name="torch") from None
     if name in _ROOMS:
         return import_module(f"penstock.{name}")
     if name in __all__:

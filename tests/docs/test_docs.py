@@ -16,9 +16,8 @@ from penstock.cli.app import app
 from test_imports import LIBRARIES, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
-GUIDES = sorted(
-    (ROOT / "docs" / "guides").glob("*.md")
-)  # their commands are run by test_guides.py
+# Their commands are run by test_guides.py.
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # What a page sets itself wins.
 SHORT = "--sample 8 --set data.tokens=32 --set run.evaluations=1"

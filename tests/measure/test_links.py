@@ -18,11 +18,8 @@ from penstock.runtime.comm import ThreadComm
 
 MILLISECOND, MEGABYTE = 1e-3, 1e6
 LATENCY = ((0.0, 5e-3, 15e-3), (5e-3, 0.0, 10e-3), (15e-3, 10e-3, 0.0))
-BANDWIDTH = (
-    (1e9, 40e6, 80e6),
-    (20e6, 1e9, 60e6),
-    (80e6, 30e6, 1e9),
-)  # not the same both ways
+# Not the same both ways.
+BANDWIDTH = ((1e9, 40e6, 80e6), (20e6, 1e9, 60e6), (80e6, 30e6, 1e9))
 PAIRS = [(a, b) for a in range(3) for b in range(3) if a != b]
 
 
@@ -60,9 +57,8 @@ def test_one_number_for_all_links_is_the_median_of_neighbors():
     def work(comm: ThreadComm) -> Network:
         return measured_network(ShapedComm(comm, network))
 
-    found = run_threads(3, work, patience=60)[
-        0
-    ]  # the slow pair, 0 and 2, are no neighbours
+    # The slow pair, 0 and 2, are no neighbours.
+    found = run_threads(3, work, patience=60)[0]
     assert 1.8e-3 < found.latency < 10e-3
     assert found.serial
 
@@ -75,9 +71,8 @@ def test_pairs_measured_at_the_same_time_share_no_host():
         len({rank for pair in turn for rank in pair}) == 2 * len(turn) for turn in apart
     )
     assert len(apart) <= 9
-    assert len(disjoint_pairs(pairs, ["a"] * 6)) == len(
-        pairs
-    )  # one machine: one after the other
+    # One machine: one after the other.
+    assert len(disjoint_pairs(pairs, ["a"] * 6)) == len(pairs)
     halls = disjoint_pairs(pairs, ["a", "a", "a", "b", "b", "b"])
     assert all(
         len(turn) == 1 or all((a < 3) == (b < 3) for a, b in turn) for turn in halls

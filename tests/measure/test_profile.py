@@ -209,12 +209,10 @@ def test_a_table_interpolates_and_extrapolates():
     uneven = CorrectedCurve(
         formula, ((8, 0, formula.of(8, 0)), (32, 0, 3.0 * formula.of(32, 0)))
     )
-    assert uneven.of(16, 0) == pytest.approx(
-        2.0 * formula.of(16, 0)
-    )  # half way, by the logarithm
-    assert uneven.of(16, 50) == pytest.approx(
-        2.0 * formula.of(16, 50)
-    )  # no prefix was measured: none matters
+    # Half way, by the logarithm.
+    assert uneven.of(16, 0) == pytest.approx(2.0 * formula.of(16, 0))
+    # No prefix was measured: none matters.
+    assert uneven.of(16, 50) == pytest.approx(2.0 * formula.of(16, 50))
 
 
 def test_errors_are_measured_on_held_out_points():
@@ -224,9 +222,8 @@ def test_errors_are_measured_on_held_out_points():
     found = fit_curve(seen, twice)
     assert found.worst == pytest.approx(0.5, abs=1e-6)
     assert found.median == pytest.approx(0.25, abs=1e-6)
-    assert found.curve.of(100, 0) == pytest.approx(
-        curve.of(100, 0), rel=1e-6
-    )  # nor did they pull at it
+    # Nor did they pull at it.
+    assert found.curve.of(100, 0) == pytest.approx(curve.of(100, 0), rel=1e-6)
 
 
 def test_an_op_that_does_nothing_costs_nothing():
@@ -643,9 +640,8 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
     assert found.embed.W.curve == Seconds()
     assert all(p.prefix == 0 for p in (*found.embed.points, *found.head.points))
     numbers = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
-    assert layer.weights == pytest.approx(
-        4 * 4 * numbers, rel=0.01
-    )  # weights, gradients and two states
+    # Weights, gradients and two states.
+    assert layer.weights == pytest.approx(4 * 4 * numbers, rel=0.01)
     assert layer.held > layer.kept > found.message
     assert (
         run(
@@ -707,9 +703,8 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
         whole = middle(x)
     last, all_of_it = probe.open(8, 16), probe.open(24, 0)
     probe.forward(last)
-    assert torch.allclose(
-        probe.outputs[last], whole[:, 16:], atol=1e-12
-    )  # it sees the prefix
+    # It sees the prefix.
+    assert torch.allclose(probe.outputs[last], whole[:, 16:], atol=1e-12)
     probe.forward(all_of_it)
     assert torch.allclose(probe.outputs[all_of_it], whole, atol=1e-12)
     labels = torch.randint(0, 64, (1, 24))
@@ -719,9 +714,8 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
         token_loss(head(x), labels) / 24, list(head.parameters())
     )
     for parameter, gradient in zip(head.parameters(), expected, strict=True):
-        assert torch.allclose(
-            parameter.grad, 2 * gradient, atol=1e-12
-        )  # once whole, once split
+        # Once whole, once split.
+        assert torch.allclose(parameter.grad, 2 * gradient, atol=1e-12)
 
 
 @pytest.mark.parametrize(("tokens", "prefix"), [(24, 0), (8, 8)])
@@ -748,23 +742,8 @@ def test_passes_are_in_flight_together_as_micro_batches_are(
 
     monkeypatch.setattr(probe, "clock", clock)
     found = probe.times(tokens, prefix, passes=3)
-    assert alive == [
-        1,
-        2,
-        3,
-        2,
-        1,
-        0,
-        1,
-        2,
-        3,
-        2,
-        1,
-        0,
-        0,
-        0,
-        0,
-    ]  # F, B, F again, I, W; three of each
+    # F, B, F again, I, W; three of each.
+    assert alive == [1, 2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0, 0, 0, 0]
     assert [(one.F, one.B, one.I, one.W) for one in found] == [
         # The second forward took 6 longer, which is a part of the price of I.
         (n, n + 3, n + 9 + 6, n + 12)
