@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -37,6 +39,7 @@ from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
 from penstock.models.hf_trial import small_config
 from penstock.models.llama import llama_from_hf, llama_to_hf
+from penstock.runtime import run_threads
 from pipelines import without_float32
 
 pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
@@ -928,6 +931,33 @@ def test_the_small_model_of_a_trial_is_small_and_runs(name):
     assert small.hidden_size <= 512
     model = transformers.AutoModelForCausalLM.from_config(small)
     assert model(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
+
+
+def test_threads_inside_one_part_at_the_same_time_do_not_disturb_each_other():
+    """Replicas that are threads may share a part, each with its own hidden state, slice and mask."""
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**decoder_sizes(61, sliding_window=3))
+    first, last = split(transformers.MistralForCausalLM(config).double().eval(), (2, 2))
+    rows = torch.randint(0, 61, (2, 1, TOKENS))
+    with torch.no_grad():
+        hidden = [first(row) for row in rows]
+        wanted = [last(x) for x in hidden]
+    both_inside = threading.Barrier(2, timeout=60)
+
+    def meet(*_):
+        both_inside.wait()
+
+    for layer in last.runner.layers[2:]:
+        layer.layer.register_forward_pre_hook(meet)
+    cuts = ((0, 5, TOKENS), (0, 11, TOKENS))
+
+    @torch.no_grad()
+    def work(comm):
+        x, bounds, carry = hidden[comm.rank], cuts[comm.rank], Carry(TOKENS)
+        return [last(x[:, a:b], carry.open(a, b)) for a, b in pairwise(bounds)]
+
+    for found, logits in zip(run_threads(2, work), wanted, strict=True):
+        torch.testing.assert_close(torch.cat(found, dim=1), logits)
 
 
 def test_a_copy_of_a_part_computes_the_same():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from penstock.errors import ShapeError
 from penstock.models import shift_labels, token_loss
 from penstock.models.attention import attend
 from penstock.runtime import run_threads
+from penstock.runtime.norm_statistics import statistics_kept
+from penstock.runtime.randomness import DRAWING_LOCK
 
 pytestmark = pytest.mark.numerics
 
@@ -181,6 +185,13 @@ def test_norms_gather_their_statistics_once_if_they_are_recomputed():
     assert once["2.1.running_mean"] != 0
     for name, tensor in once.items():
         assert torch.equal(tensor, twice[name]), name
+
+
+def test_no_other_forward_runs_while_the_statistics_of_shared_norms_are_kept():
+    norm = nn.BatchNorm1d(2)
+    with statistics_kept([norm]), ThreadPoolExecutor(1) as other:
+        assert not other.submit(DRAWING_LOCK.acquire, blocking=False).result()
+    assert norm.track_running_stats
 
 
 class Doubled(nn.Linear):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -40,6 +41,26 @@ CHECKPOINTED = (
 
 
 # ---------------------------------------------------------------- the model with some of its pieces
+class Visit(threading.local):
+    """What the call of a part that is under way brings to its layers, past Hugging Face's own forward.
+
+    Every thread has its own, because ranks that are threads may share a part.
+    """
+
+    def __init__(self) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Forget the call."""
+        self.arrived: Tensor | None = None  # the hidden state of the part before
+        self.piece: Slice | None = None
+        self.masks: dict[int, Tensor | None] = {}  # of layers by number, for slices
+
+    def __reduce__(self) -> tuple[type[Visit], tuple[()]]:
+        """Let a copy of a part begin without a call under way."""
+        return Visit, ()
+
+
 class Runner:
     """Hugging Face's model with the pieces of one part; those of other parts pass x on."""
 
@@ -55,13 +76,15 @@ class Runner:
         self.cached = pieces.cached
         base = _submodule(model, pieces.base)
         held = _submodule(part, pieces.base)
+        self.visit = Visit()
         stack: list[LayerCall | LayerElsewhere] = []
         for number, layer in enumerate(getattr(base, pieces.layers)):
             if number in layers:
                 mine = part.get_submodule(f"{pieces.base}.{pieces.layers}.{number}")
-                stack.append(LayerCall(mine))
+                stack.append(LayerCall(mine, number, self.visit))
             else:
-                stack.append(LayerElsewhere(layer, pieces.tuples))
+                elsewhere = LayerElsewhere(layer, number, self.visit, pieces.tuples)
+                stack.append(elsewhere)
         self.layers = stack
         instead: dict[str, Any] = {pieces.layers: stack}
         for path in pieces.before:
@@ -71,10 +94,7 @@ class Runner:
         for path in pieces.after:
             instead[path] = getattr(held, path) if self.last else _pass_on
         for path in pieces.everywhere:
-            instead[path] = AnglesOfSlice(getattr(held, path))
-        self.angles = [
-            one for one in instead.values() if isinstance(one, AnglesOfSlice)
-        ]
+            instead[path] = AnglesOfSlice(getattr(held, path), self.visit)
         self.embed: Any = instead[pieces.before[0]]
         self.positions = [
             one
@@ -97,26 +117,21 @@ class Runner:
             self._check_length(x.shape[1] if piece is None else piece.tokens)
             x = self.embed(x)
         else:
-            self.layers[0].arrived = x
+            self.visit.arrived = x
         arguments: dict[str, Any] = {"inputs_embeds": x, "use_cache": False}
         if self.cached:
             arguments["past_key_values"] = Keys(x.shape[1], piece)
         packed = piece is not None and piece.carry.starts is not None
         if piece is not None and (piece.partial or packed):
             arguments["position_ids"] = _as_rows(token_positions(x, piece))
-            give_masks(self.layers, x, piece)
-        for angles in self.angles:
-            angles.piece = piece
+            self.visit.masks = masks_of(self.layers, x, piece)
+        self.visit.piece = piece
         try:
             if self.last:
                 return cast(Tensor, self.model(**arguments).logits)
             return cast(Tensor, self.base(**arguments).last_hidden_state)
         finally:
-            for angles in self.angles:
-                angles.piece = None
-            for layer in self.layers:
-                layer.mask = HuggingFaces
-            self.layers[0].arrived = None
+            self.visit.leave()
 
     def _check_length(self, length: int) -> None:
         for table in self.positions:
@@ -157,38 +172,41 @@ def _stand_in(piece: nn.Module) -> Any:
 
 
 # ---------------------------------------------------------------- layers
-class HuggingFaces:
-    """Stands for the mask that Hugging Face's own code has made. The class itself is the value; it survives copying."""
-
-
 class LayerElsewhere:
     """A layer of another part."""
 
-    def __init__(self, layer: nn.Module | LayerCall, tuples: bool = False) -> None:
+    def __init__(
+        self,
+        layer: nn.Module | LayerCall,
+        number: int,
+        visit: Visit,
+        tuples: bool = False,
+    ) -> None:
         plain = (str, int, float, bool, type(None))
         module = layer.layer if isinstance(layer, LayerCall) else layer
         for name, value in vars(module).items():
             if not name.startswith("_") and isinstance(value, plain):
                 setattr(self, name, value)  # such as attention_type
-        self.mask: object = HuggingFaces
-        self.arrived: Tensor | None = None
+        self.number = number
+        self.visit = visit
         self.tuples = tuples
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the hidden state as it is."""
-        args, kwargs = _from(self.arrived, args, kwargs)
+        args, kwargs = _entering(self.number, self.visit, args, kwargs)
         x = args[0] if args else kwargs["hidden_states"]
         return (x,) if self.tuples else x
 
 
-def _from(
-    arrived: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _entering(
+    number: int, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Let a layer begin with the hidden state that has arrived from another part, if one has.
+    """Let layer 0 begin with the hidden state that has arrived from another part, if one has.
 
     What the model does before its first layer (Granite scales the embedding) is done by the first part alone.
     """
-    if arrived is None:
+    arrived = visit.arrived
+    if number > 0 or arrived is None:
         return args, kwargs
     if args:
         return (arrived, *args[1:]), kwargs
@@ -198,10 +216,10 @@ def _from(
 class LayerCall:
     """A layer of this part, which may get another mask than the one that Hugging Face has made."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, number: int, visit: Visit) -> None:
         self.layer = layer
-        self.mask: object = HuggingFaces
-        self.arrived: Tensor | None = None
+        self.number = number
+        self.visit = visit
         parameters = list(inspect.signature(type(layer).forward).parameters)
         self.place = -1
         if "attention_mask" in parameters:
@@ -215,13 +233,15 @@ class LayerCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
-        args, kwargs = _from(self.arrived, args, kwargs)
-        if self.mask is HuggingFaces:
+        args, kwargs = _entering(self.number, self.visit, args, kwargs)
+        masks = self.visit.masks
+        if self.number not in masks:
             return self.layer(*args, **kwargs)
+        mask = masks[self.number]
         if "attention_mask" in kwargs:
-            return self.layer(*args, **{**kwargs, "attention_mask": self.mask})
+            return self.layer(*args, **{**kwargs, "attention_mask": mask})
         before, after = args[: self.place], args[self.place + 1 :]
-        return self.layer(*before, self.mask, *after, **kwargs)
+        return self.layer(*before, mask, *after, **kwargs)
 
 
 class Keys:
@@ -257,18 +277,20 @@ class Keys:
 
 
 # ---------------------------------------------------------------- masks
-def give_masks(
+def masks_of(
     layers: Iterable[LayerCall | LayerElsewhere], x: Tensor, piece: Slice
-) -> None:
-    """Give the layers of a part their masks for a slice, one for all layers that see alike."""
-    masks: dict[tuple[str, int | None], Tensor | None] = {}
+) -> dict[int, Tensor | None]:
+    """The masks of a part's layers for a slice, by the number of the layer. Layers that see alike share one."""
+    by_sight: dict[tuple[str, int | None], Tensor | None] = {}
+    masks = {}
     for call in layers:
         if isinstance(call, LayerElsewhere):
             continue
         sight = _sight(call.layer)
-        if sight not in masks:
-            masks[sight] = causal_mask(*sight, x, piece)
-        call.mask = masks[sight]
+        if sight not in by_sight:
+            by_sight[sight] = causal_mask(*sight, x, piece)
+        masks[call.number] = by_sight[sight]
+    return masks
 
 
 def causal_mask(
@@ -347,6 +369,9 @@ def refuse_kernel(kernel: str) -> None:
 
 
 # ---------------------------------------------------------------- angles
+_one_length_at_a_time = threading.Lock()  # threads may share a module that adapts
+
+
 class AnglesOfSlice:
     """A module that every part has, usually the rotary embedding. It must know to which sequence a slice belongs.
 
@@ -355,9 +380,9 @@ class AnglesOfSlice:
     and takes its own rows of the answer.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, visit: Visit) -> None:
         self.module = module
-        self.piece: Slice | None = None
+        self.visit = visit
         self.dynamic = remembers_lengths(module)
         self.whole = self.dynamic or "longrope" in rope_types(module)
 
@@ -371,17 +396,18 @@ class AnglesOfSlice:
         """Return what the module does, or for a slice its rows of that."""
         if not self.whole:
             return self.module(x, *args, **kwargs)
-        piece = self.piece
+        piece = self.visit.piece
         places = (
             token_positions(x, None) if piece is None else piece.all_positions(x.device)
         )
-        if self.dynamic:
-            length = places.shape[-1]
-            if piece is not None and piece.carry.starts is not None:  # packed documents
-                length = int(places.max()) + 1
-            _forget_lengths(self.module, length, x.device)
         kwargs.pop("position_ids", None)
-        cos, sin = self.module(x, _as_rows(places), *args[1:], **kwargs)
+        with _one_length_at_a_time:
+            if self.dynamic:
+                length = places.shape[-1]
+                if piece is not None and piece.carry.starts is not None:
+                    length = int(places.max()) + 1  # of the longest document
+                _forget_lengths(self.module, length, x.device)
+            cos, sin = self.module(x, _as_rows(places), *args[1:], **kwargs)
         if piece is None:
             return cos, sin
         return cos[:, piece.begin : piece.end], sin[:, piece.begin : piece.end]

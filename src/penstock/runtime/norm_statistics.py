@@ -13,6 +13,8 @@ from typing import TypeAlias
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from penstock.runtime.randomness import DRAWING_LOCK
+
 Norm: TypeAlias = _NormBase  # batch norms and instance norms
 
 
@@ -27,8 +29,18 @@ def statistics_kept(norms: Sequence[Norm]) -> Iterator[None]:
     """Let norms that train compute the same without changing their statistics.
 
     A batch norm leaves its statistics alone if it is told not to track them; an instance norm only if it has none.
+    Ranks that are threads may share the norms, so no other forward may run meanwhile.
     """
     training = [norm for norm in norms if norm.training]
+    if not training:
+        yield
+        return
+    with DRAWING_LOCK, _untracked(training):
+        yield
+
+
+@contextmanager
+def _untracked(training: Sequence[Norm]) -> Iterator[None]:
     statistics = [(norm.running_mean, norm.running_var) for norm in training]
     for norm in training:
         norm.track_running_stats = False

@@ -4,8 +4,8 @@
     B     sets them back, computes the forward again, and checks that they end in the same state; then restores them
 
 Torch has one generator for the CPU and one for each GPU, which all threads of a process share. If any rank recomputes,
-ranks that are threads therefore run their forwards one at a time (`TURN`). Otherwise one thread would draw in the
-middle of another's forward.
+ranks that are threads therefore run their forwards one at a time (`DRAWING_LOCK`). Otherwise one thread would draw in
+the middle of another's forward.
 """
 
 from __future__ import annotations
