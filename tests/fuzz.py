@@ -38,6 +38,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from hugging_face import checkpoint_activations
 from penstock import REGISTRY, Schedule, make
 from penstock.errors import PenstockError, ShapeError
 from penstock.ir import Op
@@ -549,7 +550,7 @@ def difference_of(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str
     """Describe the difference from Hugging Face's model; "" if there is none."""
     expected = unsplit(case, model, batches)
     if case.checkpointing:
-        model.gradient_checkpointing_enable()
+        checkpoint_activations(model)
     ours = piped(
         case.schedule,
         model,

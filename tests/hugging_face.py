@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 # Models of random words have no words that begin, end or pad a text.
 NO_MARKS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
@@ -75,3 +77,13 @@ def bert_sizes(
         "attention_probs_dropout_prob": 0.0,
         **more,
     }
+
+
+def checkpoint_activations(model: nn.Module, enable: bool = True) -> None:
+    """Let the layers of a model recompute their activations, or no longer; transformers 5.23 gave that a new name."""
+    prefix = (
+        "activation"
+        if hasattr(model, "activation_checkpointing_enable")
+        else "gradient"
+    )
+    getattr(model, f"{prefix}_checkpointing_{'enable' if enable else 'disable'}")()

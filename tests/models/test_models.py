@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hugging_face import NO_MARKS, decoder_sizes
+from hugging_face import NO_MARKS, checkpoint_activations, decoder_sizes
 from penstock.carry import Carry
 from penstock.errors import PenstockError, ShapeError
 from penstock.models import (
@@ -524,7 +524,7 @@ def test_recomputing_layers_as_hugging_face_does_changes_nothing():
     tokens = some_tokens()
     whole = run_whole(model, tokens, shift_labels(tokens))
     whole = whole[0], {name: grad.clone() for name, grad in whole[1].items()}
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     assert_same(run_parts(split(model, (2, 2)), tokens, shift_labels(tokens)), whole)
 
 

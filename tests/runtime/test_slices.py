@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from hugging_face import decoder_sizes, gpt2_sizes
+from hugging_face import checkpoint_activations, decoder_sizes, gpt2_sizes
 from penstock import REGISTRY, lower, make
 from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
@@ -567,15 +567,15 @@ def test_a_model_that_looks_both_ways_cannot_be_sliced():
 def test_gradient_checkpointing_of_hugging_face_is_refused_with_slices_only():
     schedule = sliced("hanayo", 2, 2)
     model = THEIRS["llama"]().double()
-    model.gradient_checkpointing_enable()
+    checkpoint_activations(model)
     with pytest.raises(
         ShapeError,
-        match=r"stage \d cannot be sliced: .*gradient_checkpointing_disable.*recompute=",
+        match=r"stage \d cannot be sliced: .*activation_checkpointing_disable.*recompute=",
     ):
         piped(schedule, model.train(), [data(2, 13)])
     with pytest.raises(
         ShapeError,
-        match="cannot run a slice: its layers use Hugging Face's gradient checkpointing",
+        match="cannot run a slice: its layers use Hugging Face's activation checkpointing",
     ):
         split(model, [4])[0](torch.zeros(1, 4, dtype=torch.long), Carry(8).open(0, 4))
     packed = Carry(4, torch.zeros(1, 4, dtype=torch.long)).open(0, 4)
@@ -584,7 +584,7 @@ def test_gradient_checkpointing_of_hugging_face_is_refused_with_slices_only():
         .isfinite()
         .all()
     )
-    model.gradient_checkpointing_disable()
+    checkpoint_activations(model, enable=False)
     assert_exact(schedule, model, recompute=frozenset({0, 1, 2, 3}))
 
 

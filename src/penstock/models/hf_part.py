@@ -33,11 +33,11 @@ KERNELS = (
     "flash_attention_4",
 )
 CHECKPOINTED = (
-    "its layers use Hugging Face's gradient checkpointing, which drops the keys and values of earlier slices "
-    "(call model.gradient_checkpointing_disable() and recompute whole stages instead, with Executor(recompute=...) or "
-    "run.recompute)"
+    "its layers use Hugging Face's activation checkpointing, which drops the keys and values of earlier slices "
+    "(call model.activation_checkpointing_disable(), or gradient_checkpointing_disable() in older versions of "
+    "transformers, and recompute whole stages instead, with Executor(recompute=...) or run.recompute)"
 )
-"""Why layers with gradient checkpointing cannot be run slice by slice."""
+"""Why layers with activation checkpointing cannot be run slice by slice."""
 
 
 # ---------------------------------------------------------------- the model with some of its pieces
