@@ -384,9 +384,12 @@ class _Ranking:
         def cannot_win(makespan: float) -> bool:
             return self.cannot_win(self.judge.step(draft, makespan))
 
+        added: set[Schedule] = set()
         for schedule in orders_on_ladder(search, rungs, memory, cannot_win):
             self.work += search.size * rung_work(search.size)
-            self.add("listed", shape, "listed", schedule)
+            if schedule not in added:  # else less memory gives the same order
+                added.add(schedule)
+                self.add("listed", shape, "listed", schedule)
 
     def ways_back(self) -> tuple[bool, ...]:
         """Return whether to list split backwards, whole ones, or both.
