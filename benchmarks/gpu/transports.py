@@ -213,11 +213,12 @@ def predictions(
 ) -> dict[str, float]:
     """Makespans with the times of the step's own actions and several links, and why ranks were idle."""
     schedule = program.schedule
-    channels = 1 if comm.upward is comm.downward else 2
+    channels = comm.channels or 1
     cost = own_cost(timeline)
     tokens = schedule.microbatches[0].cuts[-1]
     parts = tuple(replace(part, message=message / tokens) for part in cost.parts)
-    measured = replace(cost, parts=parts, network=network)
+    at_once = replace(network, channels=None)  # Every message leaves at once.
+    measured = replace(cost, parts=parts, network=at_once)
     found = {
         "free": simulate(schedule, cost).makespan,
         "simulated": simulate(schedule, measured).makespan,

@@ -29,7 +29,8 @@ whether it computes or not, so the other ranks of a testbed cannot go on.
 of the step's own actions. In *free*, messages take no time. In *simulated*, they take the time that the links need
 for one message at a time, measured beforehand, and every message leaves at once. In *in order*, they take the same
 time, but wait for each other as over NCCL (`penstock simulate --channels`). The error compares the makespan with *in
-order*, and with *simulated* over `penstock_ipc`, where messages do not wait.
+order*, and with *simulated* over `penstock_ipc`, where messages do not wait. A profile that is measured over NCCL makes
+plans and forecasts follow *in order*; that came after these measurements and has not run on a GPU.
 
 ## Why messages are late
 

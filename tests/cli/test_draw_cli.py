@@ -12,7 +12,8 @@ import pytest
 from penstock import Plan, UnitCost, make, simulate, write_plan
 from penstock.config import ModelConfig
 from penstock.cost.gpus import analytic_profile
-from penstock.formats import write_profile
+from penstock.cost.network import Network
+from penstock.formats import read_profile, write_profile
 from penstock.ir.timeline import MEASURED_UNITS
 from penstock.train.history import write_timeline
 
@@ -104,6 +105,34 @@ def test_draw_and_compare_take_a_profile(run, profile):
     code, _, _ = run(f"compare 1f1b gpipe {shape} --profile profile.json -o both.html")
     assert code == 0
     assert '"seconds":true,"inBytes":true' in Path("both.html").read_text()
+
+
+def test_a_profile_of_nccl_lets_messages_wait_in_simulations_and_plans(run, profile):
+    """The best plan for links that carry everything at once is not the best one for NCCL."""
+    shape = "--ranks 4 --microbatches 8"
+    measured = read_profile("profile.json")
+    network = Network(1e-3, 1e9, serial=True)
+    for name, channels in (("free", None), ("nccl", 1)):
+        one = replace(measured, network=replace(network, channels=channels))
+        write_profile(one, f"{name}.json")
+        assert read_profile(f"{name}.json") == one
+        line = f"plan {shape} --profile {name}.json --slices 1 -o {name}.plan.json"
+        assert run(line)[0] == 0
+
+    def seconds(plan: str, options: str) -> float:
+        code, out, _ = run(f"simulate {plan} {options} --json")
+        assert code == 0
+        return json.loads(out)["makespan"]
+
+    mine = seconds("nccl.plan.json", "--profile nccl.json")
+    assert mine == seconds("nccl.plan.json", "--profile free.json --channels 1")
+    assert mine > seconds("nccl.plan.json", "--profile free.json")
+    assert mine < seconds("free.plan.json", "--profile nccl.json")
+    broken = Path("nccl.json").read_text().replace('"channels": 1', '"channels": 3')
+    Path("nccl.json").write_text(broken)
+    code, _, err = run(f"simulate 1f1b {shape} --profile nccl.json")
+    assert code == 2
+    assert "write a number from 1 to 2" in err
 
 
 def test_a_schedule_is_compared_with_a_measured_step_by_the_profile_of_the_run(

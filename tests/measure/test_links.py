@@ -13,7 +13,7 @@ from penstock import Network
 from penstock.formats import dump_cluster, load_cluster, read_cluster
 from penstock.measure.links import disjoint_pairs, measured_network
 from penstock.measure.survey import cluster_of
-from penstock.runtime import ShapedComm, run_threads
+from penstock.runtime import ShapedComm, run_threads, spawn
 from penstock.runtime.comm import ThreadComm
 
 MILLISECOND, MEGABYTE = 1e-3, 1e6
@@ -61,6 +61,10 @@ def test_one_number_for_all_links_is_the_median_of_neighbors():
     found = run_threads(3, work, patience=60)[0]
     assert 1.8e-3 < found.latency < 10e-3
     assert found.serial
+
+
+def test_messages_over_gloo_do_not_wait_for_each_other():
+    assert spawn(2, measured_network, patience=60)[0].channels is None
 
 
 def test_pairs_measured_at_the_same_time_share_no_host():

@@ -19,6 +19,7 @@ from mesh_workers import gradients as mesh_gradients
 from nccl_workers import goes_wrong, trains_every_schedule
 from penstock.config import MeshConfig
 from penstock.errors import PeerLostError, RunError, StuckError
+from penstock.measure.links import measured_network
 from penstock.runtime import spawn
 
 RANKS = 4
@@ -32,6 +33,11 @@ SOME = ("1f1b", "hanayo", "zb-v", "chimera", "1f1b, 2 copies")
 
 def test_ranks_that_share_a_gpu_find_the_backend_of_the_testbed():
     assert spawn(2, kind_of, backend=None) == ["nccl"] * 2
+
+
+def test_measured_links_say_that_messages_wait_for_each_other():
+    network, _ = spawn(2, measured_network, backend="nccl", patience=60)
+    assert network.channels in (1, 2)
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from penstock import UnitCost, lower, make, simulate
+from penstock import ModelCost, Network, PartCost, UnitCost, lower, make, simulate
+from penstock.cost import NoisyCost, Seconds
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.program import Receive, RunAction, Send
@@ -76,7 +79,23 @@ def test_every_message_comes_after_all_that_its_ranks_have_before_it(name, shape
     assert took[np.isfinite(took)] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_network_with_channels_is_simulated_in_order(channels):
+    schedule = make("hanayo", ranks=4, microbatches=8, waves=2)
+    part = PartCost(Seconds(base=1.0), Seconds(base=1.0), Seconds(base=1.0))
+    at_once = ModelCost((part,) * schedule.parts, Network(0.25, serial=True))
+    waiting = replace(at_once, network=replace(at_once.network, channels=channels))
+    found = simulate(schedule, waiting)
+    expected = simulate_in_order(lower(schedule), at_once, channels)
+    assert np.array_equal(found.start, expected.start)
+    assert found.makespan > simulate(schedule, at_once).makespan
+    noisy = simulate(schedule, NoisyCost(waiting, spread=0.0))
+    assert noisy.makespan == found.makespan
+
+
 def test_other_numbers_of_channels_are_refused():
     program = lower(make("1f1b", ranks=2, microbatches=2))
     with pytest.raises(ShapeError, match="channels is 0"):
         simulate_in_order(program, UnitCost(), channels=0)
+    with pytest.raises(ShapeError, match="channels is 3"):
+        Network(channels=3)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import REGISTRY, Plan, UnitCost, make, simulate
+from penstock import REGISTRY, Plan, UnitCost, lower, make, simulate
 from penstock.cli.forecast import describe_placement, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
@@ -29,7 +29,7 @@ from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.plan.candidates import Judge
 from penstock.runtime import spawn
-from penstock.sim import simulate_shared
+from penstock.sim import simulate_in_order, simulate_shared
 from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.forecast import (
     PROFILE,
@@ -241,6 +241,16 @@ def test_messages_in_bfloat16_take_half_as_long_on_their_way():
     assert already.sent == 8.0
     assert send_as(slow, "int8").sent == 8.0 / 4 + 4 * slow.rows
     assert profile_mark(CONFIG, plan) != profile_mark(halved, plan)
+
+
+def test_over_nccl_the_messages_of_a_rank_wait_for_each_other():
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    at_once = replace(profile_of(), network=Network(0.5, serial=True))
+    nccl = replace(at_once, network=replace(at_once.network, channels=1))
+    found = forecast(CONFIG, plan, nccl, 2).timeline
+    cost = at_once.cost((2, 2), tokens=32)
+    assert found.makespan == simulate_in_order(lower(plan.schedule), cost).makespan
+    assert found.makespan > forecast(CONFIG, plan, at_once, 2).timeline.makespan
 
 
 def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():

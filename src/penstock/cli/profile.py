@@ -537,9 +537,14 @@ def _link_note(profile: Profile) -> str:
         )
     latency = network.latency
     bandwidth = network.bandwidth
+    note = "links: every pair of ranks has its own"
     if isinstance(latency, float) and isinstance(bandwidth, float):
-        return (
+        note = (
             f"links: latency {write_time(latency, digits=3)}, "
             f"bandwidth {write_size(bandwidth)}/s"
         )
-    return "links: every pair of ranks has its own"
+    if network.channels == 1:
+        note += "; the messages of a rank wait for each other"
+    if network.channels == 2:
+        note += "; the messages of a rank wait for others in the same direction"
+    return note

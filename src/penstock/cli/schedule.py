@@ -159,7 +159,7 @@ def simulate_command(
             min=1,
             max=2,
             help="Let the messages of a rank wait for each other, as over NCCL: 1 if all of them share a "
-            "channel, 2 if each direction has its own. Default: no message waits.",
+            "channel, 2 if each direction has its own. Default: what the profile says; otherwise no message waits.",
         ),
     ] = None,
     json: JsonFlag = False,

@@ -126,6 +126,11 @@ class Cost(ABC):
         return False
 
     @property
+    def channels(self) -> int | None:
+        """How many channels the messages of a rank share; None if they do not wait for each other."""
+        return None
+
+    @property
     def handover(self) -> float:
         """Seconds that a shared processor loses when it goes from one rank to another."""
         return 0.0

@@ -204,6 +204,11 @@ class ModelCost(Cost):
         """Whether a link carries one message at a time."""
         return self.network.serial
 
+    @property
+    def channels(self) -> int | None:
+        """How many channels the messages of a rank share."""
+        return self.network.channels
+
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""
         return value_of_pair(self.network.latency, source, target, "latency")

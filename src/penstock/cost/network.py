@@ -15,14 +15,17 @@ MIN_BANDWIDTH = 1e-30  # bytes per second
 class Network:
     """Latency in seconds and bandwidth in bytes per second.
 
-    A `serial` link carries one message at a time.
+    A `serial` link carries one message at a time. With `channels`, all messages of a rank wait for each other, as over
+    NCCL: 1 if they share a channel, 2 if each direction has its own (`penstock.sim.in_order`).
     """
 
     latency: PerPair = 0.0
     bandwidth: PerPair = math.inf
     serial: bool = False
+    channels: int | None = None
 
     def __post_init__(self) -> None:
+        check_channels(self.channels)
         _check_pairs("latency", self.latency, least=0.0)
         _check_pairs("bandwidth", self.bandwidth, least=MIN_BANDWIDTH)
 
@@ -33,6 +36,14 @@ class Link:
 
     latency: float
     bandwidth: float
+
+
+def check_channels(channels: int | None) -> None:
+    """Refuse a number of channels that no transport has."""
+    if channels not in (None, 1, 2):
+        raise ShapeError(
+            f"channels is {channels}, but the messages of a rank have 1 or 2 channels"
+        )
 
 
 def slowest_link(network: Network) -> Link:

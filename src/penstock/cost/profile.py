@@ -424,6 +424,11 @@ class LayeredCost(Cost):
         return self.profile.network.serial
 
     @property
+    def channels(self) -> int | None:
+        """How many channels the messages of a rank share."""
+        return self.profile.network.channels
+
+    @property
     def handover(self) -> float:
         """Seconds that a shared processor loses when it goes from one rank to another."""
         return self.profile.handover

@@ -105,6 +105,11 @@ class WrappedCost(Cost):
         return self.cost.serial
 
     @property
+    def channels(self) -> int | None:
+        """How many channels the messages of a rank share."""
+        return self.cost.channels
+
+    @property
     def handover(self) -> float:
         """Seconds that a shared processor loses when it goes from one rank to another."""
         return self.cost.handover

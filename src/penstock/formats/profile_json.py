@@ -17,7 +17,8 @@
           ]
         }, ...
       },
-      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null means unlimited
+      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null means unlimited;
+                                                                        over NCCL also "channels": 1 or 2
     }
 
 If the embedding and the head share a weight, "tied" gives the bytes of that weight, its
@@ -96,6 +97,8 @@ def dump_row_profiles(profiles: RowProfiles) -> str:
         "bandwidth": _infinity_as_null(first.network.bandwidth),
         "serial": first.network.serial,
     }
+    if first.network.channels is not None:
+        network["channels"] = first.network.channels
     lines = [
         '"penstock": "profile"',
         f'"version": {PROFILE_VERSION}',
@@ -350,12 +353,17 @@ def _table(
 
 
 def _network(page: Page, steps: Steps, value: Value) -> Network:
-    entry = read_entry(page, steps, value, ("latency", "bandwidth", "serial"), ())
+    needed = ("latency", "bandwidth", "serial")
+    entry = read_entry(page, steps, value, needed, ("channels",))
     latency = _per_pair(page, (*steps, "latency"), entry["latency"], read_number)
     bandwidth = _per_pair(page, (*steps, "bandwidth"), entry["bandwidth"], _bandwidth)
     serial = read_flag(page, (*steps, "serial"), entry["serial"])
+    channels = None
+    if "channels" in entry:
+        place = (*steps, "channels")
+        channels = read_whole(page, place, entry["channels"], least=1, most=2)
     try:
-        return Network(latency, bandwidth, serial)
+        return Network(latency, bandwidth, serial, channels)
     except ShapeError as error:
         advice = "give one number, or a row of numbers for each rank"
         fail(page, steps, str(error), advice)

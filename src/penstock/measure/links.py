@@ -29,6 +29,7 @@ from torch import Tensor
 from penstock.cost.fit import least_squares
 from penstock.cost.network import Network
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.comm.process import ProcessComm
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
 FLOAT32_BYTES_ON_LINK = 4
@@ -56,10 +57,12 @@ def measured_network(
     """Measure the links between all ranks; all ranks must call this.
 
     With `every`, each pair gets its own numbers; otherwise all get the median of neighboring
-    ranks. The links are serial, because they are measured with one message at a time.
+    ranks. The links are serial, because they are measured with one message at a time. Over NCCL the
+    network also says how many channels the messages of a rank share.
     """
     if comm.ranks == 1:
         return Network()
+    channels = comm.channels if isinstance(comm, ProcessComm) else None
     if not every:
         links = _measure_links(comm, list(pairwise(range(comm.ranks))), device)
         latency = statistics.median(link.latency for link in links.values())
@@ -67,7 +70,7 @@ def measured_network(
         for link in links.values():
             byte_seconds += [link.there, link.back]
         bandwidth = _bandwidth(statistics.median(byte_seconds))
-        return Network(latency, bandwidth, serial=True)
+        return Network(latency, bandwidth, serial=True, channels=channels)
     links = _measure_links(comm, list(combinations(range(comm.ranks), 2)), device)
     latencies: dict[Pair, float] = {}
     bandwidths: dict[Pair, float] = {}
@@ -80,6 +83,7 @@ def measured_network(
         _matrix(comm.ranks, latencies, 0.0),
         _matrix(comm.ranks, bandwidths, math.inf),
         serial=True,
+        channels=channels,
     )
 
 

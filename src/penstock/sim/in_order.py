@@ -10,6 +10,9 @@ one after the other.
     rank 2               ▓▓▓▓▓▓▓ 2B0 ▓▓▓▓▓
 
 With two channels, messages to higher ranks and messages to lower ranks do not wait for each other.
+
+A profile that was measured over NCCL says how many channels its network has. `simulate` then
+predicts this way, and so does everything that calls it: plans, forecasts, reports.
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ import numpy as np
 
 from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
-from penstock.errors import ShapeError
+from penstock.cost.network import check_channels
 from penstock.ir.program import Program, Receive, RunAction, Send
 from penstock.ir.timeline import Timeline
 from penstock.ir.verify import verify
-from penstock.sim.simulate import timeline_of
+from penstock.sim.completion import complete_timeline
 
 
 def simulate_in_order(program: Program, cost: Cost, channels: int = 1) -> Timeline:
@@ -37,8 +40,7 @@ def simulate_in_order(program: Program, cost: Cost, channels: int = 1) -> Timeli
     >>> simulate_in_order(program, UnitCost(comm=0.25), channels=2).makespan
     30.0
     """
-    if channels not in (1, 2):
-        raise ShapeError(f"channels is {channels}, but messages have 1 or 2 channels")
+    check_channels(channels)
     return _Walk(program, cost, channels).run()
 
 
@@ -77,7 +79,7 @@ class _Walk:
             self.place[target] += 1
         for rank in range(len(self.program.lanes)):
             self.advance(rank)
-        return timeline_of(
+        return complete_timeline(
             self.program.schedule,
             self.cost,
             self.costs,

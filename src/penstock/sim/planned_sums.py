@@ -7,7 +7,7 @@ from penstock.cost.planned_sum import ring_plan
 from penstock.cost.wrapped import PlannedSumsCost, link_matrices
 from penstock.ir.sum_plan import SumPlan
 from penstock.ir.timeline import Timeline
-from penstock.sim.simulate import sum_turns
+from penstock.sim.completion import sum_turns
 
 
 def plan_sums(timeline: Timeline, cost: PlannedSumsCost) -> tuple[SumPlan, ...]:

@@ -23,7 +23,8 @@ from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.sim.simulate import simulate, timeline_of
+from penstock.sim.completion import complete_timeline
+from penstock.sim.simulate import simulate
 
 RELATIVE_TOLERANCE = 1e-12  # an action with less work left than this is done
 MIN_TURN_SECONDS = 4e-3  # seconds that a process keeps a core while others wait: a tick of most Linux kernels
@@ -46,7 +47,7 @@ def simulate_shared(
     while machine.waiting or machine.queue or machine.running:
         machine.admit()
         machine.advance()
-    return timeline_of(
+    return complete_timeline(
         schedule,
         cost,
         machine.costs,

@@ -5,29 +5,22 @@
 
 A message leaves when its action ends. On a serial link, each message waits for the one before
 it. A rank finishes its actions in the order of its lane, so its messages take each link in that
-order, too.
-
-Replicas of a part sum their gradients once the last backward of that part is done on all of them.
-The sum runs beside the remaining actions and takes nothing from them, but a rank takes part in one
-sum at a time. A cost may let ranks send their gradients before the last one is ready (`sum_end`);
-the sum is then shorter. The step ends with the last action or sum.
+order, too. Over NCCL messages wait for more than that, and `penstock.sim.in_order` predicts the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import numpy as np
 
-from penstock.cost.columns import Columns, columns, levels, seconds_in_lanes
+from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
-from penstock.cost.memory import weights_of
 from penstock.ir.compiled import compile_if_large
+from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.ir.sums import last_backwards, shared_gradients
 from penstock.ir.table import Floats, Ints
-from penstock.ir.timeline import Sum, Timeline
+from penstock.ir.timeline import Timeline
+from penstock.sim.completion import complete_timeline
+from penstock.sim.in_order import simulate_in_order
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
@@ -37,6 +30,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     >>> simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()).makespan
     33.0
     """
+    if cost.channels is not None:
+        return simulate_in_order(lower(schedule), cost, cost.channels)
     table = schedule.table
     costs = columns(schedule, cost)
     start = np.empty(len(table))
@@ -62,90 +57,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         cause,
         schedule.ranks,
     )
-    return timeline_of(schedule, cost, costs, start, end, sent, arrived, cause)
-
-
-def timeline_of(
-    schedule: Schedule,
-    cost: Cost,
-    costs: Columns,
-    start: Floats,
-    end: Floats,
-    sent: Floats,
-    arrived: Floats,
-    cause: Ints,
-) -> Timeline:
-    """A timeline with these times, and the memory in use meanwhile."""
-    return Timeline(
-        schedule,
-        start,
-        end,
-        levels(schedule, costs),
-        weights_of(schedule, cost),
-        sent,
-        arrived,
-        costs.bytes,
-        cause,
-        cost.units,
-        sums_of(schedule, cost, end),
-    )
-
-
-class SumTurn(NamedTuple):
-    """A sum of gradients, the times at which its ranks are ready for it, and its end."""
-
-    name: str
-    parts: tuple[int, ...]
-    ranks: tuple[int, ...]
-    bytes: float
-    ready: tuple[float, ...]  # of each rank
-    end: float
-    cause: int  # the action for which it waited last; -1 if there is none
-
-
-def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
-    """The sums of gradients of a step whose actions end at these times. Those that take no time are left out."""
-    sums = []
-    for turn in sum_turns(schedule, cost, end):
-        start = max(turn.ready)
-        if turn.end > start:
-            sums.append(
-                Sum(turn.name, turn.ranks, start, turn.end, turn.bytes, turn.cause)
-            )
-    return tuple(sums)
-
-
-def sum_turns(schedule: Schedule, cost: Cost, end: Floats) -> Iterator[SumTurn]:
-    """All sums of gradients of a step whose actions end at these times.
-
-    A rank begins its sums in the order of `shared_gradients`, one after the other.
-    """
-    tied_bytes = cost.tied_gradients(schedule)
-    shared = shared_gradients(schedule, tied_bytes > 0)
-    if not shared:
-        return
-    stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
-    last = last_backwards(schedule)
-    free = [0.0] * schedule.ranks  # when each rank can take part in its next sum
-    delayed_by = [-1] * schedule.ranks  # the action for which it waits until then
-    for name, parts, ranks, _ in shared:
-        size = tied_bytes
-        if len(parts) == 1:
-            size = cost.gradients(schedule, stage_of_part[parts[0]])
-        for rank in ranks:
-            for part in parts:
-                number = last.get((part, rank), -1)
-                if number >= 0 and end[number] > free[rank]:
-                    free[rank] = float(end[number])
-                    delayed_by[rank] = number
-        latest = max(ranks, key=lambda rank: free[rank])
-        cause = delayed_by[latest]
-        ready = tuple(free[rank] for rank in ranks)
-        done = cost.sum_end(ranks, size, ready)
-        for rank in ranks:
-            free[rank] = done
-            delayed_by[rank] = cause
-        yield SumTurn(name, parts, ranks, size, ready, done, cause)
+    return complete_timeline(schedule, cost, costs, start, end, sent, arrived, cause)
 
 
 def _run(

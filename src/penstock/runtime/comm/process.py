@@ -313,6 +313,13 @@ class ProcessComm:
                 group.recv([number], source, 0).wait()
             torch.cuda.synchronize()
 
+    @property
+    def channels(self) -> int | None:
+        """How many communicators carry the messages of a rank in order; None if messages do not wait for each other."""
+        if self.upward is None:
+            return None
+        return 1 if self.upward is self.downward else 2
+
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """The process group of the messages from one rank to another."""
         return (self.upward if source < target else self.downward) or self.world
