@@ -94,6 +94,12 @@ def test_a_file_can_replace_the_name_of_a_schedule(run, ending):
     assert code == 0
 
 
+def test_one_rank_and_one_micro_batch_are_not_plural(run):
+    code, out, _ = run("check 1f1b --ranks 1 --microbatches 1")
+    assert code == 0
+    assert "1 rank, 1 micro-batch and 2 actions" in out
+
+
 def test_plan_ranks_the_schedules_and_writes_the_best(run):
     code, out, _ = run(
         "plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --stages 2 --slices 2 "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.tables import print_table, progress, tell
 from penstock.errors import PenstockError
+from penstock.view.numbers import count_of
 
 if TYPE_CHECKING:
     from penstock.config import Config
@@ -17,15 +18,6 @@ if TYPE_CHECKING:
 
 # The time with launches over the time of the kernels; less than this is not worth a hint.
 MIN_LAUNCH_OVERHEAD = 1.1
-
-
-def count_of(number: int, one: str, several: str) -> str:
-    """Write a number of things.
-
-    >>> count_of(1, "process", "processes"), count_of(4, "process", "processes")
-    ('1 process', '4 processes')
-    """
-    return f"{number} {one if number == 1 else several}"
 
 
 def describe_placement(placement: Placement, encrypted: bool = False) -> str:

@@ -236,6 +236,7 @@ def check_command(
     from penstock.ir import lower, verify
     from penstock.ir.verify_sums import verify_sums
     from penstock.plan.paths.planner import check_rules
+    from penstock.view.numbers import MICROBATCHES, RANKS, count_of
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
     plan = _plan(source, shape)
@@ -261,8 +262,8 @@ def check_command(
         print_json({**facts, **trial})
         return
     console().print(
-        f"{source} is a valid schedule: {schedule.ranks} ranks, {count} "
-        f"micro-batches and {schedule.actions} actions, in an order that can run. "
+        f"{source} is a valid schedule: {count_of(schedule.ranks, *RANKS)}, "
+        f"{count_of(count, *MICROBATCHES)} and {schedule.actions} actions, in an order that can run. "
         f"Its {len(transfers)} messages cannot deadlock.",
         markup=False,
     )

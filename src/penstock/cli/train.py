@@ -202,10 +202,12 @@ def _announce(
     from penstock.train.step_paths import describe_paths
     from penstock.train.weights import model_name
     from penstock.train.worker import model_sizes
+    from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of
 
     sizes = model_sizes(config)
-    ranks = plan.schedule.ranks
-    microbatches = len(plan.schedule.microbatches)
+    schedule = plan.schedule
+    ranks = count_of(schedule.ranks, *RANKS)
+    microbatches = count_of(len(schedule.microbatches), *MICROBATCHES)
     layers = " ".join(map(str, plan.partition))
     tokens = config.data.batch * config.data.tokens
     tell(
@@ -215,18 +217,19 @@ def _announce(
     )
     tell(
         "schedule",
-        f"{plan.name}: {ranks} ranks, {microbatches} micro-batches of "
+        f"{plan.name}: {ranks}, {microbatches} of "
         f"{config.rows} x {config.data.tokens} tokens, layers {layers}",
     )
     paths = describe_paths(plan, config.paths)
     if paths:
         tell("paths", paths)
     if config.mesh.size > 1:
-        tell("mesh", config.mesh.over(ranks))
+        tell("mesh", config.mesh.over(schedule.ranks))
     if corpus is not None:
         tell("data", _describe_text(corpus, config))
     tell("tokenizer", config.data.tokenizer)
-    tell("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}")
+    steps = count_of(config.run.steps, *STEPS)
+    tell("step", f"{tokens:,} tokens; {steps}, {config.run.precision}")
     encrypted = bool(config.run.listen)
     tell("workers", describe_placement(placement, encrypted))
     tell("folder", str(folder))

@@ -19,6 +19,8 @@ from penstock.ir.timeline import REAL_UNITS, Units
 # The units of the papers, for one and for several.
 FORWARDS = ("forward", "forwards")
 MICROBATCHES = ("micro-batch", "micro-batches")
+RANKS = ("rank", "ranks")
+STEPS = ("step", "steps")
 MAX_SIZES_SHOWN = 16
 SIZES_SHOWN_AT_EACH_END = 6
 
@@ -103,7 +105,7 @@ def name_time(value: float, units: Units = REAL_UNITS, digits: int = 4) -> str:
     ('31.5 ms', '33 forwards', '1 forward')
     """
     text = write_time(value, units, digits)
-    return text if units.seconds else _counted(text, *FORWARDS)
+    return text if units.seconds else count_of(text, *FORWARDS)
 
 
 def name_size(value: float, units: Units = REAL_UNITS, digits: int = 3) -> str:
@@ -114,11 +116,16 @@ def name_size(value: float, units: Units = REAL_UNITS, digits: int = 3) -> str:
     ('11.8 MiB', '3.5 micro-batches')
     """
     text = write_size(value, units, digits)
-    return text if units.bytes else _counted(text, *MICROBATCHES)
+    return text if units.bytes else count_of(text, *MICROBATCHES)
 
 
-def _counted(number: str, one: str, several: str) -> str:
-    return f"{number} {one if number == '1' else several}"
+def count_of(number: int | str, one: str, several: str) -> str:
+    """Write a number of things.
+
+    >>> count_of(1, "process", "processes"), count_of(4, "process", "processes")
+    ('1 process', '4 processes')
+    """
+    return f"{number} {one if str(number) == '1' else several}"
 
 
 def write_sizes(

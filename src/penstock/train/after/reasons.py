@@ -9,7 +9,13 @@ from pathlib import Path
 from penstock.config import AUTO
 from penstock.ir import Plan
 from penstock.ir.plan import Fact
-from penstock.view.numbers import write_size, write_time
+from penstock.view.numbers import (
+    MICROBATCHES,
+    RANKS,
+    count_of,
+    write_size,
+    write_time,
+)
 
 # Prefixes of facts about another candidate, whose name follows.
 STEP = "step of "
@@ -84,10 +90,10 @@ def reasons_of(plan: Plan, named: str = "") -> Reasons:
 
 def _origin(plan: Plan, named: str) -> list[str]:
     """Where the plan comes from, and what it was compared with."""
-    facts, size = (
-        dict(plan.why),
-        f"{plan.schedule.ranks} ranks and {len(plan.schedule.microbatches)} micro-batches",
-    )
+    facts = dict(plan.why)
+    schedule = plan.schedule
+    ranks = count_of(schedule.ranks, *RANKS)
+    size = f"{ranks} and {count_of(len(schedule.microbatches), *MICROBATCHES)}"
     if named == AUTO:
         return [_comparison(facts, size)]
     if Path(named).suffix in (".json", ".csv"):
