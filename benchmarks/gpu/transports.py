@@ -222,11 +222,11 @@ def predictions(
     found = {
         "free": simulate(schedule, cost).makespan,
         "simulated": simulate(schedule, measured).makespan,
-        "in_order": simulate_in_order(program, measured, channels).makespan,
+        "in_order": simulate_in_order(schedule, measured, channels).makespan,
     }
     for key in ("crowded", "busy"):
         fixed = replace(cost, network=Network(hops[f"{key}_hop"]))
-        made = simulate_in_order(program, fixed, channels)
+        made = simulate_in_order(schedule, fixed, channels)
         found[f"in_order_{key}"] = made.makespan
     idle = split_idle_time(timeline, hops["hop"])
     whole = comm.ranks * timeline.makespan

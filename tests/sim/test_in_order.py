@@ -36,7 +36,7 @@ def test_a_message_waits_for_the_action_before_its_receive():
     """
     schedule = make("gpipe", ranks=2, microbatches=2)
     cost = UnitCost(comm=1.0)
-    timeline = simulate_in_order(lower(schedule), cost)
+    timeline = simulate_in_order(schedule, cost)
     start = dict(
         zip((a for lane in schedule.lanes for a in lane), timeline.start, strict=True)
     )
@@ -51,10 +51,9 @@ def test_a_message_waits_for_the_action_before_its_receive():
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
 def test_more_channels_are_never_slower_and_free_links_never_faster(name, shape):
     schedule = schedule_of(name, shape)
-    program = lower(schedule)
     cost = UnitCost(comm=0.25)
-    one = simulate_in_order(program, cost, channels=1).makespan
-    two = simulate_in_order(program, cost, channels=2).makespan
+    one = simulate_in_order(schedule, cost, channels=1).makespan
+    two = simulate_in_order(schedule, cost, channels=2).makespan
     assert simulate(schedule, cost).makespan <= two <= one
 
 
@@ -63,7 +62,7 @@ def test_every_message_comes_after_all_that_its_ranks_have_before_it(name, shape
     """Checked against the program itself, instruction by instruction."""
     schedule = schedule_of(name, shape)
     program = lower(schedule)
-    timeline = simulate_in_order(program, UnitCost(comm=0.25))
+    timeline = simulate_in_order(schedule, UnitCost(comm=0.25))
     actions = [action for lane in schedule.lanes for action in lane]
     number = {action: place for place, action in enumerate(actions)}
     for lane in program.lanes:
@@ -86,7 +85,7 @@ def test_a_network_with_channels_is_simulated_in_order(channels):
     at_once = ModelCost((part,) * schedule.parts, Network(0.25, serial=True))
     waiting = replace(at_once, network=replace(at_once.network, channels=channels))
     found = simulate(schedule, waiting)
-    expected = simulate_in_order(lower(schedule), at_once, channels)
+    expected = simulate_in_order(schedule, at_once, channels)
     assert np.array_equal(found.start, expected.start)
     assert found.makespan > simulate(schedule, at_once).makespan
     noisy = simulate(schedule, NoisyCost(waiting, spread=0.0))
@@ -94,8 +93,8 @@ def test_a_network_with_channels_is_simulated_in_order(channels):
 
 
 def test_other_numbers_of_channels_are_refused():
-    program = lower(make("1f1b", ranks=2, microbatches=2))
+    schedule = make("1f1b", ranks=2, microbatches=2)
     with pytest.raises(ShapeError, match="channels is 0"):
-        simulate_in_order(program, UnitCost(), channels=0)
+        simulate_in_order(schedule, UnitCost(), channels=0)
     with pytest.raises(ShapeError, match="channels is 3"):
         Network(channels=3)

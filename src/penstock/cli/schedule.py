@@ -170,7 +170,6 @@ def simulate_command(
 
     Example: penstock simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05
     """
-    from penstock.ir import lower
     from penstock.plan import lower_bound
     from penstock.plan.price import step_facts
     from penstock.sim import simulate, simulate_in_order
@@ -182,7 +181,7 @@ def simulate_command(
     if channels is None:
         timeline = simulate(plan.schedule, price.cost)
     else:
-        timeline = simulate_in_order(lower(plan.schedule), price.cost, channels)
+        timeline = simulate_in_order(plan.schedule, price.cost, channels)
     bound = lower_bound(plan.schedule, price.cost)
     step = step_facts(price, plan, timeline)
     if json:

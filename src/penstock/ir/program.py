@@ -31,14 +31,14 @@ how `lower` works.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Table
+from penstock.ir.table import Ints, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,27 +154,35 @@ def lower(schedule: Schedule) -> Program:
     target = table.target().tolist()
     last_at_home, last_abroad = _last_uses(table)
     lanes: list[list[Instruction]] = [[] for _ in schedule.lanes]
-    for _, numbers in groupby(table.order.tolist(), table.tick.tolist().__getitem__):
-        leaving = []
-        for number in numbers:
-            lane = lanes[rank[number]]
+    for moment in moments(table).tolist():
+        number = moment if moment >= 0 else ~moment
+        lane = lanes[rank[number]]
+        if moment >= 0:
             lane.append(RunAction(actions[number]))
             for needed in needs[number]:
                 if needed < 0:
                     continue
                 if number in (last_at_home[needed], last_abroad[needed]):
                     lane.append(Free(actions[needed]))
-            if target[number] >= 0:
-                leaving.append(number)
-            elif last_at_home[number] == number:
-                lane.append(Free(actions[number]))
-        for number in leaving:
-            lane = lanes[rank[number]]
+        else:
             lane.append(Send(actions[number], target[number]))
             lanes[target[number]].append(Receive(actions[number], rank[number]))
-            if last_at_home[number] == number:
-                lane.append(Free(actions[number]))
+        leaves_now = moment < 0 or target[number] < 0
+        if leaves_now and last_at_home[number] == number:
+            lane.append(Free(actions[number]))
     return Program(schedule, tuple(map(tuple, lanes)))
+
+
+def moments(table: Table) -> Ints:
+    """The moments of a schedule's program, in order.
+
+    The number of an action stands for its run, and the inverted number (`~number`) for its message.
+    """
+    sent = table.order[table.target()[table.order] >= 0]
+    every = np.concatenate([table.order, ~sent])
+    # In each tick, the runs come first, and then the messages of these runs in the same order.
+    place = np.concatenate([2 * table.tick[table.order], 2 * table.tick[sent] + 1])
+    return every[np.argsort(place, kind="stable")]
 
 
 def _last_uses(table: Table) -> tuple[list[int], list[int]]:

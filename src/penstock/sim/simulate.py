@@ -15,7 +15,6 @@ import numpy as np
 from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
 from penstock.ir.compiled import compile_if_large
-from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Timeline
@@ -31,7 +30,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     33.0
     """
     if cost.channels is not None:
-        return simulate_in_order(lower(schedule), cost, cost.channels)
+        return simulate_in_order(schedule, cost, cost.channels)
     table = schedule.table
     costs = columns(schedule, cost)
     start = np.empty(len(table))
