@@ -6,14 +6,16 @@ OUT := out
 CASES ?= 200
 SEED ?= 0
 STEPS ?= 300
+# The versions of other packages: those that were tested, or with LATEST=1 the newest ones.
+PIP_INSTALL := install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt)
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
 
 setup: $(VENV)/.ready ## make .venv and install everything into it
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/pip $(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
 # Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
@@ -53,9 +55,9 @@ INTEGRATION_TESTS := tests/titan tests/advice tests/peers tests/docs/test_engine
 
 test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and others, in an environment of their own
 	$(INTEGRATIONS)/bin/pytest --no-skips $(INTEGRATION_TESTS)
-$(INTEGRATIONS)/.ready: pyproject.toml Makefile
+$(INTEGRATIONS)/.ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --editable ".[dev,datasets,lora,ray,titan]" wandb
+	$(INTEGRATIONS)/bin/pip $(PIP_INSTALL) --editable ".[dev,datasets,lora,ray,titan]" wandb
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps $(FRAMEWORKS)
 	touch $@
 
@@ -85,7 +87,7 @@ docs: setup $(VENV)/.docs ## generate the pages and build the site; open build/s
 	$(BIN)/python docs/measure.py --write
 	$(BIN)/python docs/website.py
 $(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(BIN)/pip $(PIP_INSTALL) --editable ".[docs]"
 	touch $@
 
 clean: ## remove everything that the other targets made

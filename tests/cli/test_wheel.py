@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
+from itertools import chain
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
 
 import penstock
 
@@ -91,3 +94,17 @@ def test_the_installed_wheel_runs_in_an_environment_of_its_own(
     file, version = json.loads(run(python, "-c", where, cwd=tmp_path))
     assert Path(file).is_relative_to(tmp_path / "env")
     assert version == wheel.name.split("-")[1]
+
+
+def test_the_tested_versions_are_among_those_that_the_package_allows():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = project["optional-dependencies"].values()
+    allowed = [Requirement(text) for text in chain(project["dependencies"], *extras)]
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        name, _, version = line.partition("==")
+        ranges = [one.specifier for one in allowed if one.name == name]
+        assert all(one.contains(version) for one in ranges), line
+        assert ranges or name == "wandb", f"nothing needs {name}"
