@@ -37,7 +37,7 @@ from penstock.models import (
 )
 from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
-from penstock.models.hf_trial import small_config
+from penstock.models.hf_config import small_config
 from penstock.models.llama import llama_from_hf, llama_to_hf
 from penstock.runtime import run_threads
 from pipelines import without_float32
@@ -897,13 +897,23 @@ FAMILIES = {
         moe_intermediate_size=16,
     ),
 }
+if hasattr(transformers, "Gemma4TextConfig"):
+    FAMILIES["Gemma4"] = transformers.Gemma4TextConfig(
+        **GATED,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=5,
+        layer_types=MIXED_LAYERS,
+        hidden_size_per_layer_input=0,
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decoders_of_any_family_run_in_parts_and_in_slices(name):
     """What lies between the pieces differs: scaled embeddings, capped logits, two kinds of angles, experts.
 
-    Falcon's layers return tuples, and OPT has its layers in a module of their own.
+    Falcon's layers return tuples, and OPT has its layers in a module of their own. The heads of Gemma 4 are
+    wider in some layers than in others.
     """
     model = shaken(
         transformers.AutoModelForCausalLM.from_config(FAMILIES[name]), torch.float32

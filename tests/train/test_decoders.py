@@ -28,6 +28,7 @@ from penstock.models.decoder import (
     decoder_of,
     load_whole,
 )
+from penstock.models.hf_config import small_config
 from penstock.plan.recipes import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
@@ -63,6 +64,19 @@ CONFIGS = {
     ),
     "llama 3.1": transformers.LlamaConfig(**SIZES, rope_parameters=SCALED),
 }
+if hasattr(transformers, "Gemma4TextConfig"):
+    CONFIGS["gemma4"] = transformers.Gemma4TextConfig(
+        **SIZES,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+    )
 TEXT = "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000))
 
 
@@ -188,6 +202,28 @@ def test_parameters_are_counted_without_memory(name):
     assert count_parameters(sizes).total == sum(
         parameter.numel() for parameter in build_decoder(sizes).parameters()
     )
+
+
+@pytest.mark.skipif("gemma4" not in CONFIGS, reason="transformers has no Gemma 4")
+def test_layers_may_have_sizes_of_their_own():
+    """A plan counts with the widest heads; a profile builds the first layers, and only their sizes count."""
+    sizes = decoder_of(CONFIGS["gemma4"])
+    assert sizes.head_width == 16
+    assert sizes.inner == 2 * 16
+    layers = build_decoder(sizes, layers=2).model.layers
+    assert [layer.self_attn.q_proj.out_features for layer in layers] == [32, 64]
+    large = transformers.Gemma4TextConfig(
+        num_hidden_layers=60,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+    )
+    small = small_config(large)
+    assert (small.num_hidden_layers, small.hidden_size) == (6, 672)
+    heads = [(one.head_dim, one.num_key_value_heads) for one in small.per_layer_config]
+    assert heads == [(256, 2)] * 5 + [(512, 2)]
 
 
 def test_biases_that_balance_experts_are_read_and_written_like_weights(tmp_path):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig
-from penstock.models.hf_trial import small_config
+from penstock.models.hf_config import config_value, small_config
 from penstock.models.split import find_anatomy
 
 _BUILDING = threading.RLock()
@@ -116,11 +116,11 @@ def decoder_of(config: Any) -> DecoderConfig:
     said.pop("transformers_version", None)
     said["dtype"] = "float32"
     width = int(config.hidden_size)
-    heads = int(getattr(config, "num_attention_heads", None) or 1)  # Mamba has none
-    visited = int(getattr(config, "num_experts_per_tok", None) or 1)
-    inner = getattr(config, "moe_intermediate_size", None)
-    inner = inner or getattr(config, "intermediate_size", None)
-    inner = inner or getattr(config, "n_inner", None) or 4 * width
+    heads = int(config_value(config, "num_attention_heads") or 1)  # Mamba has none
+    visited = _visited_experts(config)
+    inner = config_value(config, "moe_intermediate_size")
+    inner = inner or config_value(config, "intermediate_size")
+    inner = inner or config_value(config, "n_inner") or 4 * width
     inner = max(inner) if isinstance(inner, list | tuple) else inner
     return DecoderConfig(
         str(architecture),
@@ -128,8 +128,8 @@ def decoder_of(config: Any) -> DecoderConfig:
         width,
         int(config.num_hidden_layers),
         heads,
-        int(getattr(config, "num_key_value_heads", None) or heads),
-        int(getattr(config, "head_dim", None) or width // heads),
+        int(config_value(config, "num_key_value_heads") or heads),
+        int(config_value(config, "head_dim") or width // heads),
         int(inner) * visited,
         int(getattr(config, "max_position_embeddings", None) or 0),
         bool(getattr(config, "tie_word_embeddings", False)),
@@ -146,6 +146,10 @@ def transformers_config(sizes: DecoderConfig, layers: int = 0) -> Any:
         for name, value in said.items():
             if isinstance(value, list) and len(value) == sizes.layers:
                 said[name] = value[:layers]
+        own = said.get("per_layer_config") or {}
+        kept = {number: one for number, one in own.items() if int(number) < layers}
+        if own:
+            said["per_layer_config"] = kept
         names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         said[next(name for name in names if name in said)] = layers
     config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
@@ -301,10 +305,16 @@ def count_decoder(sizes: DecoderConfig) -> DecoderCounts:
 def _share_of_experts(config: Any) -> float:
     """The share of a layer's experts that a token visits; shared ones, which all tokens visit, are not among them."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        experts = getattr(config, name, None)
+        experts = config_value(config, name)
         if isinstance(experts, int) and experts > 1:
-            return (getattr(config, "num_experts_per_tok", None) or 1) / experts
+            return _visited_experts(config) / experts
     return 1.0
+
+
+def _visited_experts(config: Any) -> int:
+    """The number of experts that a token visits; 1 without experts."""
+    names = ("num_experts_per_tok", "top_k_experts")
+    return int(next(filter(None, (config_value(config, one) for one in names)), 1))
 
 
 def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
