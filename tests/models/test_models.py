@@ -934,9 +934,9 @@ def test_decoders_of_any_family_run_in_parts_and_in_slices(name):
     assert (found - whole).abs().max() <= ROUNDED * whole.abs().max()
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "Glm"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm", "Cwm"])
 def test_the_small_model_of_a_trial_is_small_and_runs(name):
-    """Deepseek's experts come in groups; Glm has few keys and values for many heads."""
+    """Deepseek's experts come in groups; Glm has few keys and values for many heads; Cwm insists on special words."""
     small = small_config(getattr(transformers, f"{name}Config")())
     assert small.hidden_size <= 512
     model = transformers.AutoModelForCausalLM.from_config(small)

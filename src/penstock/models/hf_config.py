@@ -86,8 +86,16 @@ def _reduced(config: Any, few: int, heads: int) -> Any:
             setattr(small, name, min(value, WINDOW))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(config, name, None) is not None:
-            setattr(small, name, None)
+            _leave_out_word(small, name)
     return small
+
+
+def _leave_out_word(small: Any, name: str) -> None:
+    """Leave out a special word, which may not be among the few words; some configs insist on one."""
+    try:
+        setattr(small, name, None)
+    except Exception:  # of transformers, which checks its configs in many ways
+        setattr(small, name, 0)
 
 
 def _groups(config: Any) -> tuple[int, int]:
