@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from commands import write_text_run
-from hugging_face import NO_MARKS, decoder_sizes
+from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, PenstockError, ShapeError
 from penstock.formats.config_toml import read_config
@@ -268,10 +268,16 @@ def test_weights_that_do_not_begin_around_zero_are_not_drawn(tmp_path):
 
 
 def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
-    """Scaled rotary positions, biases, another activation: our Llama has none of these."""
+    """Scaled rotary positions, biases, layers with numbers of their own: our Llama has none of these."""
     plain = transformers.LlamaConfig(**SIZES)
     for number, changes in enumerate(
-        ({}, {"rope_parameters": SCALED}, {"attention_bias": True}, {"head_dim": 16})
+        (
+            {},
+            {"rope_parameters": SCALED},
+            {"attention_bias": True},
+            {"head_dim": 16},
+            {"per_layer_config": {"1": {"rms_norm_eps": 0.01}}},
+        )
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -279,6 +285,32 @@ def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
         (folder / "config.json").write_text(text)
         kind = DecoderConfig if changes else LlamaConfig
         assert isinstance(read_sizes(folder), kind), changes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}],
+    ids=["by layer", "unscaled"],
+)
+def test_a_gpt_whose_attention_is_scaled_otherwise_is_taken_from_transformers(
+    change, tmp_path
+):
+    """Ours divides the scores by the root of a head's width, and by nothing else."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**gpt2_sizes(256, **NO_MARKS), **change)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5)
+    model.save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    holding = hold_whole(sizes)
+    for name, weights in read_weights(tmp_path, holding.parameters.keys(), sizes):
+        holding.parameters[name].data.copy_(weights)
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = holding.stages[0](tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
