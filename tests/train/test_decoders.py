@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from commands import write_text_run
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
@@ -25,10 +25,12 @@ from penstock.models.count import count_parameters
 from penstock.models.decoder import (
     build_decoder,
     check_positions,
+    decoder_blueprint,
     decoder_of,
     load_whole,
 )
 from penstock.models.hf_config import small_config
+from penstock.models.split import find_anatomy
 from penstock.plan.recipes import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
@@ -105,11 +107,11 @@ def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
     sizes = decoder_of(CONFIGS["gemma3"])
     inside = threading.Semaphore(1)
 
-    def read(*_, **__) -> torch.nn.Module:
+    def read(*_, **__) -> tuple[torch.nn.Module, dict[str, list[str]]]:
         assert inside.acquire(blocking=False)
         time.sleep(0.05)
         inside.release()
-        return torch.nn.Linear(1, 1)
+        return torch.nn.Linear(1, 1), {"missing_keys": []}
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
     assert len(run_threads(2, lambda comm: load_whole(tmp_path, sizes))) == 2
@@ -330,12 +332,48 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(FileError, match="cannot make a model"):
         read_sizes(tmp_path)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "hidden_size": "32"}'
+    )
+    with pytest.raises(FileError, match=r"cannot make a model .*hidden_size"):
+        read_sizes(tmp_path)
+    odd = transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 3})
+    with pytest.raises(PenstockError, match="do the sizes in its config fit together"):
+        find_anatomy(decoder_blueprint(decoder_of(odd)))
     with pytest.raises(
         ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
     ):
         check_positions(decoder_of(CONFIGS["gemma3"]), 65)
     with pytest.raises(ShapeError, match=r"(?s)17 tokens, but a GPT .*tokens=16"):
         check_positions(GPTConfig(61, 16, 2, 4, 24, 16), 17)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "reason"),
+    [
+        (
+            "gemma3",
+            "model.layers.1.mlp.up_proj.weight",
+            r"has no weights model\.layers",
+        ),
+        ("mixtral", "model.layers.1.input_layernorm.weight", r"has no weights model\."),
+        (
+            "mixtral",
+            "model.layers.1.block_sparse_moe.experts.0.w1.weight",
+            r"transformers cannot read the weights",
+        ),
+    ],
+)
+def test_a_folder_that_lacks_weights_is_refused(name, lost, reason, tmp_path):
+    """transformers would draw new weights in their place, with a warning."""
+    folder = folder_of(name, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights[lost]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    sizes = read_sizes(folder)
+    names = hold_whole(sizes).parameters.keys()
+    with pytest.raises(FileError, match=reason):
+        list(read_weights(folder, names, sizes))
 
 
 # ---------------------------------------------------------------- what an export keeps

@@ -72,10 +72,19 @@ def read_decoder(folder: Path) -> DecoderConfig:
         config: Any = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+    except Exception as error:  # of transformers, which checks its configs in many ways
+        raise FileError(f"cannot make a model of {folder}: {_reason(error)}") from None
+    try:
         return decoder_of(config)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise FileError(f"cannot make a model of {folder}: {reason}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise FileError(f"cannot make a model of {folder}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, or two lines where the first one ends with a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    goes_on = lines[0].endswith(":") and len(lines) > 1
+    return f"{lines[0]} {lines[1].strip()}" if goes_on else lines[0]
 
 
 def import_transformers(purpose: str) -> Any:
@@ -173,8 +182,9 @@ def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
             config, dtype=torch.float32
         )
     except Exception as error:  # of transformers, which checks its configs in many ways
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PenstockError(f"cannot build a {sizes.architecture}: {reason}") from None
+        raise PenstockError(
+            f"cannot build a {sizes.architecture}: {_reason(error)}"
+        ) from None
     keep_learned_buffers(model)
     # Dropout is random numbers that depend on who draws them; the trainer has none.
     return model.eval()
@@ -337,11 +347,28 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
 def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     """Let transformers read all weights, for folders whose names of weights differ from the model's.
 
-    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns.
+    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. It would draw new
+    weights for those that the folder lacks; such a folder is refused.
     """
     transformers = import_transformers(f"the model in {folder}")
-    with _BUILDING:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=transformers_config(sizes), dtype=torch.float32
+    try:
+        with _BUILDING:
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=transformers_config(sizes),
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of transformers, which reads files in many ways
+        raise FileError(
+            f"transformers cannot read the weights in {folder}: {_reason(error)}\n"
+            "  is config.json that of these weights? if it is, copy or download the files again"
+        ) from None
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise FileError(
+            f"{folder} has no weights {missing[0]}{more}, which a {sizes.architecture} needs\n"
+            "  is config.json that of these weights? leave model.weights empty to train from scratch"
         )
     return dict(model.state_dict())

@@ -110,8 +110,10 @@ def _few_groups(groups: int) -> int:
 
 
 def _few_heads(config: Any) -> int:
-    """The fewest heads that share keys and values as those of the config do."""
+    """The fewest heads that share keys and values as those of the config do; all, if they cannot be shared evenly."""
     heads, groups = _groups(config)
+    if heads % groups:
+        return int(heads)
     return min(heads // groups, HEADS_IN_GROUP) * _few_groups(groups)
 
 

@@ -118,7 +118,10 @@ def _try_small_model(kind: type[nn.Module], text: _Text) -> Findings:
         tokens = torch.randint(0, model.config.vocab_size, (2, TRIAL_TOKENS))
         model(tokens, use_cache=False)
     except Exception as error:
-        fault = f"a small model with its config does not run ({_first_line(error)})"
+        fault = (
+            f"a small model with its config does not run ({_first_line(error)}); "
+            "do the sizes in its config fit together?"
+        )
         return Findings(fault)
     called, tuples = _watch_calls(model, find_pieces(model), tokens)
     pieces = replace(find_pieces(model, called), tuples=tuples)
