@@ -208,6 +208,13 @@ def test_every_command_has_help_with_an_example(run):
         assert f"Example: penstock {name}" in out
 
 
+@pytest.mark.parametrize("line", ["--help", "train --help"])
+def test_help_does_not_show_a_value_where_a_flag_takes_none(line, run):
+    code, out, _ = run(line)
+    assert code == 0
+    assert "bool" not in out.lower()
+
+
 def test_help_names_all_presets():
     assert re.split(", | or ", PRESET_NAMES) == list(PRESETS)
 

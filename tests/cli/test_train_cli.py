@@ -248,7 +248,12 @@ def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
         f"train runs/config --resume --sample 0 --set run.steps={stopped + 3} --set schedule.name=1f1b"
     )
     assert more.code == 0, more.err
+    assert "finished" not in more.err
     assert [row.step for row in read_rows(folder)] == list(range(1, stopped + 4))
+    over = here("train runs/config --resume --sample 0")
+    assert over.code == 0, over.err
+    said = f"finished  step {stopped + 3} is saved and run.steps = {stopped + 3}, so"
+    assert said in " ".join(over.err.split("\n"))
 
 
 def test_under_torchrun_it_is_the_same_run(text, here):

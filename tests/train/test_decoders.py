@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from commands import write_text_run
-from hugging_face import NO_MARKS, decoder_sizes
+from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, PenstockError, ShapeError
 from penstock.formats.config_toml import read_config
@@ -25,9 +25,12 @@ from penstock.models.count import count_parameters
 from penstock.models.decoder import (
     build_decoder,
     check_positions,
+    decoder_blueprint,
     decoder_of,
     load_whole,
 )
+from penstock.models.hf_config import small_config
+from penstock.models.split import find_anatomy
 from penstock.plan.recipes import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
@@ -63,6 +66,19 @@ CONFIGS = {
     ),
     "llama 3.1": transformers.LlamaConfig(**SIZES, rope_parameters=SCALED),
 }
+if hasattr(transformers, "Gemma4TextConfig"):
+    CONFIGS["gemma4"] = transformers.Gemma4TextConfig(
+        **SIZES,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+    )
 TEXT = "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000))
 
 
@@ -91,11 +107,11 @@ def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
     sizes = decoder_of(CONFIGS["gemma3"])
     inside = threading.Semaphore(1)
 
-    def read(*_, **__) -> torch.nn.Module:
+    def read(*_, **__) -> tuple[torch.nn.Module, dict[str, list[str]]]:
         assert inside.acquire(blocking=False)
         time.sleep(0.05)
         inside.release()
-        return torch.nn.Linear(1, 1)
+        return torch.nn.Linear(1, 1), {"missing_keys": []}
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
     assert len(run_threads(2, lambda comm: load_whole(tmp_path, sizes))) == 2
@@ -190,6 +206,28 @@ def test_parameters_are_counted_without_memory(name):
     )
 
 
+@pytest.mark.skipif("gemma4" not in CONFIGS, reason="transformers has no Gemma 4")
+def test_layers_may_have_sizes_of_their_own():
+    """A plan counts with the widest heads; a profile builds the first layers, and only their sizes count."""
+    sizes = decoder_of(CONFIGS["gemma4"])
+    assert sizes.head_width == 16
+    assert sizes.inner == 2 * 16
+    layers = build_decoder(sizes, layers=2).model.layers
+    assert [layer.self_attn.q_proj.out_features for layer in layers] == [32, 64]
+    large = transformers.Gemma4TextConfig(
+        num_hidden_layers=60,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        num_global_key_value_heads=4,
+        attention_k_eq_v=True,
+    )
+    small = small_config(large)
+    assert (small.num_hidden_layers, small.hidden_size) == (6, 672)
+    heads = [(one.head_dim, one.num_key_value_heads) for one in small.per_layer_config]
+    assert heads == [(256, 2)] * 5 + [(512, 2)]
+
+
 def test_biases_that_balance_experts_are_read_and_written_like_weights(tmp_path):
     """They are buffers, which other trainers learn without gradients."""
     config = transformers.DeepseekV3Config(
@@ -232,10 +270,16 @@ def test_weights_that_do_not_begin_around_zero_are_not_drawn(tmp_path):
 
 
 def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
-    """Scaled rotary positions, biases, another activation: our Llama has none of these."""
+    """Scaled rotary positions, biases, layers with numbers of their own: our Llama has none of these."""
     plain = transformers.LlamaConfig(**SIZES)
     for number, changes in enumerate(
-        ({}, {"rope_parameters": SCALED}, {"attention_bias": True}, {"head_dim": 16})
+        (
+            {},
+            {"rope_parameters": SCALED},
+            {"attention_bias": True},
+            {"head_dim": 16},
+            {"per_layer_config": {"1": {"rms_norm_eps": 0.01}}},
+        )
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -243,6 +287,32 @@ def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
         (folder / "config.json").write_text(text)
         kind = DecoderConfig if changes else LlamaConfig
         assert isinstance(read_sizes(folder), kind), changes
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}],
+    ids=["by layer", "unscaled"],
+)
+def test_a_gpt_whose_attention_is_scaled_otherwise_is_taken_from_transformers(
+    change, tmp_path
+):
+    """Ours divides the scores by the root of a head's width, and by nothing else."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**gpt2_sizes(256, **NO_MARKS), **change)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.5)
+    model.save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    holding = hold_whole(sizes)
+    for name, weights in read_weights(tmp_path, holding.parameters.keys(), sizes):
+        holding.parameters[name].data.copy_(weights)
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        found = holding.stages[0](tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
@@ -262,12 +332,48 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
     with pytest.raises(FileError, match="cannot make a model"):
         read_sizes(tmp_path)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "hidden_size": "32"}'
+    )
+    with pytest.raises(FileError, match=r"cannot make a model .*hidden_size"):
+        read_sizes(tmp_path)
+    odd = transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 3})
+    with pytest.raises(PenstockError, match="do the sizes in its config fit together"):
+        find_anatomy(decoder_blueprint(decoder_of(odd)))
     with pytest.raises(
         ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
     ):
         check_positions(decoder_of(CONFIGS["gemma3"]), 65)
     with pytest.raises(ShapeError, match=r"(?s)17 tokens, but a GPT .*tokens=16"):
         check_positions(GPTConfig(61, 16, 2, 4, 24, 16), 17)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "reason"),
+    [
+        (
+            "gemma3",
+            "model.layers.1.mlp.up_proj.weight",
+            r"has no weights model\.layers",
+        ),
+        ("mixtral", "model.layers.1.input_layernorm.weight", r"has no weights model\."),
+        (
+            "mixtral",
+            "model.layers.1.block_sparse_moe.experts.0.w1.weight",
+            r"transformers cannot read the weights",
+        ),
+    ],
+)
+def test_a_folder_that_lacks_weights_is_refused(name, lost, reason, tmp_path):
+    """transformers would draw new weights in their place, with a warning."""
+    folder = folder_of(name, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights[lost]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    sizes = read_sizes(folder)
+    names = hold_whole(sizes).parameters.keys()
+    with pytest.raises(FileError, match=reason):
+        list(read_weights(folder, names, sizes))
 
 
 # ---------------------------------------------------------------- what an export keeps

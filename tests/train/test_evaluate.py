@@ -13,7 +13,8 @@ import transformers
 from commands import called
 from hugging_face import bert_sizes
 from penstock.errors import FileError, ShapeError
-from penstock.train.after.evaluate import evaluate_run, evaluate_text
+from penstock.train.after.ablation import AblationRow
+from penstock.train.after.evaluate import Examination, evaluate_run, evaluate_text
 
 TEXT = "".join(f"{n % 7} cats sat on {n % 5} mats\n" for n in range(30)) + "the end"
 
@@ -74,6 +75,12 @@ def test_the_perplexity_of_a_folder_on_a_text_is_that_of_transformers(
     assert f"all {rows} sequences of 24 tokens" in out + err
 
 
+def test_a_token_may_be_one_byte():
+    rows = (AblationRow("all", 3, 3, 2.0, 0.0, 1.0, ()),)
+    one = Examination(rows, 1, 1, 24, 0, bytes_per_token=0.99999)
+    assert one.by_byte.endswith(", 1 byte per token")
+
+
 def test_a_text_shorter_than_a_sequence_counts_and_batches_limit_a_long_one(
     model, tmp_path
 ):
@@ -131,7 +138,7 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
         evaluate_text(model, [str(tmp_path / "a.txt")], tokens=33)
     with pytest.raises(FileError, match="or some text with --text"):
         evaluate_run(model, [])
-    with pytest.raises(FileError, match="there is no such file"):
+    with pytest.raises(FileError, match=r"there is no such file .*\n  name .* --text"):
         evaluate_text(model, [str(tmp_path / "b.txt")])
     with pytest.raises(ShapeError, match="at least 1, not 0 and 8"):
         evaluate_text(model, [str(tmp_path / "a.txt")], batches=0)

@@ -10,7 +10,7 @@ from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.doctor import doctor_command, print_first_steps
 from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted
@@ -45,8 +45,28 @@ OPTIONS_INSTEAD = {
 }
 
 
+def _without_values(parameters: list[Any]) -> list[Any]:
+    """Leave out the types of flags, which newer versions of typer print as if a flag took a value."""
+    for one in parameters:
+        if getattr(one, "is_flag", False):
+            one.metavar = ""
+    return parameters
+
+
+class Command(TyperCommand):
+    """One command."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        """List the options and arguments for the help."""
+        return _without_values(super().get_params(context))
+
+
 class Commands(TyperGroup):
     """The commands. Says what to write instead of those that are options here."""
+
+    def get_params(self, context: Any) -> list[Any]:
+        """List the options of the program for the help."""
+        return _without_values(super().get_params(context))
 
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         """Find the command that the first word names."""
@@ -97,7 +117,7 @@ def _add(name: str, command: Callable[..., None]) -> None:
     """
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     help_text = "\n\n".join(" ".join(text.split()) for text in paragraphs)
-    app.command(name, help=help_text)(command)
+    app.command(name, cls=Command, help=help_text)(command)
 
 
 _add("list", list_command)

@@ -131,6 +131,8 @@ def train_command(
         check_gpus_suffice(config, placement)
         is_elastic(config, plan, placement)  # Raises if the config asks for too much.
         _announce(config, plan, folder, prepared.corpus, placement)
+        if resume:
+            _tell_if_finished(folder, config.run.steps)
         if dry_run:
             _print_dry_run(prepared)
             return
@@ -233,6 +235,18 @@ def _announce(
     encrypted = bool(config.run.listen)
     tell("workers", describe_placement(placement, encrypted))
     tell("folder", str(folder))
+
+
+def _tell_if_finished(folder: Path, steps: int) -> None:
+    """Say that a run has all its steps already, and how it trains more of them."""
+    from penstock.train.worker import saved_step
+
+    saved = saved_step(folder)
+    if saved >= steps:
+        tell(
+            "finished",
+            f"step {saved} is saved and run.steps = {steps}, so nothing is left to train; --set run.steps=N goes on",
+        )
 
 
 def _describe_text(corpus: Corpus, config: Config) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig
-from penstock.models.hf_trial import small_config
+from penstock.models.hf_config import config_value, small_config
 from penstock.models.split import find_anatomy
 
 _BUILDING = threading.RLock()
@@ -72,10 +72,19 @@ def read_decoder(folder: Path) -> DecoderConfig:
         config: Any = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
+    except Exception as error:  # of transformers, which checks its configs in many ways
+        raise FileError(f"cannot make a model of {folder}: {_reason(error)}") from None
+    try:
         return decoder_of(config)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise FileError(f"cannot make a model of {folder}: {reason}") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise FileError(f"cannot make a model of {folder}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, or two lines where the first one ends with a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    goes_on = lines[0].endswith(":") and len(lines) > 1
+    return f"{lines[0]} {lines[1].strip()}" if goes_on else lines[0]
 
 
 def import_transformers(purpose: str) -> Any:
@@ -116,11 +125,11 @@ def decoder_of(config: Any) -> DecoderConfig:
     said.pop("transformers_version", None)
     said["dtype"] = "float32"
     width = int(config.hidden_size)
-    heads = int(getattr(config, "num_attention_heads", None) or 1)  # Mamba has none
-    visited = int(getattr(config, "num_experts_per_tok", None) or 1)
-    inner = getattr(config, "moe_intermediate_size", None)
-    inner = inner or getattr(config, "intermediate_size", None)
-    inner = inner or getattr(config, "n_inner", None) or 4 * width
+    heads = int(config_value(config, "num_attention_heads") or 1)  # Mamba has none
+    visited = _visited_experts(config)
+    inner = config_value(config, "moe_intermediate_size")
+    inner = inner or config_value(config, "intermediate_size")
+    inner = inner or config_value(config, "n_inner") or 4 * width
     inner = max(inner) if isinstance(inner, list | tuple) else inner
     return DecoderConfig(
         str(architecture),
@@ -128,8 +137,8 @@ def decoder_of(config: Any) -> DecoderConfig:
         width,
         int(config.num_hidden_layers),
         heads,
-        int(getattr(config, "num_key_value_heads", None) or heads),
-        int(getattr(config, "head_dim", None) or width // heads),
+        int(config_value(config, "num_key_value_heads") or heads),
+        int(config_value(config, "head_dim") or width // heads),
         int(inner) * visited,
         int(getattr(config, "max_position_embeddings", None) or 0),
         bool(getattr(config, "tie_word_embeddings", False)),
@@ -146,6 +155,10 @@ def transformers_config(sizes: DecoderConfig, layers: int = 0) -> Any:
         for name, value in said.items():
             if isinstance(value, list) and len(value) == sizes.layers:
                 said[name] = value[:layers]
+        own = said.get("per_layer_config") or {}
+        kept = {number: one for number, one in own.items() if int(number) < layers}
+        if own:
+            said["per_layer_config"] = kept
         names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
         said[next(name for name in names if name in said)] = layers
     config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
@@ -169,8 +182,9 @@ def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
             config, dtype=torch.float32
         )
     except Exception as error:  # of transformers, which checks its configs in many ways
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PenstockError(f"cannot build a {sizes.architecture}: {reason}") from None
+        raise PenstockError(
+            f"cannot build a {sizes.architecture}: {_reason(error)}"
+        ) from None
     keep_learned_buffers(model)
     # Dropout is random numbers that depend on who draws them; the trainer has none.
     return model.eval()
@@ -301,10 +315,16 @@ def count_decoder(sizes: DecoderConfig) -> DecoderCounts:
 def _share_of_experts(config: Any) -> float:
     """The share of a layer's experts that a token visits; shared ones, which all tokens visit, are not among them."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        experts = getattr(config, name, None)
+        experts = config_value(config, name)
         if isinstance(experts, int) and experts > 1:
-            return (getattr(config, "num_experts_per_tok", None) or 1) / experts
+            return _visited_experts(config) / experts
     return 1.0
+
+
+def _visited_experts(config: Any) -> int:
+    """The number of experts that a token visits; 1 without experts."""
+    names = ("num_experts_per_tok", "top_k_experts")
+    return int(next(filter(None, (config_value(config, one) for one in names)), 1))
 
 
 def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
@@ -327,11 +347,28 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
 def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     """Let transformers read all weights, for folders whose names of weights differ from the model's.
 
-    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns.
+    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. It would draw new
+    weights for those that the folder lacks; such a folder is refused.
     """
     transformers = import_transformers(f"the model in {folder}")
-    with _BUILDING:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=transformers_config(sizes), dtype=torch.float32
+    try:
+        with _BUILDING:
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=transformers_config(sizes),
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:  # of transformers, which reads files in many ways
+        raise FileError(
+            f"transformers cannot read the weights in {folder}: {_reason(error)}\n"
+            "  is config.json that of these weights? if it is, copy or download the files again"
+        ) from None
+    missing = sorted(found["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise FileError(
+            f"{folder} has no weights {missing[0]}{more}, which a {sizes.architecture} needs\n"
+            "  is config.json that of these weights? leave model.weights empty to train from scratch"
         )
     return dict(model.state_dict())

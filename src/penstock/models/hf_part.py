@@ -347,16 +347,19 @@ def attention_of(layer: nn.Module) -> Any:
 def _sight(layer: nn.Module) -> tuple[str, int | None]:
     """Return the kernel of a layer's attention, and its window.
 
-    Where layers differ, each attention knows its own window; otherwise the config has one for all.
+    Where layers differ, the config knows which of them have one, and each attention may know its own; otherwise the
+    config has one for all.
     """
     attention = attention_of(layer)
     config = attention.config
     kernel = str(config._attn_implementation)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[attention.layer_idx] == "full_attention":
+        return kernel, None
     if hasattr(attention, "sliding_window"):
         return kernel, attention.sliding_window
-    if getattr(config, "layer_types", None):
-        kind = config.layer_types[attention.layer_idx]
-        return kernel, config.sliding_window if kind == "sliding_attention" else None
+    if kinds and kinds[attention.layer_idx] != "sliding_attention":
+        return kernel, None
     return kernel, getattr(config, "sliding_window", None)
 
 

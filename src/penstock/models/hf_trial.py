@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from penstock.carry import Carry
 from penstock.errors import PenstockError
 from penstock.models.hf import Anatomy, Pieces, find_pieces
+from penstock.models.hf_config import small_config
 from penstock.models.hf_part import (
     LayerCall,
     Runner,
@@ -35,27 +36,8 @@ from penstock.models.hf_part import (
 )
 
 TRIAL_TOKENS = 9  # of the sequences in a trial
-WINDOW = 4  # of attention with a window, less than TRIAL_TOKENS so that it matters
 TRIAL_SEED = 1
-HEADS_IN_GROUP = 2  # heads that share keys and values, at most
 SLACK = 2e-4  # relative difference that rounding in float32 explains, with wide margins
-# The largest sizes of a trial, where a config has them.
-LIMITS = {
-    "vocab_size": 64,
-    "vocab_size_per_layer_input": 64,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_inner": 48,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-}
 
 
 def tried_anatomy(model: nn.Module) -> Anatomy:
@@ -108,57 +90,6 @@ class _Text:
         return isinstance(other, _Text) and self.text == other.text
 
 
-# ---------------------------------------------------------------- a small config
-def small_config(config: Any) -> Any:
-    """The config of a small model that computes in the same way."""
-    small = copy.deepcopy(config)
-    layers = config.num_hidden_layers
-    few = min(layers, _layers_of_all_kinds(config))
-    for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and len(value) == layers:
-            setattr(small, name, type(value)(value[:few]))
-    small.num_hidden_layers = few
-    for name, limit in LIMITS.items():
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > limit:
-            setattr(small, name, limit)
-    _give_few_heads(small, config)
-    for name in ("sliding_window", "attention_chunk_size", "window_size"):
-        if isinstance(value := getattr(config, name, None), int):
-            setattr(small, name, min(value, WINDOW))
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if getattr(config, name, None) is not None:
-            setattr(small, name, None)
-    return small
-
-
-def _give_few_heads(small: Any, config: Any) -> None:
-    """Reduce the heads of a config, and its width with them, but not the width of a head."""
-    heads = getattr(config, "num_attention_heads", None) or 1
-    groups = getattr(config, "num_key_value_heads", None)
-    groups = groups or getattr(config, "num_kv_heads", None) or heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    few_groups = 2 if groups % 2 == 0 else 1
-    few_heads = min(heads // groups, HEADS_IN_GROUP) * few_groups
-    if few_heads < heads:
-        small.num_attention_heads = few_heads
-        for name in ("num_key_value_heads", "num_kv_heads"):
-            if hasattr(config, name):
-                setattr(small, name, few_groups)
-        small.hidden_size = config.hidden_size // heads * few_heads
-        if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
-            small.word_embed_proj_dim = small.hidden_size
-        if "head_dim" in vars(config):
-            small.head_dim = head
-
-
-def _layers_of_all_kinds(config: Any) -> int:
-    """The number of layers after which every kind of layer has come at least once; at least four."""
-    kinds = list(getattr(config, "layer_types", None) or [])
-    last_new = max((kinds.index(kind) for kind in set(kinds)), default=0)
-    return max(4, last_new + 1)
-
-
 # ---------------------------------------------------------------- the trial
 _one_at_a_time = Lock()  # ranks may be threads that split the same model
 
@@ -187,7 +118,10 @@ def _try_small_model(kind: type[nn.Module], text: _Text) -> Findings:
         tokens = torch.randint(0, model.config.vocab_size, (2, TRIAL_TOKENS))
         model(tokens, use_cache=False)
     except Exception as error:
-        fault = f"a small model with its config does not run ({_first_line(error)})"
+        fault = (
+            f"a small model with its config does not run ({_first_line(error)}); "
+            "do the sizes in its config fit together?"
+        )
         return Findings(fault)
     called, tuples = _watch_calls(model, find_pieces(model), tokens)
     pieces = replace(find_pieces(model, called), tuples=tuples)

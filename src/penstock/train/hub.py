@@ -137,6 +137,8 @@ def _llama(content: dict[str, Any]) -> LlamaConfig | None:
     activation = content.get("hidden_act", "silu")
     if scaled or content.get("attention_bias") or content.get("mlp_bias"):
         return None
+    if content.get("per_layer_config"):
+        return None
     if activation != "silu" or head * sizes["heads"] != sizes["width"]:
         return None
     tied = bool(content.get("tie_word_embeddings", False))
@@ -152,6 +154,10 @@ def _gpt(content: dict[str, Any]) -> GPTConfig | None:
     """The sizes of our own GPT; None if it lacks something that the config asks for."""
     activation = content.get("activation_function", "gelu_new")
     if activation != "gelu_new" or content.get("add_cross_attention"):
+        return None
+    if content.get("scale_attn_by_inverse_layer_idx"):
+        return None
+    if not content.get("scale_attn_weights", True):
         return None
     inner = content.get("n_inner") or 4 * content["n_embd"]
     tied = bool(content.get("tie_word_embeddings", True))

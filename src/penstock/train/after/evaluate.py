@@ -25,6 +25,7 @@ from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.worker import corpus_of, validation_of, with_kept_files
+from penstock.view.numbers import count_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,10 @@ class Examination:
         if not self.bytes_per_token:
             return ""
         nats = math.log(self.rows[0].perplexity) / self.bytes_per_token
+        length = f"{self.bytes_per_token:.4g}"
         return (
             f"perplexity {math.exp(nats):.4g} per byte ({nats / math.log(2):.4g} bits), "
-            f"{self.bytes_per_token:.4g} bytes per token"
+            f"{count_of(length, 'byte', 'bytes')} per token"
         )
 
 
@@ -193,6 +195,11 @@ def evaluate_text(
     text is predicted once; `batches` is the number of batches to read at most.
     """
     questions = _questions(omit, exits, draws, 1 if batches is None else batches)
+    for source in sources:
+        if not Path(source).expanduser().exists():
+            raise FileError(
+                f"cannot read {source}: there is no such file or folder\n  name some text with --text"
+            )
     trained = open_trained(path)
     data = _data_of(path, trained, sources, tokens)
     with TemporaryDirectory(prefix="penstock-eval-") as cache:
