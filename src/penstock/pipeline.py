@@ -11,7 +11,7 @@ Every rank builds the same model and passes the same batch. A rank keeps only it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -126,7 +126,7 @@ class Pipeline:
 
     def evaluate(self, x: Tensor, y: Tensor, **named: Tensor) -> float:
         """Return the mean loss of a batch, without gradients and with all modules in the mode of `eval()`."""
-        with _in_eval_mode(self.parts.values()):
+        with self._in_eval_mode():
             return self.executor.evaluate(self.cut(x, y, named))
 
     def predict(self, x: Tensor, **named: Tensor) -> Any:
@@ -136,9 +136,29 @@ class Pipeline:
         its own micro-batches. All ranks call this.
         """
         batch = self.cut_unlabelled(x, named)
-        with _in_eval_mode(self.parts.values()):
+        with self._in_eval_mode():
             found = [y for y in self.executor.predict(batch) if y is not None]
         return join_rows(found) if found else None
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        """Switch modules to the mode of `eval()`, in which nothing is dropped, and back to what each of them had.
+
+        Ranks that are threads may share modules. So all of them look at the modes before one switches, and all are
+        done before one switches back.
+        """
+        modes = []
+        for part in self.parts.values():
+            modes += [(module, module.training) for module in part.modules()]
+        self.comm.barrier()
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+            self.comm.barrier()
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def prove(self, x: Tensor, y: Tensor, **named: Tensor) -> Proof:
         """Check that the plan computes what plain calls compute; see `penstock.runtime.prove`."""
@@ -237,19 +257,6 @@ def _require_tensors(given: Mapping[str, object]) -> None:
             raise ShapeError(
                 f"{name} is a {type(value).__name__}, but it must be a tensor with a row for each example of the batch"
             )
-
-
-@contextmanager
-def _in_eval_mode(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch modules to the mode of `eval()`, in which nothing is dropped, and back to what each of them had."""
-    modes = [(module, module.training) for part in parts for module in part.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 # ---------------------------------------------------------------- parts

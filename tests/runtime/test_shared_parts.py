@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import Pipeline, make
 from penstock.models import shift_labels
-from penstock.runtime import run_threads
+from penstock.runtime import ThreadComm, run_threads
 from penstock.runtime.collector import collector_paused
 
 VOCAB, WIDTH = 11, 4
@@ -78,3 +78,43 @@ def test_a_collector_that_the_user_has_switched_off_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_shared_layers_drop_nothing_until_all_ranks_have_predicted_and_train_then():
+    """Rank 1 begins when rank 0 has begun, and computes after rank 0 has ended, unless they wait for one another."""
+    first, last = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    dropout = nn.Dropout(0.5)
+    begun, came, ended = (threading.Event() for _ in range(3))
+    modes = []
+
+    def wait_for(event: threading.Event, comm: ThreadComm) -> None:
+        while not event.is_set() and comm.hub.gate.n_waiting == 0:
+            sleep(0.001)
+
+    def work(comm: ThreadComm) -> None:
+        def meet() -> None:
+            if dropout.training:
+                return
+            if comm.rank == 0:
+                begun.set()
+                assert came.wait(SECONDS)
+            else:
+                came.set()
+                wait_for(ended, comm)
+                modes.append(dropout.training)
+
+        layers = [first, dropout, At(meet), last]
+        pipeline = Pipeline(layers, schedule, comm=comm)
+        x, y = batch()
+        pipeline.step(x, y)
+        comm.barrier()
+        if comm.rank == 1:
+            wait_for(begun, comm)
+        pipeline.predict(x)
+        if comm.rank == 0:
+            ended.set()
+
+    schedule = make("gpipe", ranks=1, microbatches=1, copies=2)
+    run_threads(2, work)
+    assert modes == [False]
+    assert dropout.training
