@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from time import sleep
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from penstock import Pipeline, make
 from penstock.models import shift_labels
 from penstock.runtime import ThreadComm, run_threads
 from penstock.runtime.collector import collector_paused
+from penstock.runtime.proof import ways
 
 VOCAB, WIDTH = 11, 4
 SECONDS = 60.0  # after which a test that hangs ends
@@ -21,6 +23,11 @@ SECONDS = 60.0  # after which a test that hangs ends
 def batch() -> tuple[Tensor, Tensor]:
     x = torch.arange(24).reshape(8, 3) % VOCAB
     return x, shift_labels(x)
+
+
+def rank_here() -> int:
+    """The rank that this thread runs."""
+    return int(threading.current_thread().name.removeprefix("rank "))
 
 
 class At(nn.Module):
@@ -118,3 +125,72 @@ def test_shared_layers_drop_nothing_until_all_ranks_have_predicted_and_train_the
     run_threads(2, work)
     assert modes == [False]
     assert dropout.training
+
+
+class WatchedLock:
+    """The lock of proofs. `entering` is called before, and `leaving` when it is about to be released."""
+
+    def __init__(self, entering, leaving) -> None:
+        self.lock = threading.Lock()
+        self.entering, self.leaving = entering, leaving
+        self.holder = -1
+
+    def __enter__(self) -> None:
+        self.entering()
+        assert self.lock.acquire(timeout=SECONDS)
+        self.holder = rank_here()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leaving()
+        self.holder = -1
+        self.lock.release()
+
+
+def test_a_proof_leaves_no_trace_in_a_part_that_another_rank_proves_meanwhile(
+    monkeypatch,
+):
+    """Rank 1 looks at the part while a trial of rank 0 has changed its buffer and its gradients."""
+    torch.manual_seed(0)
+    changed, came = threading.Event(), threading.Event()
+    traces = []
+
+    def entering() -> None:
+        if rank_here() == 1:
+            came.set()
+
+    def leaving() -> None:
+        if rank_here() == 1:
+            traces.append((int(counter.calls), head.weight.grad is None))
+
+    lock = WatchedLock(entering, leaving)
+    monkeypatch.setattr(ways, "ONE_AT_A_TIME", lock)
+
+    class Memory(ways.ModuleMemory):
+        def __init__(self, module: nn.Module) -> None:
+            if rank_here() == 1 and lock.holder != 1:
+                assert changed.wait(SECONDS)
+            super().__init__(module)
+
+    monkeypatch.setattr(ways, "ModuleMemory", Memory)
+
+    def wait_for_rank_1() -> None:
+        if rank_here() == 0 and head.weight.grad is not None:
+            changed.set()
+            assert came.wait(SECONDS)
+
+    counter, head = At(backward=wait_for_rank_1), nn.Linear(WIDTH, VOCAB)
+    layers = [nn.Embedding(VOCAB, WIDTH), counter, head]
+    schedule = make("1f1b", ranks=1, microbatches=2, copies=2)
+
+    def work(comm) -> int:
+        return Pipeline(layers, schedule, comm=comm).prove(*batch()).stages
+
+    assert run_threads(2, work) == [2, 2]
+    assert changed.is_set()
+    assert set(traces) == {(0, True)}
+    assert (int(counter.calls), head.weight.grad) == (0, None)
