@@ -84,7 +84,7 @@ class Pipeline:
             )
         self.graphs = graphs
         self.stages: dict[int, nn.Module] = {}
-        mine: dict[int, nn.Module] = {}
+        mine: dict[int, Part | LayerChain] = {}
         for number, stage in enumerate(self.schedule.stages):
             if stage.rank == self.comm.rank:
                 if stage.part not in mine:
@@ -234,7 +234,13 @@ class Pipeline:
         saved: dict[str, Tensor] = dict(self.named_parameters())
         for part in self.parts.values():
             held = part.state_dict(keep_vars=True)
-            saved |= {k: x for k, x in held.items() if not isinstance(x, nn.Parameter)}
+            if isinstance(part, Part):
+                held = {
+                    k: x for k, x in held.items() if not isinstance(x, nn.Parameter)
+                }
+            saved |= (
+                held  # of a list with all names of a layer that comes several times
+            )
         return {name: tensor.detach() for name, tensor in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -281,15 +287,35 @@ def cut_into_parts(
         )
     if not listed:
         return split(model, partition)  # type: ignore[arg-type]
-    bounds = pairwise(accumulate(partition, initial=0))
-    numbered = [(str(number), layer) for number, layer in enumerate(layers)]
-    return [LayerChain(OrderedDict(numbered[a:b])) for a, b in bounds]
+    return chain_layers(layers, list(pairwise(accumulate(partition, initial=0))))
 
 
-def _named(part: nn.Module) -> dict[str, nn.Parameter]:
-    if isinstance(part, Part):
-        return part_parameters(part)
-    return dict(part.named_parameters())
+def chain_layers(
+    layers: Sequence[nn.Module], bounds: Sequence[tuple[int, int]]
+) -> list[LayerChain]:
+    """Make a part of the layers between each two bounds. They know which of their parameters other parts hold too."""
+    first_names: dict[int, str] = {}
+    owners: dict[str, dict[int, None]] = {}
+    for part, (begin, end) in enumerate(bounds):
+        for number in range(begin, end):
+            for name, parameter in layers[number].named_parameters():
+                first = first_names.setdefault(id(parameter), f"{number}.{name}")
+                owners.setdefault(first, {})[part] = None
+    parts = []
+    for part, (begin, end) in enumerate(bounds):
+        numbered = [(str(number), layers[number]) for number in range(begin, end)]
+        shared = {
+            name: tuple(held)
+            for name, held in owners.items()
+            if part in held and len(held) > 1
+        }
+        parts.append(LayerChain(OrderedDict(numbered), first_names, shared))
+    return parts
+
+
+def _named(part: Part | LayerChain) -> dict[str, nn.Parameter]:
+    """The parameters of a part by their names in the whole model or list."""
+    return part_parameters(part) if isinstance(part, Part) else part.whole_names()
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:
