@@ -376,6 +376,12 @@ def pids_in(folder, count):
     raise AssertionError("the workers did not start")
 
 
+def test_a_worker_that_is_killed_while_it_reports_has_an_outcome():
+    found = worker_outcomes(2, workers.die_while_reporting, patience=30.0)
+    assert [str(one) for one in found[1:]] == ["rank 1 was killed by SIGKILL"]
+    assert not found[0].error
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_no_worker_outlives_the_caller(tmp_path):
     caller = launch.process_context().Process(

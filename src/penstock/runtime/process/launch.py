@@ -500,7 +500,7 @@ def _read_outcome(
     try:
         success = pipe.recv_bytes()
         raw = pipe.recv_bytes()
-    except EOFError:
+    except (EOFError, OSError):  # OSError: in the middle of a message
         process.join(SECONDS_TO_REPORT)
         code = process.exitcode
         text = f"ended with exit code {code} before it could say why"
