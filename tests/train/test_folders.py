@@ -225,6 +225,7 @@ def test_an_intact_copy_on_another_machine_takes_the_place_of_a_damaged_file(
     third, fourth = files_of(tmp_path / "c", 3)
     third.write_bytes(third.read_bytes()[:-1])
     fourth.unlink()
+    (own.parent / "left.part").mkdir()  # which is not deleted, and stops nobody
     more = job_of(tmp_path, "1f1b", "run.steps=4", ranks=3, resume=True)
     rows = train_apart(tmp_path, ("a", "b", "c"), more)
     assert [row.step for row in rows] == [1, 2, 3, 4]

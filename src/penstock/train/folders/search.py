@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -206,7 +207,9 @@ class SeparateCheckpoints:
                 if self.comm.rank not in holders:
                     shutil.rmtree(path, ignore_errors=True)
                 for left in path.glob(f"*{PART}"):
-                    left.unlink()
+                    # An error would keep this rank away from what all of them do next.
+                    with suppress(OSError):
+                        left.unlink()
             passages = []
             for name in sorted(files, key=lambda name: (name == NOTE, name)):
                 having = [rank for rank, one in holders.items() if one.has(name)]
