@@ -156,6 +156,27 @@ def test_a_storage_that_refuses_to_be_written_is_found_out_at_once(
         RemoteCheckpoints("s3://bucket/run", keep=1)
 
 
+class KeepingFiles(MemoryFileSystem):
+    """A storage that deletes no folder."""
+
+    protocol = "keeping"
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        raise PermissionError(f"{path} is kept until next year")
+
+
+def test_an_old_copy_that_cannot_be_deleted_is_no_failure_of_the_new_one(
+    tmp_path, caplog
+):
+    fsspec.register_implementation("keeping", KeepingFiles, clobber=True)
+    remote = RemoteCheckpoints(f"keeping://{tmp_path}", keep=1)
+    for step in (1, 2):
+        remote.put(checkpoint(tmp_path, step))
+    remote.finish()
+    assert remote.steps() == [2]
+    assert "cannot delete step-00000001 in keeping://" in caplog.text
+
+
 class TalkingFiles(MemoryFileSystem):
     """A storage whose errors repeat the URL."""
 

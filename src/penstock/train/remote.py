@@ -268,10 +268,17 @@ class RemoteCheckpoints:
             return
 
     def _delete(self, step: int) -> None:
-        """Delete a checkpoint, its description first, so that nobody takes the rest for one."""
+        """Delete an old checkpoint, its description first, so that nobody takes the rest for one.
+
+        If that fails, the new one is complete all the same.
+        """
         target = f"{self.root}/{step_name(step)}"
-        self.files.rm_file(f"{target}/{NOTE}")
-        self.files.rm(target, recursive=True)
+        try:
+            self._remove(f"{target}/{NOTE}")
+            self.files.rm(target, recursive=True)
+        except Exception as error:  # each kind of storage has its own errors
+            name, why = step_name(step), describe_failure(error)
+            _log.warning("cannot delete %s in %s: %s", name, self.url, why)
 
     # ------------------------------------------------------------ from the storage
     def steps(self) -> list[int]:
