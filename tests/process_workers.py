@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -266,6 +267,18 @@ def fail(comm: ProcessComm, how: str) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     comm.barrier()
     return comm.rank
+
+
+def die_while_reporting(comm: ProcessComm) -> None:
+    """Let rank 1 be killed after it has sent the head of its result, and four bytes of a hundred."""
+
+    def send_half(pipe: Connection, success: bytes, raw: bytes) -> None:
+        pipe.send_bytes(success)
+        os.write(pipe.fileno(), (100).to_bytes(4, "big") + raw[:4])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if comm.rank == 1:
+        launch._send_outcome = send_half
 
 
 def sleepers(comm: ProcessComm, folder: str) -> None:

@@ -11,7 +11,7 @@ Every rank builds the same model and passes the same batch. A rank keeps only it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -84,7 +84,7 @@ class Pipeline:
             )
         self.graphs = graphs
         self.stages: dict[int, nn.Module] = {}
-        mine: dict[int, nn.Module] = {}
+        mine: dict[int, Part | LayerChain] = {}
         for number, stage in enumerate(self.schedule.stages):
             if stage.rank == self.comm.rank:
                 if stage.part not in mine:
@@ -126,7 +126,7 @@ class Pipeline:
 
     def evaluate(self, x: Tensor, y: Tensor, **named: Tensor) -> float:
         """Return the mean loss of a batch, without gradients and with all modules in the mode of `eval()`."""
-        with _in_eval_mode(self.parts.values()):
+        with self._in_eval_mode():
             return self.executor.evaluate(self.cut(x, y, named))
 
     def predict(self, x: Tensor, **named: Tensor) -> Any:
@@ -136,9 +136,29 @@ class Pipeline:
         its own micro-batches. All ranks call this.
         """
         batch = self.cut_unlabelled(x, named)
-        with _in_eval_mode(self.parts.values()):
+        with self._in_eval_mode():
             found = [y for y in self.executor.predict(batch) if y is not None]
         return join_rows(found) if found else None
+
+    @contextmanager
+    def _in_eval_mode(self) -> Iterator[None]:
+        """Switch modules to the mode of `eval()`, in which nothing is dropped, and back to what each of them had.
+
+        Ranks that are threads may share modules. So all of them look at the modes before one switches, and all are
+        done before one switches back.
+        """
+        modes = []
+        for part in self.parts.values():
+            modes += [(module, module.training) for module in part.modules()]
+        self.comm.barrier()
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+            self.comm.barrier()
+        finally:
+            for module, training in modes:
+                module.training = training
 
     def prove(self, x: Tensor, y: Tensor, **named: Tensor) -> Proof:
         """Check that the plan computes what plain calls compute; see `penstock.runtime.prove`."""
@@ -214,7 +234,12 @@ class Pipeline:
         saved: dict[str, Tensor] = dict(self.named_parameters())
         for part in self.parts.values():
             held = part.state_dict(keep_vars=True)
-            saved |= {k: x for k, x in held.items() if not isinstance(x, nn.Parameter)}
+            if isinstance(part, Part):
+                held = {
+                    k: x for k, x in held.items() if not isinstance(x, nn.Parameter)
+                }
+            # A list has all names of a layer that comes several times.
+            saved |= held
         return {name: tensor.detach() for name, tensor in saved.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -239,19 +264,6 @@ def _require_tensors(given: Mapping[str, object]) -> None:
             )
 
 
-@contextmanager
-def _in_eval_mode(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch modules to the mode of `eval()`, in which nothing is dropped, and back to what each of them had."""
-    modes = [(module, module.training) for part in parts for module in part.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 # ---------------------------------------------------------------- parts
 def cut_into_parts(
     model: nn.Module | Sequence[nn.Module], parts: int, partition: Sequence[int] = ()
@@ -274,15 +286,35 @@ def cut_into_parts(
         )
     if not listed:
         return split(model, partition)  # type: ignore[arg-type]
-    bounds = pairwise(accumulate(partition, initial=0))
-    numbered = [(str(number), layer) for number, layer in enumerate(layers)]
-    return [LayerChain(OrderedDict(numbered[a:b])) for a, b in bounds]
+    return chain_layers(layers, list(pairwise(accumulate(partition, initial=0))))
 
 
-def _named(part: nn.Module) -> dict[str, nn.Parameter]:
-    if isinstance(part, Part):
-        return part_parameters(part)
-    return dict(part.named_parameters())
+def chain_layers(
+    layers: Sequence[nn.Module], bounds: Sequence[tuple[int, int]]
+) -> list[LayerChain]:
+    """Make a part of the layers between each two bounds. They know which of their parameters other parts hold too."""
+    first_names: dict[int, str] = {}
+    owners: dict[str, dict[int, None]] = {}
+    for part, (begin, end) in enumerate(bounds):
+        for number in range(begin, end):
+            for name, parameter in layers[number].named_parameters():
+                first = first_names.setdefault(id(parameter), f"{number}.{name}")
+                owners.setdefault(first, {})[part] = None
+    parts = []
+    for part, (begin, end) in enumerate(bounds):
+        numbered = [(str(number), layers[number]) for number in range(begin, end)]
+        shared = {
+            name: tuple(held)
+            for name, held in owners.items()
+            if part in held and len(held) > 1
+        }
+        parts.append(LayerChain(OrderedDict(numbered), first_names, shared))
+    return parts
+
+
+def _named(part: Part | LayerChain) -> dict[str, nn.Parameter]:
+    """The parameters of a part by their names in the whole model or list."""
+    return part_parameters(part) if isinstance(part, Part) else part.whole_names()
 
 
 def join_rows(outputs: Sequence[Any]) -> Any:

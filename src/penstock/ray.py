@@ -36,7 +36,6 @@ from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first, meet
 from penstock.train.checkpoint import (
     NOTE,
-    read_facts,
     step_name,
 )
 from penstock.train.folders.launched import (
@@ -49,7 +48,6 @@ from penstock.train.launcher import forget_previous_end
 from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
-from penstock.train.remote import replacing
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.session import kept_plan, plan_and_prepare
 from penstock.train.start import check_sources, find_run
@@ -145,22 +143,24 @@ class RayStorage:
         """The step of this checkpoint; nothing if there is none."""
         if self.checkpoint is None:
             return []
-        with self.open(NOTE) as note:
-            return [int(json.load(note)["step"])]
+        try:
+            return [int(json.loads(self.read_note(0))["step"])]
+        except FileNotFoundError:
+            return []
 
-    def fetch_step(self, step: int, folder: Path) -> Path:
-        """Copy the checkpoint into a folder, in place of what is there."""
-        final = folder / step_name(step)
-        with replacing(final) as part:
-            self.copy(NOTE, part)
-            for name in read_facts(part)["files"]:
-                self.copy(name, part)
-        _log.info("fetched %s from the storage of Ray", final.name)
-        return final
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        return "the storage of Ray"
 
-    def copy(self, name: str, folder: Path) -> None:
-        """Copy a file of the checkpoint into a folder."""
-        with self.open(name) as stream, (folder / name).open("wb") as opened:
+    def read_note(self, step: int) -> bytes:
+        """Return the description of the checkpoint."""
+        with self.open(NOTE) as stream:
+            return bytes(stream.read())
+
+    def fetch_file(self, step: int, name: str, target: Path) -> None:
+        """Copy a file of the checkpoint; raise FileNotFoundError if it is not there."""
+        with self.open(name) as stream, target.open("wb") as opened:
             shutil.copyfileobj(stream, opened)
 
     def open(self, name: str) -> Any:
@@ -169,6 +169,8 @@ class RayStorage:
         path = f"{self.checkpoint.path}/{name}"
         try:
             return self.checkpoint.filesystem.open_input_stream(path)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise FileError(
                 f"cannot read {path} in the storage of Ray: {error}"

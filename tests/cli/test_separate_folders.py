@@ -65,7 +65,9 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
     assert (tokens.stat().st_size, tokens.is_symlink()) == (2 * len(TEXT) + 2, False)
     assert is_complete_checkpoint(newest(a / "run" / "checkpoints")[0])
     assert not is_complete_checkpoint(newest(b / "run" / "checkpoints")[0])
-    # The first machine is lost with its disk. The second one has what a new one needs.
+    # The first machine is lost with its disk, and the file of the second one is damaged. The storage has both.
+    (damaged,) = newest(b / "run" / "checkpoints")[0].glob("*.safetensors")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
 
     def stop_new_machine() -> None:
         wait_for(b / "run", 1)
@@ -75,6 +77,7 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
     first, second = run_both(tmp_path, [b, new], line, stop_new_machine)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert "fetched step-00000002" in first[2]
+    assert f"{damaged.name} does not have its checksum; the copy from" in first[2]
     assert "stopped after" in first[1]
     assert "a sample" not in first[1]  # Rank 0 has only a share of the model then.
     rows = read_rows(b / "run")

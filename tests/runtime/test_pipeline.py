@@ -123,6 +123,42 @@ def test_a_decoder_of_transformers_with_tied_weights_trains_as_in_one_piece():
         assert norm == pytest.approx(squares**0.5, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("one_tensor", [False, True])
+def test_a_layer_that_a_list_has_twice_trains_as_in_one_piece(name, one_tensor):
+    """Its gradients come from both ranks, whether they share it or, like processes, have a copy each."""
+
+    def twice() -> list[nn.Module]:
+        torch.manual_seed(0)
+        again = nn.Linear(WIDTH, WIDTH)
+        ends = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        return [ends[0], again, nn.Tanh(), again, ends[1]]
+
+    x, y = batch()
+    whole = nn.Sequential(*twice()).double()
+    mean_loss(whole(x), y).backward()
+    expected = {one: p.grad for one, p in whole.named_parameters()}
+    squares = sum(float(gradient.square().sum()) for gradient in expected.values())
+    copies = [nn.ModuleList(twice()).double() for _ in range(2)]
+    schedule = make(name, ranks=2, microbatches=4)
+
+    def work(comm):
+        mine = list(copies[0 if one_tensor else comm.rank])
+        pipeline = Pipeline(mine, schedule, comm=comm, partition=(2, 3))
+        assert pipeline.step(x, y).loss > 0
+        found = {one: p.grad.clone() for one, p in pipeline.named_parameters()}
+        comm.barrier()
+        return found, pipeline.clip(1e9), pipeline.state_dict()
+
+    (first, norm, states), (last, _, more) = run_threads(2, work)
+    assert first.keys() & last.keys() == {"1.weight", "1.bias"}
+    for found in (first, last):
+        for one, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[one])
+    assert norm == pytest.approx(squares**0.5)
+    torch.testing.assert_close(states | more, dict(whole.state_dict()))
+
+
 def test_evaluation_drops_nothing_and_buffers_are_saved():
     """As with eval() and state_dict() of the unsplit model; the modes of the layers are left as they were."""
 

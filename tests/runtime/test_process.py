@@ -23,7 +23,7 @@ from commands import free_port, torchrun
 from forked import Command
 from machines import two_machines
 from penstock import make
-from penstock.errors import RunError, StuckError
+from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.runtime import ProcessComm
 from penstock.runtime.comm import process
 from penstock.runtime.process import launch, watchdog
@@ -376,6 +376,12 @@ def pids_in(folder, count):
     raise AssertionError("the workers did not start")
 
 
+def test_a_worker_that_is_killed_while_it_reports_has_an_outcome():
+    found = worker_outcomes(2, workers.die_while_reporting, patience=30.0)
+    assert [str(one) for one in found[1:]] == ["rank 1 was killed by SIGKILL"]
+    assert not found[0].error
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_no_worker_outlives_the_caller(tmp_path):
     caller = launch.process_context().Process(
@@ -464,6 +470,24 @@ def test_without_a_launcher_init_says_what_is_missing(monkeypatch):
         "start the program with torchrun",
     ):
         init()
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"), [("0", "1/2 clients joined"), ("1", "timed out .* to connect")]
+)
+def test_a_rank_that_meets_nobody_says_where_it_waited(monkeypatch, rank, words):
+    """Rank 0 keeps the store and waits for the others; rank 1 finds nobody there."""
+    port = str(free_port())
+    values = (rank, "2", "127.0.0.1", port)
+    for name, value in zip(launch.LAUNCHER_VARIABLES, values, strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "TORCH_EXTRA_SECONDS", 0.5)
+    with pytest.raises(PeerLostError) as lost:
+        init(patience=0.5)
+    first, hint = str(lost.value).split("\n")
+    where = f"rank {rank} of 2 cannot meet the others at 127.0.0.1, port {port}: "
+    assert re.match(f"{where}.*{words}", first)
+    assert "MASTER_ADDR must name the machine of rank 0" in hint
 
 
 # ---------------------------------------------------------------- words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -192,20 +193,130 @@ def test_machines_bring_a_checkpoint_together_and_others_resume_it(tmp_path, who
         "step-00000012": True,
         "step-00000009": False,
     }
-    # All ranks know of damage that one of them finds.
-    for name in ("a", "b", "new"):
-        shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
-    for file in (tmp_path / "copy" / "b").glob("checkpoints/*/*-00002-of-00003*"):
-        file.write_bytes(bytes(file.stat().st_size))
-    damaged = r"step-00000012 on b is damaged: .* does not have its checksum"
-    with pytest.raises(RunError, match=damaged):
-        train_apart(tmp_path / "copy", ("a", "b", "new"), more)
     shutil.rmtree(tmp_path / "b")
     for file in (tmp_path / "a" / "checkpoints").glob("*/*-00002-of-00003*"):
         file.unlink()
     lost = rf"00002-of-00003.safetensors is missing; it was saved in {tmp_path}/b on b"
     with pytest.raises(RunError, match=rf"{lost}\n  start a rank on that machine too"):
         train_apart(tmp_path, ("a", "c", "new"), more)
+
+
+def spoil(file: Path) -> None:
+    """Damage a file, but keep its size."""
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+def files_of(folder: Path, step: int) -> list[Path]:
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    return sorted(path.glob("*.safetensors"))
+
+
+def test_an_intact_copy_on_another_machine_takes_the_place_of_a_damaged_file(
+    tmp_path, caplog
+):
+    train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", "run.steps=3"))
+    # At its end a run has all files in the first folder. One of them is damaged there, but not where it was saved.
+    (first, second), (own,) = files_of(tmp_path / "a", 3), files_of(tmp_path / "b", 3)
+    assert own.name == second.name
+    good = second.read_bytes()
+    spoil(second)
+    # The third machine once had a copy of everything. One of its files was cut off since, and one is missing.
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    third, fourth = files_of(tmp_path / "c", 3)
+    third.write_bytes(third.read_bytes()[:-1])
+    fourth.unlink()
+    (own.parent / "left.part").mkdir()  # which is not deleted, and stops nobody
+    more = job_of(tmp_path, "1f1b", "run.steps=4", ranks=3, resume=True)
+    rows = train_apart(tmp_path, ("a", "b", "c"), more)
+    assert [row.step for row in rows] == [1, 2, 3, 4]
+    for name in ("a", "b", "c"):
+        assert [file.read_bytes() for file in files_of(tmp_path / name, 3)] == [
+            first.read_bytes(),
+            good,
+        ]
+    took = f"does not have its checksum; the copy from {tmp_path}/b on b took its place"
+    assert f"{second} {took}" in caplog.text
+    assert f"{third} has {first.stat().st_size - 1} bytes, not" in caplog.text
+    # It is no news that a file is missing where it was not saved.
+    assert str(fourth) not in caplog.text
+
+
+def test_a_checkpoint_that_nobody_has_intact_is_left_out_with_the_places_of_the_file(
+    tmp_path, caplog
+):
+    options = ("run.save=2", "run.steps=4")
+    train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options))
+    second = files_of(tmp_path / "a", 4)[1]
+    spoil(second)
+    files_of(tmp_path / "b", 4)[0].write_bytes(b"short")
+    more = job_of(tmp_path, "1f1b", *options, resume=True)
+    assert [row.step for row in train_apart(tmp_path, ("a", "b"), more)] == [1, 2, 3, 4]
+    told = (
+        f"step-00000004 is not complete: {second.name} does not have its checksum in {tmp_path}/a on a and "
+        rf"has 5 bytes, not \d+ in {tmp_path}/b on b; it was saved in {tmp_path}/b on b"
+    )
+    assert re.search(f"{told}; looking for an earlier one", caplog.text)
+    for step in (2, 4):
+        spoil(files_of(tmp_path / "a", step)[0])
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(
+        RunError, match=r"does not have its checksum in .*\n  put a good copy"
+    ):
+        train_apart(tmp_path, ("a", "b"), more)
+
+
+def test_a_description_that_is_damaged_on_one_machine_is_taken_from_another(tmp_path):
+    train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", "run.steps=3"))
+    for file in files_of(tmp_path / "a", 3):
+        shutil.copy(file, tmp_path / "b" / "checkpoints" / "step-00000003")
+    note = tmp_path / "a" / "checkpoints" / "step-00000003" / "checkpoint.json"
+    text = note.read_text()
+    # It can be read, but has another checksum.
+    note.write_text(text.replace('"crc32": ', '"crc32": 1'))
+    more = job_of(tmp_path, "1f1b", "run.steps=4", resume=True)
+    train_apart(tmp_path, ("a", "b"), more)
+    assert note.read_text() == text
+    assert checkpoints(tmp_path / "a")["step-00000004"]
+
+
+def test_a_file_that_no_machine_has_intact_comes_from_the_storage(tmp_path, caplog):
+    url = f"file://{tmp_path}/bucket"
+    options = (f"run.checkpoints={url}", "run.save=2")
+    job = job_of(tmp_path, "1f1b", *options, "run.steps=4")
+    train_apart(tmp_path, ("a", "b"), job)
+    first, second = files_of(tmp_path / "a", 4)
+    good = first.read_bytes()
+    spoil(first)
+    # What is intact on a machine is not fetched, and here could not be.
+    (tmp_path / "bucket" / "step-00000004" / second.name).unlink()
+    more = job_of(tmp_path, "1f1b", *options, "run.steps=5", resume=True)
+    assert [row.step for row in train_apart(tmp_path, ("a", "b"), more)][-1] == 5
+    took = f"{first} does not have its checksum; the copy from {url} took its place"
+    assert took in caplog.text
+    assert [file.read_bytes() for file in files_of(tmp_path / "b", 4)] == [
+        good,
+        second.read_bytes(),
+    ]
+
+
+def test_a_damaged_storage_replaces_nothing_and_is_named(tmp_path, caplog):
+    url = f"file://{tmp_path}/bucket"
+    options = (f"run.checkpoints={url}", "run.save=2")
+    job = job_of(tmp_path, "1f1b", *options, "run.steps=4")
+    train_apart(tmp_path, ("a", "b"), job)
+    bucket = tmp_path / "bucket"
+    for path in (tmp_path / "a" / "checkpoints", bucket):
+        spoil(sorted(path.glob("step-00000004/*.safetensors"))[0])
+    more = job_of(tmp_path, "1f1b", *options, "run.steps=5", resume=True)
+    assert [row.step for row in train_apart(tmp_path, ("a", "b"), more)][-1] == 5
+    places = f"{url}, {tmp_path}/a on a"
+    assert f"does not have its checksum in {places} and is missing in" in caplog.text
+    # New machines go on from the one before, too; the newest has been written anew since.
+    spoil(sorted(bucket.glob("step-00000005/*.safetensors"))[0])
+    caplog.clear()
+    rows = train_apart(tmp_path, ("c", "d"), more)
+    assert [row.step for row in rows] == [5]
+    assert f"does not have its checksum in {url}; looking" in caplog.text
 
 
 @pytest.mark.numerics

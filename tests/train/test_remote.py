@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import warnings
+import zlib
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from commands import SMALL_CONFIG, called
 from penstock.errors import FileError, RunError
 from penstock.train.checkpoint import newest
 from penstock.train.history import read_rows
+from penstock.train.lock import locking
 from penstock.train.remote import RemoteCheckpoints
 from trainings import job_of, losses, train
 
@@ -36,7 +38,7 @@ def checkpoint(folder: Path, step: int) -> Path:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     (path / "a.safetensors").write_bytes(b"weights")
-    files = {"a.safetensors": {"bytes": 7, "crc32": 0}}
+    files = {"a.safetensors": {"bytes": 7, "crc32": zlib.crc32(b"weights")}}
     facts = {"penstock": "checkpoint", "step": step, "files": files}
     (path / "checkpoint.json").write_text(json.dumps(facts))
     return path
@@ -88,6 +90,36 @@ def test_a_copy_counts_once_its_description_is_there(tmp_path, url):
     ]
 
 
+def test_a_damaged_file_is_replaced_by_the_intact_one_of_the_storage(
+    tmp_path, url, caplog
+):
+    remote = RemoteCheckpoints(url, keep=2)
+    here = tmp_path / "here"
+    first, second = checkpoint(here, 1), checkpoint(here, 2)
+    for path in (first, second):
+        remote.put(path)
+    remote.finish()
+    file = second / "a.safetensors"
+    file.write_bytes(b"damaged"[:7])
+    assert remote.fetch(here) == second
+    assert file.read_bytes() == b"weights"
+    assert "does not have its checksum; the copy from memory" in caplog.text
+    (second / "checkpoint.json").write_text("damaged")
+    assert remote.fetch(here) == second
+    assert json.loads((second / "checkpoint.json").read_text())["step"] == 2
+    assert remote.fetch(here) is None
+    # The storage may be damaged, too. Then the one before counts.
+    remote.files.pipe_file(f"{remote.root}/step-00000002/a.safetensors", b"DAMAGED")
+    for path in (first, second):
+        (path / "a.safetensors").unlink()
+    assert remote.fetch(here) == first
+    assert "a.safetensors is missing, and in memory" in caplog.text
+    assert [one.name for one in second.iterdir()] == ["checkpoint.json"]
+    new = tmp_path / "new"
+    assert remote.fetch(new) == new / first.name
+    assert [path.name for path in new.iterdir()] == [first.name]
+
+
 def test_a_storage_that_cannot_be_used_is_named(tmp_path, caplog):
     with pytest.raises(
         FileError, match=r"nonsense(?s:.*)run.checkpoints must be a URL"
@@ -122,6 +154,27 @@ def test_a_storage_that_refuses_to_be_written_is_found_out_at_once(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(FileError, match=r"s3fs(?s:.*)install what fsspec needs"):
         RemoteCheckpoints("s3://bucket/run", keep=1)
+
+
+class KeepingFiles(MemoryFileSystem):
+    """A storage that deletes no folder."""
+
+    protocol = "keeping"
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        raise PermissionError(f"{path} is kept until next year")
+
+
+def test_an_old_copy_that_cannot_be_deleted_is_no_failure_of_the_new_one(
+    tmp_path, caplog
+):
+    fsspec.register_implementation("keeping", KeepingFiles, clobber=True)
+    remote = RemoteCheckpoints(f"keeping://{tmp_path}", keep=1)
+    for step in (1, 2):
+        remote.put(checkpoint(tmp_path, step))
+    remote.finish()
+    assert remote.steps() == [2]
+    assert "cannot delete step-00000001 in keeping://" in caplog.text
 
 
 class TalkingFiles(MemoryFileSystem):
@@ -188,16 +241,22 @@ def test_s3_keeps_checkpoints_and_no_bucket_is_made_for_a_mistyped_url(
         server.stop()
 
 
-def test_the_command_line_resumes_a_run_whose_folder_is_gone(
-    tmp_path, monkeypatch, capsys
-):
-    text = tmp_path / "text.txt"
+def write_config(folder: Path) -> Path:
+    """Write a config whose checkpoints are copied to a folder beside it."""
+    text = folder / "text.txt"
     text.write_text(
         "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(999))
     )
-    file = tmp_path / "config.toml"
+    file = folder / "config.toml"
     config = SMALL_CONFIG.replace("[data]", f'[data]\nsources = ["{text}"]')
-    file.write_text(config + f'checkpoints = "file://{tmp_path}/bucket"\n')
+    file.write_text(config + f'checkpoints = "file://{folder}/bucket"\n')
+    return file
+
+
+def test_the_command_line_resumes_a_run_whose_folder_is_gone(
+    tmp_path, monkeypatch, capsys
+):
+    file = write_config(tmp_path)
     quick = "--set schedule.ranks=1 --set run.prove=false --set run.timed=0"
     line = f"train {file} --sample 0 {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(
@@ -221,3 +280,35 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     )
     assert (code, (tmp_path / "other").exists()) == (2, False)
     assert "cannot open nonsense://bucket" in err
+
+
+def test_the_command_line_mends_a_damaged_checkpoint_from_the_storage(
+    tmp_path, monkeypatch, capsys, caplog
+):
+    quick = "--set schedule.ranks=1 --set run.prove=false --set run.timed=0 --sample 0"
+    line = f"train {write_config(tmp_path)} {quick} --set run.folder={tmp_path}/run"
+    code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=3")
+    assert code == 0, err
+
+    def spoil() -> Path:
+        file = next(newest(tmp_path / "run" / "checkpoints")[0].glob("*.safetensors"))
+        file.write_bytes(bytes(file.stat().st_size))
+        return file
+
+    file = spoil()
+    with (
+        locking() as lock
+    ):  # of a process that trains there, and whose files stay as they are
+        lock.claim(tmp_path / "run")
+        code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=5 --resume")
+    assert (code, any(file.read_bytes())) == (2, False)
+    assert "another process trains in" in err
+    code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=5 --resume")
+    assert code == 0, err
+    assert [row.step for row in read_rows(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    took = f"does not have its checksum; the copy from file://{tmp_path}/bucket"
+    assert f"{file} {took}" in caplog.text
+    file = spoil()
+    code, _, err = called(monkeypatch, capsys, f"generate {tmp_path}/run --tokens 2")
+    assert code == 0, err
+    assert f"{file} {took}" in caplog.text

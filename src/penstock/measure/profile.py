@@ -11,7 +11,6 @@ caches, memory and heat.
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from penstock.measure.overhead import overhead_per_action
 from penstock.measure.points import SlicePoint, measuring_points, quick_points
 from penstock.measure.probe import PassTimes, Probe, Subject
 from penstock.measure.switching import switch_share
+from penstock.runtime.collector import collector_paused
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.malloc import keep_freed_memory
 from penstock.runtime.tape import Tape
@@ -118,15 +118,10 @@ def measure_rows(
     """
     keep_freed_memory()
     setup = Setup(comm, rounds, watch, tuple(where), middle, tape, quick)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         embeds = _measure_block("embedding", [each.embed for each in subjects], setup)
         layers = _measure_block("layer", [each.layer for each in subjects], setup)
         heads = _measure_block("head", [each.head for each in subjects], setup)
-    finally:
-        if collects:
-            gc.enable()
     watch("links")
     first = subjects[0]
     device = first.layer.inputs.device

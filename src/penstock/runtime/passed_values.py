@@ -146,13 +146,29 @@ def is_tokenwise(module: nn.Module) -> bool:
 class LayerChain(nn.Sequential):
     """Layers that pass values to each other as stages do, so that it does not matter where a list of layers is cut.
 
-    A layer whose forward has the parameter `piece` gets the slice that it runs on.
+    A layer whose forward has the parameter `piece` gets the slice that it runs on. `first_names` has the names of
+    parameters that the list has in several places, by their ids, and `shared` the parts that hold such a parameter.
     """
 
-    def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        layers: OrderedDict[str, nn.Module],
+        first_names: Mapping[int, str] | None = None,
+        shared: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
         super().__init__(layers)
+        self.shared = dict(shared or {})
+        self.renamed = {}  # own names of parameters that have another name in the whole list
+        for name, parameter in self.named_parameters():
+            first = (first_names or {}).get(id(parameter), name)
+            if first != name:
+                self.renamed[name] = first
         self.parameters_by_layer = [forward_parameters(layer) for layer in self]
         self.sliced = [takes_slices(layer) for layer in self]
+
+    def whole_names(self) -> dict[str, nn.Parameter]:
+        """Its parameters by the names that they have in the whole list, where a layer may come several times."""
+        return {self.renamed.get(name, name): p for name, p in self.named_parameters()}
 
     @property
     def unsliceable(self) -> str:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from time import perf_counter
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from penstock.runtime.added_losses import adding_to
 from penstock.runtime.backward import record_in
+from penstock.runtime.collector import collector_paused
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import Do, Lane, LaneStep
 from penstock.runtime.messages import Messages
@@ -65,18 +65,18 @@ class Walk:
 
     def run(self, comm: Comm, recorder: Recorder) -> Result:
         """Walk the lane without pauses for the garbage collector, then sum the loss over the ranks."""
-        collects = gc.isenabled()
-        gc.disable()
         try:
-            with torch.set_grad_enabled(self.training), adding_to(self.values.added):
+            with (
+                collector_paused(),
+                torch.set_grad_enabled(self.training),
+                adding_to(self.values.added),
+            ):
                 self.walk()
         except BaseException:
             self.gradients.abandon()
             raise
         finally:
             record_in(None)
-            if collects:
-                gc.enable()
         loss = self.total_loss()
         pending = comm.add(loss, tuple(range(comm.ranks)))
         if self.clock is None:

@@ -31,6 +31,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -56,7 +57,10 @@ CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 NOTE = "checkpoint.json"
 STEP_PREFIX = "step-"
 SAVING = ".saving"  # suffix of a folder that is not complete
+PART = ".part"  # suffix of a file that is not complete
 CHECKPOINT_VERSION = 1
+MISSING = "is missing"  # the fault of a file that is not there
+MAX_READERS = 8  # threads that verify files
 _log = logging.getLogger(__name__)
 
 
@@ -322,7 +326,7 @@ def is_complete_checkpoint(path: Path, names: Collection[str] = ()) -> bool:
     """
     try:
         for name, known in read_facts(path)["files"].items():
-            if (path / name).stat().st_size != known["bytes"]:
+            if size_fault(path / name, known):
                 return False
         return not missing_tensors(path, names)
     except (FileError, OSError):
@@ -360,6 +364,11 @@ def step_name(step: int) -> str:
     return f"{STEP_PREFIX}{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, by the name of its folder."""
+    return int(path.name.removeprefix(STEP_PREFIX))
+
+
 def newest(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first, damaged ones included."""
     checkpoints = {}
@@ -373,8 +382,8 @@ def newest(folder: Path) -> list[Path]:
 def good_step(folder: Path) -> int:
     """Return the step of the newest checkpoint if it has no damage, else -1."""
     for path in newest(folder)[:1]:
-        if not list(checkpoint_faults(path)):
-            return int(path.name.removeprefix(STEP_PREFIX))
+        if not all_faults(path):
+            return step_of(path)
     return -1
 
 
@@ -407,19 +416,20 @@ def find_faults(
     """Return what is wrong with this rank's share of the files; the first one also looks for tensors of these names."""
     faults = list(checkpoint_faults(path, rank, ranks))
     if not faults and rank == 0:
-        faults = _missing_faults(path, names)
+        faults = list(filter(None, [find_missing_tensors(path, names)]))
     return faults
 
 
-def _missing_faults(path: Path, names: Collection[str]) -> list[str]:
+def find_missing_tensors(path: Path, names: Collection[str]) -> str:
+    """Say which tensors of these names a checkpoint lacks; empty if it lacks none."""
     try:
         missing = missing_tensors(path, names)
     except FileError as error:  # in a file that another rank verifies
-        return [str(error)]
+        return str(error)
     if not missing:
-        return []
+        return ""
     others = f" and {len(missing) - 1} other weights" if len(missing) > 1 else ""
-    return [f"it has no {missing[0]}{others}"]
+    return f"it has no {missing[0]}{others}"
 
 
 def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
@@ -431,14 +441,56 @@ def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str
         return
     files = facts["files"]
     for name in sorted(files)[rank::ranks]:
-        known = files[name]
-        file = path / name
-        if not file.is_file():
-            yield f"{name} is missing{saved_where(facts, name)}"
-        elif file.stat().st_size != known["bytes"]:
-            yield f"{name} has {file.stat().st_size} bytes, not {known['bytes']}"
-        elif _fingerprint(file) != known:
-            yield f"{name} does not have its checksum"
+        fault = file_fault(path / name, files[name])
+        if fault:
+            where = saved_where(facts, name) if fault == MISSING else ""
+            yield f"{name} {fault}{where}"
+
+
+def all_faults(path: Path) -> dict[str, str]:
+    """Return what is wrong with a checkpoint, by the names of its files; several threads read them."""
+    faults = note_fault(path)
+    if faults:
+        return faults
+    files = read_facts(path)["files"]
+
+    def fault_of(name: str) -> str:
+        return file_fault(path / name, files[name])
+
+    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as pool:
+        faults = dict(zip(files, pool.map(fault_of, files), strict=True))
+    return {name: fault for name, fault in faults.items() if fault}
+
+
+def note_fault(path: Path) -> dict[str, str]:
+    """Return what is wrong with checkpoint.json, by its name; nothing if it can be read."""
+    try:
+        read_facts(path)
+    except FileError as error:
+        return {NOTE: str(error).removeprefix(f"{NOTE} ")}
+    return {}
+
+
+def file_fault(file: Path, known: Fingerprint) -> str:
+    """Return what is wrong with a file of a checkpoint; empty if it is intact. Nothing else decides that."""
+    fault = size_fault(file, known)
+    if fault:
+        return fault
+    try:
+        return "" if _fingerprint(file) == known else "does not have its checksum"
+    except OSError as error:  # The disk may be damaged, too.
+        return f"cannot be read: {error.strerror or error}"
+
+
+def size_fault(file: Path, known: Fingerprint) -> str:
+    """Like `file_fault`, but only by the size, which is quick."""
+    try:
+        size = file.stat().st_size
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    return "" if size == known["bytes"] else f"has {size} bytes, not {known['bytes']}"
 
 
 def saved_where(facts: CheckpointFacts, name: str) -> str:
@@ -499,8 +551,9 @@ def _wrong_facts(facts: CheckpointFacts) -> list[str]:
     wrong = [key for key, kind in kinds.items() if not isinstance(facts.get(key), kind)]
     if wrong:
         return wrong
-    for known in facts["files"].values():
-        if not isinstance(known, dict) or not {"bytes", "crc32"} <= known.keys():
+    for name, known in facts["files"].items():
+        is_known = isinstance(known, dict) and {"bytes", "crc32"} <= known.keys()
+        if not is_known or Path(name).name != name:  # It must lie in this folder.
             return ["files"]
     return []
 

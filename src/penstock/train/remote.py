@@ -2,7 +2,8 @@
 
     RUN/checkpoints/step-00000050/ ──► s3://bucket/run/step-00000050/      on a thread, after the checkpoint is complete
                                        checkpoint.json goes last: without it, a remote checkpoint is not complete
-    RUN/checkpoints/               ◄── the newest complete one, if the run resumes and has none as new
+    RUN/checkpoints/               ◄── the newest complete one, if the run resumes and has none as new,
+                                       or single files of it that are damaged in the folder of the run
 
 A machine that disappears takes its disk with it; what was copied stays. Machines with separate folders each copy the
 files of their own ranks (`penstock.train.folders`).
@@ -14,20 +15,27 @@ import logging
 import shutil
 import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from errno import ENOSPC
 from pathlib import Path
 from typing import Protocol
 
 from penstock.errors import FileError, RunError
 from penstock.train.checkpoint import (
+    MISSING,
     NOTE,
+    PART,
     SAVING,
     STEP_PREFIX,
-    is_complete_checkpoint,
+    Fingerprint,
+    all_faults,
+    file_fault,
     newest,
+    note_fault,
     read_facts,
     step_name,
+    step_of,
 )
 from penstock.train.urls import hide_secrets
 
@@ -41,37 +49,123 @@ REFUSED = ("denied", "forbidden", "credential", "unauthorized", "403", "401")
 class Storage(Protocol):
     """A place outside the folder of a run that has complete checkpoints."""
 
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        ...
+
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, the newest first."""
         ...
 
-    def fetch_step(self, step: int, folder: Path) -> Path:
-        """Copy the checkpoint of a step into a folder, in place of what is there."""
+    def read_note(self, step: int) -> bytes:
+        """Return the description of a checkpoint; raise FileNotFoundError if there is none."""
+        ...
+
+    def fetch_file(self, step: int, name: str, target: Path) -> None:
+        """Copy a file of a checkpoint; raise FileNotFoundError if the storage lacks it."""
         ...
 
 
 def fetch_newest(storage: Storage, folder: Path) -> Path | None:
-    """Copy the newest checkpoint into a folder, unless the folder has one as new; return what was copied."""
-    steps = storage.steps()
-    least = -1
-    for path in newest(folder):
-        if is_complete_checkpoint(path):
-            least = int(path.name.removeprefix(STEP_PREFIX))
-            break
-    if not steps or steps[0] <= least:
-        return None
-    return storage.fetch_step(steps[0], folder)
+    """Let a folder have the newest checkpoint that it and a storage have without damage between them.
+
+    Damaged and missing files are copied from the storage. Returns the checkpoint if any were.
+    """
+    stored = storage.steps()
+    here = [step_of(path) for path in newest(folder)]
+    for step in sorted({*stored, *here}, reverse=True):
+        path = folder / step_name(step)
+        faults = all_faults(path)
+        if not faults:
+            return None
+        if step in stored and _mend(storage, path, faults):
+            return path
+    return None
 
 
-@contextmanager
-def replacing(final: Path) -> Iterator[Path]:
-    """Yield a new folder to fill with a checkpoint, which then takes the place of an older one."""
+def _mend(storage: Storage, path: Path, faults: Mapping[str, str]) -> bool:
+    """Replace damaged files by those of a storage, or all files if its checkpoint is another one; tell of success."""
+    step = step_of(path)
+    if has_note(storage, step, path):
+        files = read_facts(path)["files"]
+        left = fetch_files(storage, step, path, {name: files[name] for name in faults})
+        for name in faults.keys() - left.keys():
+            tell_mended(path / name, faults[name], storage.place)
+    else:
+        left = fetch_step(storage, step, path.parent)
+    for name, fault in left.items():
+        here = f"{name} {faults[name]}, and " if name in faults else ""
+        _log.warning(
+            "%s cannot be mended: %sin %s %s %s; looking for an earlier one",
+            *(path, here, storage.place, "it" if here else name, fault),
+        )
+    return not left
+
+
+def has_note(storage: Storage, step: int, path: Path) -> bool:
+    """Whether a storage has the very checkpoint of a folder, by its description."""
+    try:
+        return storage.read_note(step) == (path / NOTE).read_bytes()
+    except OSError:
+        return False
+
+
+def tell_mended(file: Path, fault: str, place: str) -> None:
+    """Say where a file came from, with a warning if it took the place of a damaged one."""
+    if fault == MISSING:
+        _log.info("fetched %s/%s from %s", file.parent.name, file.name, place)
+    else:
+        _log.warning("%s %s; the copy from %s took its place", file, fault, place)
+
+
+def fetch_files(
+    storage: Storage, step: int, path: Path, wanted: Mapping[str, Fingerprint]
+) -> dict[str, str]:
+    """Copy files of a checkpoint into its folder if they are intact; return what is wrong with the others."""
+    faults = {}
+    for name, known in wanted.items():
+        part = path / f"{name}{PART}"
+        try:
+            storage.fetch_file(step, name, part)
+            fault = file_fault(part, known)
+            if fault:
+                faults[name] = fault
+            else:
+                part.replace(path / name)
+        except FileNotFoundError:
+            faults[name] = MISSING
+        finally:
+            part.unlink(missing_ok=True)
+    return faults
+
+
+def fetch_step(storage: Storage, step: int, folder: Path) -> dict[str, str]:
+    """Copy the checkpoint of a step into a folder, in place of what is there, if it is intact.
+
+    Returns what is wrong with it in the storage, by file; then nothing is replaced.
+    """
+    final = folder / step_name(step)
     part = final.with_name(f"{final.name}{SAVING}")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    yield part
-    shutil.rmtree(final, ignore_errors=True)
-    part.rename(final)
+    try:
+        try:
+            note = storage.read_note(step)
+        except FileNotFoundError:
+            return {NOTE: MISSING}
+        (part / NOTE).write_bytes(note)
+        faults = note_fault(part)
+        if not faults:
+            files = read_facts(part)["files"]
+            faults = fetch_files(storage, step, part, files)
+        if not faults:
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+            _log.info("fetched %s from %s", final.name, storage.place)
+        return faults
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def describe_failure(error: Exception) -> str:
@@ -174,10 +268,17 @@ class RemoteCheckpoints:
             return
 
     def _delete(self, step: int) -> None:
-        """Delete a checkpoint, its description first, so that nobody takes the rest for one."""
+        """Delete an old checkpoint, its description first, so that nobody takes the rest for one.
+
+        If that fails, the new one is complete all the same.
+        """
         target = f"{self.root}/{step_name(step)}"
-        self.files.rm_file(f"{target}/{NOTE}")
-        self.files.rm(target, recursive=True)
+        try:
+            self._remove(f"{target}/{NOTE}")
+            self.files.rm(target, recursive=True)
+        except Exception as error:  # each kind of storage has its own errors
+            name, why = step_name(step), describe_failure(error)
+            _log.warning("cannot delete %s in %s: %s", name, self.url, why)
 
     # ------------------------------------------------------------ from the storage
     def steps(self) -> list[int]:
@@ -193,37 +294,47 @@ class RemoteCheckpoints:
         return sorted(found, reverse=True)
 
     def fetch(self, folder: Path) -> Path | None:
-        """Copy the newest checkpoint into a folder, unless the folder has one as new; return what was copied."""
+        """Let a folder have the newest checkpoint without damage; return it if files were copied."""
         return fetch_newest(self, folder)
 
-    def fetch_step(self, step: int, folder: Path) -> Path:
-        """Copy the checkpoint of a step into a folder, in place of what is there."""
-        final = folder / step_name(step)
-        source = f"{self.root}/{final.name}"
-        with replacing(final) as part, self._explained("read"):
-            self.files.get_file(f"{source}/{NOTE}", str(part / NOTE))
-            for name in read_facts(part)["files"]:
-                self.files.get_file(f"{source}/{name}", str(part / name))
-        _log.info("fetched %s from %s", final.name, self.url)
-        return final
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        return self.url
+
+    def read_note(self, step: int) -> bytes:
+        """Return the description of a checkpoint; raise FileNotFoundError if there is none."""
+        with self._explained("read", may_lack=True):
+            note = f"{self.root}/{step_name(step)}/{NOTE}"
+            return bytes(self.files.cat_file(note))
+
+    def fetch_file(self, step: int, name: str, target: Path) -> None:
+        """Copy a file of a checkpoint; raise FileNotFoundError if the storage lacks it."""
+        with self._explained("read", may_lack=True):
+            self.files.get_file(f"{self.root}/{step_name(step)}/{name}", str(target))
 
     @contextmanager
-    def _explained(self, verb: str) -> Iterator[None]:
-        """Turn the errors of a storage into one that says what to do."""
+    def _explained(self, verb: str, may_lack: bool = False) -> Iterator[None]:
+        """Turn the errors of a storage into one that says what to do.
+
+        If it `may_lack` a file, FileNotFoundError stays what it is.
+        """
         try:
             yield
-        except FileError:
-            raise
         except ImportError as error:
             text = hide_secrets(str(error))
             raise FileError(
                 f"cannot {verb} {self.url}: {text}\n  install what fsspec needs for this kind of storage"
             ) from None
         except Exception as error:  # each kind of storage has its own errors
+            if may_lack and isinstance(error, FileNotFoundError):
+                raise
             text = describe_failure(error)
             hint = "run.checkpoints must be a URL that fsspec knows and may write to"
             if isinstance(error, PermissionError) or any(
                 word in text.lower() for word in REFUSED
             ):
                 hint = "the storage refuses this process: check its credentials and permissions on this machine"
+            if isinstance(error, OSError) and error.errno == ENOSPC:
+                hint = "make room, or name another run.folder or run.checkpoints"
             raise FileError(f"cannot {verb} {self.url}: {text}\n  {hint}") from None

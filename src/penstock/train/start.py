@@ -8,7 +8,8 @@ prepare_run    reads the text, and writes the files that every rank will read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
@@ -99,10 +100,8 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
     if config.model.weights:
         weight_files(Path(config.model.weights))
     check_storage(config)
-    if resume:
-        fetch_checkpoint(config, folder)
-        if not newest(folder / CHECKPOINTS_FOLDER):
-            raise nothing_to_resume(folder / CHECKPOINTS_FOLDER)
+    if resume and not has_checkpoint(config, folder):
+        raise nothing_to_resume(folder / CHECKPOINTS_FOLDER)
 
 
 def has_checkpoint(config: Config, folder: Path) -> bool:
@@ -123,7 +122,7 @@ def check_storage(config: Config) -> None:
 
 
 def fetch_checkpoint(config: Config, folder: Path) -> None:
-    """Fetch the newest checkpoint from object storage, if the run has copies there and none as new here."""
+    """Fetch the newest checkpoint from object storage, or what is damaged of it, if the run has copies there."""
     if config.run.checkpoints:
         remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
         remote.fetch(folder / CHECKPOINTS_FOLDER)
@@ -191,6 +190,8 @@ def prepare_run(
     check_memory(config, plan, sizes, placement)
     corpus = corpus_of(config, folder, watch)
     validation_of(config, folder)
+    with explaining_writes(folder):
+        lock.claim(folder)
     if resume:
         if not under_launcher():  # Its ranks first find out who sees the folder.
             fetch_checkpoint(config, folder)
@@ -200,8 +201,7 @@ def prepare_run(
         config = replace(config, schedule=schedule)
     config = with_absolute_paths(config)
     text = dump_config(config, f"penstock train {folder} --resume")
-    try:
-        lock.claim(folder)
+    with explaining_writes(folder):
         put_in_place(folder / CONFIG_FILE, text)
         keep_tokenizer(config.data.tokenizer, folder)
         if config.model.folder:
@@ -211,6 +211,15 @@ def prepare_run(
         keep_template(config.data, folder)
         prompt = find_prompt(corpus, tokenizer)
         (folder / PROMPT).write_text(prompt, encoding="utf-8")
+    _write_plan(plan, folder)
+    return config, corpus
+
+
+@contextmanager
+def explaining_writes(folder: Path) -> Iterator[None]:
+    """Turn an error of the system into one that says that a folder cannot be written to."""
+    try:
+        yield
     except OSError as error:
         hint = "name another run.folder"
         if error.errno == ENOSPC:
@@ -218,8 +227,6 @@ def prepare_run(
         raise FileError(
             f"cannot write to {folder}: {error.strerror}\n  {hint}"
         ) from None
-    _write_plan(plan, folder)
-    return config, corpus
 
 
 def _write_plan(plan: Plan, folder: Path) -> None:

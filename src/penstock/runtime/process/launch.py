@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -77,6 +78,10 @@ NCCL_SETTINGS = {
 # How long a testbed may refuse new processes after it has lost one that was computing.
 SECONDS_TO_GET_GPU = 30.0
 GPU_POLL_SECONDS = 0.5
+MEETING_HINT = (
+    "\n  start all ranks within a few minutes; MASTER_ADDR must name the machine of rank 0, which the others can "
+    "reach, and MASTER_PORT a port that is free there"
+)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -100,7 +105,21 @@ def meet(patience: float = 300.0) -> Meeting:
             "with torchrun --nproc-per-node RANKS ..."
         )
     limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
-    return Meeting(*next(rendezvous("env://", timeout=limit)))
+    rank, ranks = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    place = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+    what = f"rank {rank} of {ranks} cannot meet the others at {place}"
+    with _lacking_others(what, MEETING_HINT):
+        return Meeting(*next(rendezvous("env://", timeout=limit)))
+
+
+@contextmanager
+def _lacking_others(what: str, hint: str = "") -> Iterator[None]:
+    """Turn an error of torch, which ends with a stack of its own code, into one that says what is wrong."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PeerLostError(f"{what}: {reason}{hint}") from None
 
 
 def init(
@@ -226,14 +245,10 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
             os.environ.setdefault(name, value)
         if shared_gpu_backend() == NCCL:
             be_own_host(rank)
-    try:
+    with _lacking_others(f"rank {rank} of {ranks} cannot reach the others"):
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=ranks, timeout=limit
         )
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"rank {rank} of {ranks} cannot reach the others: {error}"
-        ) from None
 
 
 def _take_gpu() -> None:
@@ -262,9 +277,10 @@ def _choose_backend(store: Store, rank: int, ranks: int) -> str:
     if torch.cuda.is_available():
         uuid = torch.cuda.get_device_properties(own_gpu()).uuid
         mine = f"{socket.gethostname()} {uuid}"
-    store.set(f"penstock/gpu/{rank}", mine)
     keys = [f"penstock/gpu/{other}" for other in range(ranks)]
-    store.wait(keys)
+    with _lacking_others(f"rank {rank} of {ranks} waits for the others"):
+        store.set(keys[rank], mine)
+        store.wait(keys)
     gpus = {store.get(key).decode() for key in keys}
     if "" in gpus:
         return GLOO
@@ -484,7 +500,7 @@ def _read_outcome(
     try:
         success = pipe.recv_bytes()
         raw = pipe.recv_bytes()
-    except EOFError:
+    except (EOFError, OSError):  # OSError: in the middle of a message
         process.join(SECONDS_TO_REPORT)
         code = process.exitcode
         text = f"ended with exit code {code} before it could say why"

@@ -40,9 +40,8 @@ from penstock.runtime.proof.options import REDRAWS, Option
 from penstock.runtime.proof.traceless import (
     has_compiled_layer,
     restored_random,
-    uncompiled,
 )
-from penstock.runtime.proof.ways import Bench, Sample
+from penstock.runtime.proof.ways import Bench
 
 _log = logging.getLogger(__name__)
 # Two rows of a micro-batch are enough to show that rows leak into each other.
@@ -240,30 +239,10 @@ def _inputs(
             if place in wanted:
                 yield stage, x
             if place < end:
-                x = _forward(benches[stage], x, batch, number)
+                x = benches[stage].forward(x, batch, number)
                 after = schedule.stages[path[place + 1]].rank
                 if after != rank:
                     benches[stage].send(x, after)
-
-
-def _forward(
-    bench: Bench, x: Tensor | Bundle, batch: Batch, number: int
-) -> Tensor | Bundle:
-    """Run a plain forward that leaves nothing behind."""
-    named = batch.named[number] if batch.named else {}
-    starts = batch.starts[number] if batch.starts else None
-    sample = Sample(x, batch.labels[number], batch.inputs[number], starts, named)
-    try:
-        with (
-            torch.no_grad(),
-            uncompiled(bench.module) as plain,
-            bench.autocast(enabled=True),
-        ):
-            y: Tensor | Bundle = bench.call(plain, x, sample)
-            return y
-    finally:
-        bench.executor.gradients.shards.finish()
-        bench.memory.restore()
 
 
 # ---------------------------------------------------------------- one stage

@@ -61,8 +61,9 @@ LOSS = "the loss"
 INPUT_GRADIENT = "the gradient of the input"
 # The output or the loss, and the gradients of the parameters and of the input, by name.
 Results = dict[str, Tensor | None]
-# Ranks that are threads share torch's random number generators: one runs at a time.
-_random_lock = threading.Lock()
+# Ranks that are threads share torch's random number generators, and perhaps the module: one looks at it or runs it at a
+# time, and leaves it as it was.
+ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ class Bench:
         self.executor = executor
         self.stage = stage
         self.module = executor.modules[stage]
-        self.memory = ModuleMemory(self.module)
+        with ONE_AT_A_TIME:
+            self.memory = ModuleMemory(self.module)
         self.order = stage_order(executor, stage, microbatch, batch)
         self.microbatches = self.order.microbatches
         path = self.microbatches[0].path
@@ -149,6 +151,24 @@ class Bench:
         tensors = x.tensors if isinstance(x, Bundle) else (x,)
         for tensor, spec in zip(tensors, self.outgoing.tensors, strict=True):
             self.executor.comm.send(tensor.to(spec.dtype), target).wait()
+
+    def forward(self, x: Tensor | Bundle, batch: Batch, number: int) -> Tensor | Bundle:
+        """Run a plain forward that leaves nothing behind."""
+        named = batch.named[number] if batch.named else {}
+        starts = batch.starts[number] if batch.starts else None
+        sample = Sample(x, batch.labels[number], batch.inputs[number], starts, named)
+        with ONE_AT_A_TIME:
+            try:
+                with (
+                    torch.no_grad(),
+                    uncompiled(self.module) as plain,
+                    self.autocast(enabled=True),
+                ):
+                    y: Tensor | Bundle = self.call(plain, x, sample)
+                    return y
+            finally:
+                self.executor.gradients.shards.finish()
+                self.memory.restore()
 
     def set_input(self, x: Tensor | Bundle, batch: Batch, number: int) -> None:
         """Set what the stage gets.
@@ -426,8 +446,8 @@ class Bench:
     def _traceless(self, quiet: bool, seed: int) -> Iterator[None]:
         """Start from the saved module, no gradients and a seed; restore all afterwards."""
         trained = [parameter for _, parameter in self._trained()]
-        gradients = [parameter.grad for parameter in trained]
-        with _random_lock:
+        with ONE_AT_A_TIME:
+            gradients = [parameter.grad for parameter in trained]
             try:
                 for parameter in trained:
                     parameter.grad = None

@@ -36,7 +36,6 @@ from penstock.train.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,
     checkpoint_faults,
-    is_complete_checkpoint,
     load,
     lost_files,
     newest,
@@ -82,14 +81,16 @@ class Trained:
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
-    """The newest good checkpoint of a run; from its storage, if the folder has none as new."""
+    """The newest good checkpoint of a run; with files from its storage, if the newest one here is damaged."""
     checkpoints = run / CHECKPOINTS_FOLDER
-    whole = any(map(is_complete_checkpoint, newest(checkpoints)[:1]))
-    if not whole and (run / CONFIG_FILE).is_file():
+    found = newest_good(checkpoints)
+    is_newest = found is not None and found == newest(checkpoints)[0]
+    if not is_newest and (run / CONFIG_FILE).is_file():
         settings = read_config(run / CONFIG_FILE).run
         if settings.checkpoints:
             RemoteCheckpoints(settings.checkpoints, settings.keep).fetch(checkpoints)
-    return newest_good(checkpoints)
+            return newest_good(checkpoints)
+    return found
 
 
 def open_trained(path: Path) -> Trained:

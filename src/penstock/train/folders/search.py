@@ -3,7 +3,8 @@
 node1   step-00000050: files of ranks 0, 1        node2   step-00000050: files of ranks 2, 3
            └──── what the other machine lacks travels between them ────┘
 a new machine has nothing: it gets all files from the others, or from run.checkpoints
-a file that nobody has: the checkpoint is left out, and an earlier one is tried
+a file that is damaged on one machine: an intact copy of another one, or of run.checkpoints, takes its place
+a file that nobody has intact: the checkpoint is left out, and an earlier one is tried
 """
 
 from __future__ import annotations
@@ -11,47 +12,38 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from penstock.errors import FileError, RunError
+from penstock.errors import RunError
 from penstock.runtime import Comm
 from penstock.runtime.comm.texts import gather_texts
 from penstock.train.checkpoint import (
+    MISSING,
     NOTE,
-    STEP_PREFIX,
-    find_faults,
-    newest,
-    read_facts,
-    saved_where,
+    PART,
+    Fingerprint,
+    file_fault,
+    find_missing_tensors,
     step_name,
 )
 from penstock.train.folders.group import RunFolders, failing_together, work_together
+from penstock.train.folders.stock import (
+    Holders,
+    Stock,
+    Survey,
+    Version,
+    lost_everywhere,
+    read_notes,
+    take_stock,
+)
 from penstock.train.folders.travel import Passage, pass_files
-from penstock.train.remote import Storage
+from penstock.train.remote import Storage, fetch_files, fetch_step, tell_mended
 
 _log = logging.getLogger(__name__)
 ROOM_HINT = "make room on this machine, or name another run.folder"
-
-
-@dataclass(frozen=True, slots=True)
-class Stock:
-    """What one folder has of a checkpoint."""
-
-    digest: int  # of its description, which is the same on all machines
-    sizes: dict[str, int]  # of all files of the checkpoint, the description included
-    have: tuple[str, ...]  # the files that are here
-    missing: dict[str, str]  # the others, each with the place where it was saved
-
-    @property
-    def whole(self) -> bool:
-        """Whether all files are here."""
-        return not self.missing
-
-
-Stocks = Mapping[int, Mapping[int, Stock]]  # by keeper, by step
 
 
 class SeparateCheckpoints:
@@ -72,103 +64,211 @@ class SeparateCheckpoints:
         self.folders = folders
         self.storages = tuple(storages)
         self.faults: list[str] = []  # why checkpoints were left out
+        self.damaged = False  # whether a damaged file is the reason
 
     def newest_good(self, names: Collection[str] = ()) -> Path | None:
         """Return the newest checkpoint that is complete and has no damage, now on all machines."""
-        known, stored = self.survey()
-        for step in sorted({*stored, *_steps(known)}, reverse=True):
-            if self.bring(step, known, stored, self.folders.keepers):
+        survey = self.survey()
+        for step in survey.steps:
+            if self.complete(step, survey, self.folders.keepers):
                 path = self.folder / step_name(step)
-                if self._is_good(path, names):
+                if self._has_tensors(path, names):
                     return path
         return None
 
     def collect(self, step: int) -> bool:
         """Complete the checkpoint of a step in rank 0's folder; return whether it is complete there."""
-        known, stored = self.survey()
-        return self.bring(step, known, stored, (0,))
+        return self.complete(step, self.survey(), (0,))
 
-    def survey(self) -> tuple[Stocks, dict[int, int]]:
-        """What every folder has, and which storage has which step."""
+    def survey(self) -> Survey:
+        """What every folder has, by the sizes of files, and which storages have which steps."""
         own: dict[int, dict[str, object]] = {}
-        stored: dict[int, int] = {}
+        stored: dict[int, list[tuple[int, Fingerprint]]] = {}
         with failing_together(self.comm):
             if self.folders.keeps(self.comm.rank):
-                own = {step: asdict(one) for step, one in _take_stock(self.folder)}
+                own = {step: asdict(one) for step, one in take_stock(self.folder)}
             if self.comm.rank == 0:
                 for number, storage in enumerate(self.storages):
-                    stored |= dict.fromkeys(storage.steps(), number)
+                    for step, note in read_notes(storage):
+                        stored.setdefault(step, []).append((number, note))
         told = gather_texts(self.comm, json.dumps([own, stored]))
-        known: dict[int, dict[int, Stock]] = {}
+        stocks: dict[int, dict[int, Stock]] = {}
         for rank in self.folders.keepers:
-            stocks = json.loads(told[rank])[0]
-            known[rank] = {int(step): Stock(**one) for step, one in stocks.items()}
+            for key, one in json.loads(told[rank])[0].items():
+                stocks.setdefault(int(key), {})[rank] = Stock(**one)
         found = json.loads(told[0])[1]
-        return known, {int(step): number for step, number in found.items()}
+        return Survey(stocks, {int(key): ones for key, ones in found.items()})
 
-    def bring(
-        self,
-        step: int,
-        known: Stocks,
-        stored: Mapping[int, int],
-        receivers: Sequence[int],
-    ) -> bool:
-        """Complete the checkpoint of a step in the folders of these keepers; return whether that is possible."""
-        holders = _same_checkpoint(step, known)
-        lacking = [rank for rank in receivers if not _is_whole(holders.get(rank))]
-        if not lacking:
-            return True
-        missing = _missing_everywhere(holders)
-        if missing is None or missing:
-            if step in stored:
-                self._fetch(step, stored[step], lacking)
-                return True
-            name, place = next(iter((missing or {"": ""}).items()))
-            self._note_fault(
-                f"{step_name(step)} is not complete: {name} is missing{place}"
-            )
-            return False
-        self._exchange(step, holders, lacking)
-        return True
+    # ------------------------------------------------------------ completing one
+    def complete(self, step: int, survey: Survey, receivers: Sequence[int]) -> bool:
+        """Complete the checkpoint of a step in the folders of these keepers, without damage; tell of success."""
+        versions = survey.versions(step)
+        if not versions:
+            self._note_fault(f"no machine has {step_name(step)}")
+        return any(self._complete(step, one, receivers) for one in versions)
 
-    def _fetch(self, step: int, number: int, lacking: Sequence[int]) -> None:
-        """Fetch a checkpoint from a storage, once on each machine that lacks files of it."""
+    def _complete(self, step: int, version: Version, receivers: Sequence[int]) -> bool:
+        every = {rank: list(one.files) for rank, one in version.holders.items()}
+        holders = self._verify(step, version.holders, every)
+        wrong: dict[str, dict[str, str]] = {}  # in storages
+        for number in version.storages:
+            if lost_everywhere(holders):
+                holders, faults = self._fetch(step, number, holders, receivers)
+                wrong[self.storages[number].place] = faults
+        if not lost_everywhere(holders):
+            return self._exchange(step, holders, receivers)
+        for rank, stock in holders.items():
+            wrong[self.folders.place(rank)] = stock.faults
+        self._note_lost(step, holders, wrong)
+        return False
+
+    def _verify(
+        self, step: int, holders: Holders, wanted: Mapping[int, Sequence[str]]
+    ) -> dict[int, Stock]:
+        """Read files, and return the stocks with the damage that was found; the ranks of a machine divide its files."""
+        rank = self.comm.rank
+        owner = self.folders.owners[rank]
+        neighbours = self.folders.neighbours(rank)
+        faults: dict[str, str] = {}
+
+        def read() -> None:
+            if owner not in holders:
+                return
+            stock = holders[owner]
+            here = sorted(name for name in wanted.get(owner, ()) if stock.has(name))
+            for name in here[neighbours.index(rank) :: len(neighbours)]:
+                file = self.folder / step_name(step) / name
+                fault = file_fault(file, stock.files[name])
+                if fault:
+                    faults[name] = fault
+
+        work_together(self.comm, read)
+        told = [
+            json.loads(text) for text in gather_texts(self.comm, json.dumps(faults))
+        ]
+        found = {}
+        for keeper, stock in holders.items():
+            merged = dict(stock.faults)
+            for neighbour in self.folders.neighbours(keeper):
+                merged |= told[neighbour]
+            found[keeper] = replace(stock, faults=merged)
+        return found
+
+    def _fetch(
+        self, step: int, number: int, holders: Holders, receivers: Sequence[int]
+    ) -> tuple[dict[int, Stock], dict[str, str]]:
+        """Fetch what no machine has intact from a storage, each machine for itself.
+
+        Returns what the machines have then, and what is wrong in the storage. If nobody has the checkpoint, the
+        receivers fetch all of it.
+        """
+        storage = self.storages[number]
+        own = holders.get(self.comm.rank)
+        faults: dict[str, str] = {}
 
         def fetch() -> None:
-            if self.comm.rank in lacking:
-                self.storages[number].fetch_step(step, self.folder)
+            nonlocal own
+            if own is not None:
+                wanted = {name: own.files[name] for name in lost_everywhere(holders)}
+                path = self.folder / step_name(step)
+                faults.update(fetch_files(storage, step, path, wanted))
+                for name in wanted.keys() - faults.keys():
+                    tell_mended(path / name, own.faults[name], storage.place)
+                left = {
+                    name: fault
+                    for name, fault in own.faults.items()
+                    if name not in wanted or name in faults
+                }
+                own = replace(own, faults=left)
+            elif not holders and self.comm.rank in receivers:
+                faults.update(fetch_step(storage, step, self.folder))
+                if not faults:
+                    own = dict(take_stock(self.folder))[step]
 
         work_together(self.comm, fetch, ROOM_HINT)
+        text = json.dumps([asdict(own) if own else None, faults])
+        told = [json.loads(one) for one in gather_texts(self.comm, text)]
+        stocks = {rank: Stock(**one[0]) for rank, one in enumerate(told) if one[0]}
+        wrong: dict[str, str] = {}
+        for _, one in told:
+            wrong |= one
+        return stocks, wrong
 
-    def _exchange(
-        self, step: int, holders: Mapping[int, Stock], lacking: Sequence[int]
-    ) -> None:
-        """Send files from the machines that have them to those that lack them, the description last."""
+    def _exchange(self, step: int, holders: Holders, receivers: Sequence[int]) -> bool:
+        """Send intact files from machines that have them to those that lack them, the description last.
+
+        Returns whether all of them have arrived without damage.
+        """
         path = self.folder / step_name(step)
-        sizes = next(iter(holders.values())).sizes
+        files = next(iter(holders.values())).files
+        arriving: dict[int, list[str]] = {rank: [] for rank in receivers}
         with failing_together(self.comm, ROOM_HINT):
-            if self.comm.rank in lacking and self.comm.rank not in holders:
-                shutil.rmtree(path, ignore_errors=True)
+            if self.comm.rank in receivers:
+                if self.comm.rank not in holders:
+                    shutil.rmtree(path, ignore_errors=True)
+                for left in path.glob(f"*{PART}"):
+                    # An error would keep this rank away from what all of them do next.
+                    with suppress(OSError):
+                        left.unlink()
             passages = []
-            for name in sorted(sizes, key=lambda name: (name == NOTE, name)):
-                having = [rank for rank, one in holders.items() if name in one.have]
-                wanting = [rank for rank in lacking if rank not in having]
+            for name in sorted(files, key=lambda name: (name == NOTE, name)):
+                having = [rank for rank, one in holders.items() if one.has(name)]
+                wanting = [rank for rank in receivers if rank not in having]
+                for rank in wanting:
+                    arriving[rank].append(name)
                 if wanting:
                     chain = [having[0], *wanting]
-                    passages.append(Passage(path / name, sizes[name], chain))
+                    size = files[name]["bytes"]
+                    passages.append(Passage(path / name, size, chain))
+                if self.comm.rank in wanting and self.comm.rank in holders:
+                    fault = holders[self.comm.rank].faults[name]
+                    if fault != MISSING:  # Each machine lacks the files of others.
+                        source = self.folders.place(having[0])
+                        tell_mended(path / name, fault, source)
             pass_files(self.comm, passages)
+        if not any(arriving.values()):
+            return True
+        complete = {rank: Stock(files, {}, {}) for rank in receivers}
+        arrived = self._verify(step, complete, arriving)
+        for rank, stock in arrived.items():
+            for name, fault in stock.faults.items():
+                where = self.folders.place(rank)
+                self._note_fault(f"{step_name(step)}: {name} {fault} in {where}")
+                self.damaged = True
+                return False
+        return True
 
-    def _is_good(self, path: Path, names: Collection[str]) -> bool:
-        """Whether nobody finds damage; the ranks of a machine divide its files among them."""
-        neighbours = self.folders.neighbours(self.comm.rank)
-        place = neighbours.index(self.comm.rank)
-        faults = find_faults(path, names, place, len(neighbours))
-        host = self.folders.hosts[self.comm.rank]
-        own = f"{path} on {host} is damaged: {faults[0]}" if faults else ""
+    def _has_tensors(self, path: Path, names: Collection[str]) -> bool:
+        """Whether a checkpoint has all tensors of these names; the first rank of each machine looks."""
+        own = ""
+        if self.folders.keeps(self.comm.rank):
+            own = find_missing_tensors(path, names)
         found = list(filter(None, gather_texts(self.comm, own)))
         for fault in found[:1]:
-            self._note_fault(fault)
+            self._note_fault(f"{path} is damaged: {fault}")
         return not found
+
+    # ------------------------------------------------------------ saying what is wrong
+    def _note_lost(
+        self, step: int, holders: Holders, wrong: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Note a file that nobody has intact, with what is `wrong` with it in each folder and storage."""
+        lost = (
+            set(lost_everywhere(holders)) if holders else set().union(*wrong.values())
+        )
+        name = min(lost)
+        places: dict[str, list[str]] = {}  # by what is wrong there
+        for place, faults in wrong.items():
+            if name in faults:
+                places.setdefault(faults[name], []).append(place)
+        saved = [one.saved[name] for one in holders.values() if name in one.saved]
+        text = MISSING
+        if set(places) != {MISSING}:
+            self.damaged = True
+            clauses = [f"{why} in {', '.join(where)}" for why, where in places.items()]
+            text = " and ".join(clauses)
+        text += saved[0] if saved else ""
+        self._note_fault(f"{step_name(step)} is not complete: {name} {text}")
 
     def _note_fault(self, text: str) -> None:
         self.faults.append(text)
@@ -181,57 +281,15 @@ class SeparateCheckpoints:
             return RunError(
                 f"no machine has a checkpoint of this run in {self.folder}\n  start without --resume"
             )
-        return RunError(
-            f"no checkpoint is complete on the machines of this run: {self.faults[0]}\n"
-            "  start a rank on that machine too, with the run.folder that it had, or copy its files here; "
+        hint = (
+            "start a rank on that machine too, with the run.folder that it had, or copy its files here; "
             "with run.checkpoints, machines may change"
         )
-
-
-def _take_stock(folder: Path) -> Iterable[tuple[int, Stock]]:
-    """Yield the steps of all checkpoints in a folder, and what is there of each."""
-    for path in newest(folder):
-        try:
-            facts = read_facts(path)
-            note = (path / NOTE).read_bytes()
-        except (FileError, OSError):
-            continue
-        sizes = {name: int(one["bytes"]) for name, one in facts["files"].items()}
-        sizes[NOTE] = len(note)
-        have = [name for name in sizes if _size(path / name) == sizes[name]]
-        missing = {name: saved_where(facts, name) for name in sizes if name not in have}
-        step = int(path.name.removeprefix(STEP_PREFIX))
-        yield step, Stock(zlib.crc32(note), sizes, tuple(have), missing)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return -1
-
-
-def _steps(known: Stocks) -> set[int]:
-    return {step for stocks in known.values() for step in stocks}
-
-
-def _is_whole(stock: Stock | None) -> bool:
-    return stock is not None and stock.whole
-
-
-def _same_checkpoint(step: int, known: Stocks) -> dict[int, Stock]:
-    """What each keeper has of a step; those whose description differs from that of the first hold another run's."""
-    found = {rank: one[step] for rank, one in known.items() if step in one}
-    digest = found[min(found)].digest if found else 0
-    return {rank: one for rank, one in found.items() if one.digest == digest}
-
-
-def _missing_everywhere(holders: Mapping[int, Stock]) -> dict[str, str] | None:
-    """The files that nobody has, each with the place where it was saved; None if nobody has any."""
-    if not holders:
-        return None
-    missing = dict(next(iter(holders.values())).missing)
-    for one in holders.values():
-        for name in one.have:
-            missing.pop(name, None)
-    return missing
+        if self.damaged:
+            hint = (
+                "put a good copy of that file into one of these folders, or start a new run in another run.folder; "
+                "with run.checkpoints, there is one more copy of each file"
+            )
+        return RunError(
+            f"no checkpoint is complete on the machines of this run: {self.faults[0]}\n  {hint}"
+        )

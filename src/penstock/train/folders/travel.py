@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from penstock.runtime import Comm
+from penstock.train.checkpoint import PART
 
 PIECE_BYTES = 16 << 20  # that travel at once
 PIECES_BETWEEN_BARRIERS = 16
-PART = ".part"  # suffix of a file that is not complete
 
 
 class Passage(NamedTuple):
