@@ -190,6 +190,13 @@ def test_parameters_are_counted_without_memory(name):
     )
 
 
+def test_sizes_do_not_depend_on_how_a_folder_is_named(tmp_path, monkeypatch):
+    """A run that began in one folder resumes from another; they are compared by their sizes."""
+    CONFIGS["gemma3"].save_pretrained(tmp_path / "start")
+    monkeypatch.chdir(tmp_path)
+    assert read_sizes(Path("start")) == read_sizes(tmp_path / "start")
+
+
 def test_biases_that_balance_experts_are_read_and_written_like_weights(tmp_path):
     """They are buffers, which other trainers learn without gradients."""
     config = transformers.DeepseekV3Config(

@@ -113,7 +113,8 @@ def decoder_of(config: Any) -> DecoderConfig:
             "save_pretrained, and name that folder"
         )
     said = config.to_dict()
-    said.pop("transformers_version", None)
+    for key in ("transformers_version", "_name_or_path"):  # neither changes a model
+        said.pop(key, None)
     said["dtype"] = "float32"
     width = int(config.hidden_size)
     heads = int(getattr(config, "num_attention_heads", None) or 1)  # Mamba has none
