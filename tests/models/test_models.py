@@ -37,7 +37,7 @@ from penstock.models import (
 )
 from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
-from penstock.models.hf_trial import small_config
+from penstock.models.hf_small import small_config
 from penstock.models.llama import llama_from_hf, llama_to_hf
 from penstock.runtime import run_threads
 from pipelines import without_float32

@@ -20,7 +20,13 @@ from penstock.config import DataConfig
 from penstock.errors import FileError
 from penstock.formats.config_toml import load_config, read_config
 from penstock.measure.probe import Probe
-from penstock.models import Bert, BertConfig, document_starts, token_loss
+from penstock.models import (
+    Bert,
+    BertConfig,
+    EncoderConfig,
+    document_starts,
+    token_loss,
+)
 from penstock.models.count import count_parameters
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Batch, batch_of
@@ -347,8 +353,12 @@ def test_what_a_bert_cannot_do_is_refused(change, words, penstock):
     assert words in " ".join(said.split())
 
 
-def test_a_bert_that_ours_is_not_is_refused(tmp_path: Path):
-    said = theirs().config.to_dict() | {"hidden_act": "relu"}
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    with pytest.raises(FileError, match=r"hidden_act = 'relu', .*'gelu'"):
+def test_a_bert_that_ours_is_not_is_taken_from_transformers_or_refused(tmp_path: Path):
+    said = theirs().config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(said | {"hidden_act": "relu"}))
+    sizes = read_sizes(tmp_path)
+    assert isinstance(sizes, EncoderConfig)
+    assert (sizes.architecture, sizes.positions) == ("BertForMaskedLM", 32)
+    (tmp_path / "config.json").write_text(json.dumps(said | {"is_decoder": True}))
+    with pytest.raises(FileError, match=r"is_decoder = True, .*it has False"):
         read_sizes(tmp_path)
