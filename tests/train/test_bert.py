@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from commands import write_text_run
 from hugging_face import bert_sizes
@@ -38,7 +39,7 @@ from penstock.train.data.masking import Masking, bert_words, masking_of
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer
 from penstock.train.data.tokenizer_training import train_tokenizer
 from penstock.train.history import read_rows
-from penstock.train.hub import read_sizes
+from penstock.train.hub import read_sizes, read_weights
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
 from penstock.train.worker import job_of
@@ -326,6 +327,25 @@ def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_
     assert count_parameters(sizes).total == counted
     matrices = 4 * (4 * 32**2 + 2 * 32 * 48) + 32**2 + 257 * 32
     assert flops_per_token(sizes, 16) == 6 * matrices + 12 * 4 * 32 * 16
+
+
+def test_norms_with_the_names_of_the_first_berts_are_read(tmp_path):
+    """Files from the first years of BERT call the weights of a norm gamma and beta."""
+    theirs().save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    names = [name for name in hold_whole(sizes).parameters if "norm" in name]
+    expected = dict(read_weights(tmp_path, names, sizes))
+    file = tmp_path / "model.safetensors"
+    older = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(older, file)
+    found = dict(read_weights(tmp_path, names, sizes))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in names)
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -296,6 +296,9 @@ def read_weights(
         other_names = (
             theirs.removeprefix("transformer."),
             theirs.replace("predictions.bias", "predictions.decoder.bias"),
+            # The first BERTs, among them bert-base-uncased, name the weights of a norm in this way.
+            theirs.replace("LayerNorm.weight", "LayerNorm.gamma"),
+            theirs.replace("LayerNorm.bias", "LayerNorm.beta"),
         )
         found = next((one for one in (theirs, *other_names) if one in where), None)
         if found is None:
