@@ -46,11 +46,11 @@ from penstock.runtime.passed_values import LayerChain
 class Pipeline:
     """One rank's share of a model, and the schedule that trains it.
 
-    `model` is a model that `penstock.models.split` takes (ours, or a decoder of transformers), or a list of layers:
-    each takes what the one before returns, which is a tensor of any shape, a tuple of tensors, or a dict of tensors
-    with names (`penstock.runtime.passed_values`). `plan` is a schedule or a plan, such as that of `penstock plan`.
-    `loss` takes the output of the last layer and labels, and returns the sum of the labels' losses, or their mean if
-    `reduction` is "mean".
+    `model` is a model that `penstock.models.split` takes (ours, or a language model of transformers), or a list of
+    layers: each takes what the one before returns, which is a tensor of any shape, a tuple of tensors, or a dict of
+    tensors with names (`penstock.runtime.passed_values`). `plan` is a schedule or a plan, such as that of `penstock
+    plan`. `loss` takes the output of the last layer and labels, and returns the sum of the labels' losses, or their
+    mean if `reduction` is "mean".
 
     `partition` says how many layers each part has; by default the plan's, or as even as possible. `comm` connects the
     ranks; by default those that torchrun has started. With `graphs`, actions on a GPU are recorded in the first step

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from commands import write_text_run
 from hugging_face import bert_sizes
@@ -20,7 +21,13 @@ from penstock.config import DataConfig
 from penstock.errors import FileError
 from penstock.formats.config_toml import load_config, read_config
 from penstock.measure.probe import Probe
-from penstock.models import Bert, BertConfig, document_starts, token_loss
+from penstock.models import (
+    Bert,
+    BertConfig,
+    EncoderConfig,
+    document_starts,
+    token_loss,
+)
 from penstock.models.count import count_parameters
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Batch, batch_of
@@ -32,7 +39,7 @@ from penstock.train.data.masking import Masking, bert_words, masking_of
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer
 from penstock.train.data.tokenizer_training import train_tokenizer
 from penstock.train.history import read_rows
-from penstock.train.hub import read_sizes
+from penstock.train.hub import read_sizes, read_weights
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
 from penstock.train.worker import job_of
@@ -322,6 +329,25 @@ def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_
     assert flops_per_token(sizes, 16) == 6 * matrices + 12 * 4 * 32 * 16
 
 
+def test_norms_with_the_names_of_the_first_berts_are_read(tmp_path):
+    """Files from the first years of BERT call the weights of a norm gamma and beta."""
+    theirs().save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    names = [name for name in hold_whole(sizes).parameters if "norm" in name]
+    expected = dict(read_weights(tmp_path, names, sizes))
+    file = tmp_path / "model.safetensors"
+    older = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(older, file)
+    found = dict(read_weights(tmp_path, names, sizes))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in names)
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_bert_is_measured_on_shorter_sequences_instead_of_slices(separate):
     sizes = BertConfig(61, 16, 2, 4, 24, 32)
@@ -347,8 +373,12 @@ def test_what_a_bert_cannot_do_is_refused(change, words, penstock):
     assert words in " ".join(said.split())
 
 
-def test_a_bert_that_ours_is_not_is_refused(tmp_path: Path):
-    said = theirs().config.to_dict() | {"hidden_act": "relu"}
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    with pytest.raises(FileError, match=r"hidden_act = 'relu', .*'gelu'"):
+def test_a_bert_that_ours_is_not_is_taken_from_transformers_or_refused(tmp_path: Path):
+    said = theirs().config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(said | {"hidden_act": "relu"}))
+    sizes = read_sizes(tmp_path)
+    assert isinstance(sizes, EncoderConfig)
+    assert (sizes.architecture, sizes.positions) == ("BertForMaskedLM", 32)
+    (tmp_path / "config.json").write_text(json.dumps(said | {"is_decoder": True}))
+    with pytest.raises(FileError, match=r"is_decoder = True, .*it has False"):
         read_sizes(tmp_path)

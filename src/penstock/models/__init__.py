@@ -10,10 +10,12 @@ from penstock.families import BertConfig, GPTConfig, LlamaConfig
 from penstock.models.bert import Bert
 from penstock.models.decoder import (
     DecoderConfig,
+    EncoderConfig,
     any_layer,
     decoder_blueprint,
     give_memory,
     initial_constants,
+    padding_rows,
 )
 from penstock.models.gpt import GPT
 from penstock.models.llama import Llama
@@ -36,6 +38,7 @@ __all__ = [
     "BertConfig",
     "Decoder",
     "DecoderConfig",
+    "EncoderConfig",
     "GPTConfig",
     "Llama",
     "LlamaConfig",
@@ -49,6 +52,7 @@ __all__ = [
     "initial_constants",
     "layer_count",
     "model_width",
+    "padding_rows",
     "part_parameters",
     "shared_names",
     "shift_labels",

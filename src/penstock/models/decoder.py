@@ -1,4 +1,4 @@
-"""Any decoder of transformers, as the trainer sees it: the sizes that it plans with, and the config that builds it.
+"""Any language model of transformers, as the trainer sees it: its sizes, and the config that builds it.
 
     config.json ──► DecoderConfig ──► blueprint     the whole model; its weights take no memory, its buffers are real
                                         │ split
@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig
+from penstock.models.hf import Encoding
 from penstock.models.hf_config import config_value, small_config
-from penstock.models.split import find_anatomy
+from penstock.models.split import find_anatomy, tied_names
 
 _BUILDING = threading.RLock()
 INITIAL_STD = 0.02  # of matrices, unless a config names an initializer_range
@@ -58,6 +59,13 @@ class DecoderConfig:
     def digest(self) -> str:
         """A short text that differs where configs differ."""
         return hashlib.sha256(self.config.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig(DecoderConfig):
+    """An encoder of transformers, which guesses masked words; the trainer handles it like a decoder in all else."""
+
+    types: int = 0  # kinds of segments that it tells apart
 
 
 def read_decoder(folder: Path) -> DecoderConfig:
@@ -101,15 +109,14 @@ def import_transformers(purpose: str) -> Any:
 
 
 def decoder_of(config: Any) -> DecoderConfig:
-    """Return the sizes of a config of transformers."""
+    """Return the sizes of a config of transformers, which may also be that of an encoder."""
     transformers = import_transformers(f"a {type(config).__name__}")
     auto = transformers.models.auto.modeling_auto
     architecture = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     encoders = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if config.model_type in encoders and not getattr(config, "is_decoder", False):
-        raise ValueError(
-            f"a {encoders[config.model_type]} guesses masked words; of such encoders, Penstock trains BERT alone"
-        )
+    encodes = config.model_type in encoders and not getattr(config, "is_decoder", False)
+    if encodes:
+        architecture = encoders[config.model_type]
     if isinstance(architecture, tuple | list):
         architecture = architecture[0]
     if architecture is None:
@@ -122,16 +129,18 @@ def decoder_of(config: Any) -> DecoderConfig:
             "save_pretrained, and name that folder"
         )
     said = config.to_dict()
-    said.pop("transformers_version", None)
+    for key in ("transformers_version", "_name_or_path"):  # neither changes a model
+        said.pop(key, None)
     said["dtype"] = "float32"
     width = int(config.hidden_size)
     heads = int(config_value(config, "num_attention_heads") or 1)  # Mamba has none
     visited = _visited_experts(config)
     inner = config_value(config, "moe_intermediate_size")
     inner = inner or config_value(config, "intermediate_size")
+    inner = inner or config_value(config, "hidden_dim")  # DistilBERT
     inner = inner or config_value(config, "n_inner") or 4 * width
     inner = max(inner) if isinstance(inner, list | tuple) else inner
-    return DecoderConfig(
+    sizes = DecoderConfig(
         str(architecture),
         int(config.vocab_size),
         width,
@@ -145,6 +154,39 @@ def decoder_of(config: Any) -> DecoderConfig:
         float(getattr(config, "initializer_range", None) or INITIAL_STD),
         json.dumps(said, sort_keys=True),
     )
+    return _encoder_of(sizes, config) if encodes else sizes
+
+
+@lru_cache(maxsize=8)
+def _encoding_of(sizes: EncoderConfig) -> Encoding:
+    """How an encoder takes its words, read off a small model of its class."""
+    try:
+        pieces = find_anatomy(_small_model(sizes)).pieces
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise _unbuildable(sizes, error) from None
+    assert pieces is not None
+    assert pieces.encoding is not None
+    return pieces.encoding
+
+
+def _encoder_of(sizes: DecoderConfig, config: Any) -> EncoderConfig:
+    """The sizes of an encoder. Its positions are those that words can have: a RoBERTa has two more."""
+    values = {item.name: getattr(sizes, item.name) for item in fields(sizes)}
+    encoding = _encoding_of(EncoderConfig(**values))
+    if encoding.table:
+        values["positions"] = sizes.positions - encoding.first
+    types = int(getattr(config, "type_vocab_size", 0)) if encoding.types else 0
+    return EncoderConfig(**values, types=types)
+
+
+def auto_class(sizes: DecoderConfig) -> Any:
+    """The class of transformers that builds and reads such a model."""
+    transformers = import_transformers(f"a {sizes.architecture}")
+    if isinstance(sizes, EncoderConfig):
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModelForCausalLM
 
 
 def transformers_config(sizes: DecoderConfig, layers: int = 0) -> Any:
@@ -175,19 +217,19 @@ def decoder_blueprint(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
 
 def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
     """Build the model, with the weights that transformers draws."""
-    transformers = import_transformers(f"a {sizes.architecture}")
     config = transformers_config(sizes, layers)
     try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32
-        )
+        model: nn.Module = auto_class(sizes).from_config(config, dtype=torch.float32)
     except Exception as error:  # of transformers, which checks its configs in many ways
-        raise PenstockError(
-            f"cannot build a {sizes.architecture}: {_reason(error)}"
-        ) from None
+        raise _unbuildable(sizes, error) from None
     keep_learned_buffers(model)
     # Dropout is random numbers that depend on who draws them; the trainer has none.
     return model.eval()
+
+
+def _unbuildable(sizes: DecoderConfig, error: Exception) -> PenstockError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return PenstockError(f"cannot build a {sizes.architecture}: {reason}")
 
 
 def keep_learned_buffers(model: nn.Module) -> None:
@@ -250,11 +292,7 @@ def initial_constants(sizes: DecoderConfig) -> Constants:
 
     In the names, `*` stands for the number of a layer.
     """
-    transformers = import_transformers(f"a {sizes.architecture}")
-    small = small_config(transformers_config(sizes))
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        model = transformers.AutoModelForCausalLM.from_config(small)
-    keep_learned_buffers(model)
+    model = _small_model(sizes)
     constants = {}
     for name, parameter in model.named_parameters():
         first = parameter.detach().flatten()[0]
@@ -267,6 +305,30 @@ def initial_constants(sizes: DecoderConfig) -> Constants:
                 "  let transformers save a new model (save_pretrained), and name its folder in model.weights"
             )
     return constants
+
+
+@lru_cache(maxsize=8)
+def padding_rows(sizes: EncoderConfig) -> dict[str, int]:
+    """The rows of an encoder's embeddings that begin as zeros, those of padding, by the names of the weights."""
+    model = _small_model(sizes)
+    tied = tied_names(model)
+    rows = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            name = f"{path}.weight"
+            if not bool(module.weight[module.padding_idx].any()):
+                rows[tied.get(name, name)] = module.padding_idx
+    return rows
+
+
+def _small_model(sizes: DecoderConfig) -> nn.Module:
+    """A small model with the weights that transformers draws."""
+    encodes = isinstance(sizes, EncoderConfig)
+    small = small_config(transformers_config(sizes), padded=encodes)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model: nn.Module = auto_class(sizes).from_config(small)
+    keep_learned_buffers(model)
+    return model
 
 
 def any_layer(name: str) -> str:
@@ -347,13 +409,12 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
 def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     """Let transformers read all weights, for folders whose names of weights differ from the model's.
 
-    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. It would draw new
-    weights for those that the folder lacks; such a folder is refused.
+    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. Weights that the
+    folder lacks are refused: transformers would draw them at random.
     """
-    transformers = import_transformers(f"the model in {folder}")
     try:
         with _BUILDING:
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            model, told = auto_class(sizes).from_pretrained(
                 folder,
                 config=transformers_config(sizes),
                 dtype=torch.float32,
@@ -364,11 +425,11 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
             f"transformers cannot read the weights in {folder}: {_reason(error)}\n"
             "  is config.json that of these weights? if it is, copy or download the files again"
         ) from None
-    missing = sorted(found["missing_keys"])
+    missing = sorted(told["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise FileError(
             f"{folder} has no weights {missing[0]}{more}, which a {sizes.architecture} needs\n"
-            "  is config.json that of these weights? leave model.weights empty to train from scratch"
+            "  is config.json that of these weights? train new weights with model.config instead"
         )
     return dict(model.state_dict())

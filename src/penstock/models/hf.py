@@ -1,10 +1,11 @@
-"""Splits Hugging Face decoders by their lists of layers, without tracing and without importing transformers.
+"""Splits Hugging Face models by their lists of layers, without tracing.
 
     first part              every part          last part
     embed_tokens            rotary_emb          norm, lm_head         Llama, Mistral, Qwen, Gemma, Phi-3, OLMo, Mixtral
     embed_in, emb_dropout   rotary_emb          final_layer_norm,     GPT-NeoX
                                                 embed_out
     wte, wpe, drop                              ln_f, lm_head         GPT-2
+    embeddings                                  lm_head               RoBERTa, whose layers are in `encoder.layer`
 
 No family is known by name. The pieces are found in what transformers publishes: the list of layers, the embeddings
 that go in and come out, and `base_model_pp_plan`, which says what runs before and after the layers. A part then calls
@@ -15,6 +16,7 @@ it is used. A model that fails is refused.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,17 +28,28 @@ from penstock.errors import PenstockError
 
 # ---------------------------------------------------------------- anatomy
 @dataclass(frozen=True, slots=True)
+class Encoding:
+    """How an encoder, whose words see both ways, takes its words."""
+
+    first: int = 0  # the position of the first word; a RoBERTa counts from 2
+    padding: int | None = None  # the word that is not counted, if there is one
+    table: str = ""  # the embedding of positions in the whole model, if it has one
+    types: bool = False  # whether it takes the types of segments
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where a Hugging Face decoder has its pieces; all names but those of `outside` are names in its base model."""
+    """Where a Hugging Face model has its pieces; all names but those of `outside` are names in its base model."""
 
     base: str  # the module with the layers: "model", "transformer" or, in an OPT, "model.decoder"
     before: tuple[str, ...]  # the embedding of tokens comes first
-    layers: str  # the name of the list
+    layers: str  # the name of the list: "layers" or, in a RoBERTa, "encoder.layer"
     after: tuple[str, ...]
     everywhere: tuple[str, ...]
     outside: tuple[str, ...]  # what follows the base model, such as "lm_head"
     cached: bool = True  # whether it runs with the keys and values of earlier slices
     tuples: bool = False  # whether layers return tuples; the hidden state comes first
+    encoding: Encoding | None = None  # of an encoder; None for a decoder
 
     def anatomy(self, config: Any, unsliceable: str = "") -> Anatomy:
         """The names of all pieces in the whole model."""
@@ -67,7 +80,7 @@ class Anatomy:
 
 
 def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
-    """Find the pieces of a Hugging Face decoder; refuse any other model.
+    """Find the pieces of a Hugging Face model that gives logits of words; refuse any other model.
 
     `called` has the modules of its base model in the order in which its forward calls them, if that is known.
     """
@@ -75,15 +88,18 @@ def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
     name = type(model).__name__
     if config is None or not any(map(_is_theirs, type(model).__mro__)):
         raise PenstockError(_unknown(name, "it is not one of transformers' models"))
-    _refuse_extras(name, config)
+    encoder = is_encoder(model)
+    _refuse_extras(name, config, encoder)
     prefix, word = _embedding_of_tokens(model, name)
+    if encoder:
+        prefix, word = _base_of_encoder(model, f"{prefix}.{word}")
     base = model.get_submodule(prefix)
-    _refuse_own_forward(model, base, name)
-    children = dict(base.named_children())
-    layers = _list_of_layers(children, config.num_hidden_layers)
-    if layers is None:
+    children, layers = _stack_of(base, config.num_hidden_layers, encoder)
+    if not layers:
         reason = f"there is no list of all its layers beside {prefix}.{word}"
         raise PenstockError(_unknown(name, reason))
+    holder = base.get_submodule(layers.rpartition(".")[0])
+    _refuse_own_forward((model, base, holder), name)
     before, after = _around(children, layers, config, called)
     before = (word, *(path for path in before if path != word))
     everywhere = []
@@ -103,7 +119,76 @@ def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
     outside = tuple(path for path, _ in model.named_children() if path != top)
     if not outside:
         raise PenstockError(_unknown(name, "it has no head that makes logits"))
-    return Pieces(prefix, before, layers, after, tuple(everywhere), outside)
+    pieces = Pieces(
+        prefix,
+        before,
+        layers,
+        after,
+        tuple(everywhere),
+        outside,
+        encoding=Encoding() if encoder else None,
+    )
+    _refuse_loose_weights(model, pieces, name)
+    return pieces
+
+
+def _refuse_loose_weights(model: nn.Module, pieces: Pieces, name: str) -> None:
+    """Refuse weights that are in no piece: every part would use them, and none would train them."""
+    inside = (*pieces.before, pieces.layers, *pieces.after)
+    paths = (*(f"{pieces.base}.{path}" for path in inside), *pieces.outside)
+    held = {
+        id(parameter)
+        for path in paths
+        for parameter in model.get_submodule(path).parameters()
+    }
+    for path, parameter in model.named_parameters():
+        if id(parameter) not in held:
+            raise PenstockError(
+                _unknown(name, f"{path} is a weight outside of its modules")
+            )
+
+
+def is_encoder(model: nn.Module) -> bool:
+    """Whether transformers lists the class of one of its models among those that guess masked words."""
+    auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    listed = set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
+    return any(one.__name__ in listed for one in type(model).__mro__)
+
+
+def _base_of_encoder(model: nn.Module, embedding: str) -> tuple[str, str]:
+    """The base model of an encoder, and its module that embeds the tokens: the embedding, or one that holds it."""
+    base = str(getattr(model, "base_model_prefix", ""))
+    if not base or not embedding.startswith(f"{base}."):
+        reason = "its base model does not embed the tokens"
+        raise PenstockError(_unknown(type(model).__name__, reason))
+    return base, embedding.removeprefix(f"{base}.").partition(".")[0]
+
+
+def _stack_of(
+    base: nn.Module, count: int, deep: bool
+) -> tuple[dict[str, nn.Module], str]:
+    """The modules of a base model by name, and the name of the list of layers among them; empty if there is none.
+
+    If the list is in one of the modules and not beside them, and `deep` allows that, the modules of that one are named
+    instead: `encoder.layer`.
+    """
+    children = dict(base.named_children())
+    layers = _list_of_layers(children, count)
+    if layers is not None or not deep:
+        return children, layers or ""
+    for holder, module in children.items():
+        inner = dict(module.named_children())
+        layers = _list_of_layers(inner, count)
+        if layers is None:
+            continue
+        named: dict[str, nn.Module] = {}
+        for path, child in children.items():
+            if path == holder:
+                named |= {f"{holder}.{name}": one for name, one in inner.items()}
+            else:
+                named[path] = child
+        return named, f"{holder}.{layers}"
+    return children, ""
 
 
 def _embedding_of_tokens(model: nn.Module, name: str) -> tuple[str, str]:
@@ -159,30 +244,37 @@ def _has_work(module: nn.Module) -> bool:
 def _unknown(name: str, reason: str) -> str:
     return (
         f"cannot split a {name}: {reason}\n"
-        "use a model of penstock.models, or a causal language model of transformers with one stack of layers "
-        "(Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-NeoX, Mixtral, ...); a model of your own is a list of "
-        "layers, which penstock.Pipeline takes"
+        "use a model of penstock.models, or a language model of transformers with one stack of layers (Llama, Mistral, "
+        "Qwen, Gemma, Phi, OLMo, GPT-2, GPT-NeoX, Mixtral, ..., or RoBERTa and other encoders with a masked-LM head); "
+        "a model of your own is a list of layers, which penstock.Pipeline takes"
     )
 
 
-def _refuse_extras(name: str, config: Any) -> None:
+def _refuse_extras(name: str, config: Any, encoder: bool) -> None:
     """Refuse options that the whole model knows but its parts do not."""
     if getattr(config, "is_encoder_decoder", False):
         raise PenstockError(
             _unknown(name, "it has two stacks of layers, an encoder and a decoder")
         )
-    supported = {
-        "add_cross_attention": False,
-        "is_causal": True,
-        "output_router_logits": False,
-    }
+    supported = {"add_cross_attention": False, "output_router_logits": False}
+    supported["is_decoder" if encoder else "is_causal"] = not encoder
+    kind = "encoders that see both ways" if encoder else "causal decoders"
     for option, value in supported.items():
         if bool(getattr(config, option, value)) is not value:
             raise PenstockError(
-                f"cannot split a {name} with {option}={not value}: only plain causal "
-                "decoders can be split\n"
+                f"cannot split a {name} with {option}={not value}: only plain {kind} can be split\n"
                 f"  set {option}={value} in its config, or train it whole, on one rank"
             )
+    if (
+        encoder
+        and getattr(config, "attention_type", "original_full") != "original_full"
+    ):
+        # Attention to blocks begins at a length that no trial has.
+        raise PenstockError(
+            f"cannot split a {name} with attention_type={config.attention_type!r}: long rows would be computed in "
+            "another way than short ones\n"
+            "  set attention_type='original_full' in its config"
+        )
 
 
 def _is_theirs(cls: type) -> bool:
@@ -190,9 +282,9 @@ def _is_theirs(cls: type) -> bool:
     return cls.__module__.startswith("transformers.models.")
 
 
-def _refuse_own_forward(model: nn.Module, base: nn.Module, name: str) -> None:
+def _refuse_own_forward(modules: Sequence[nn.Module], name: str) -> None:
     """Refuse a model with an overridden forward: what it was tried with is Hugging Face's own."""
-    for module in (model, base):
+    for module in modules:
         cls = type(module)
         theirs = next((one for one in cls.__mro__ if _is_theirs(one)), None)
         if theirs is None or cls.forward is not getattr(theirs, "forward", None):

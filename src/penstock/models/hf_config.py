@@ -24,6 +24,7 @@ LIMITS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "n_inner": 48,
+    "hidden_dim": 48,
     "num_local_experts": 4,
     "num_experts": 4,
     "n_routed_experts": 4,
@@ -51,17 +52,21 @@ def config_value(config: Any, name: str, default: Any = None) -> Any:
 
 
 # ---------------------------------------------------------------- a small config
-def small_config(config: Any) -> Any:
-    """The config of a small model that computes in the same way."""
+def small_config(config: Any, padded: bool = False) -> Any:
+    """The config of a small model that computes in the same way.
+
+    In a `padded` one the word of padding keeps its number: a RoBERTa counts its positions from there.
+    """
     few = min(config.num_hidden_layers, _layers_of_all_kinds(config))
     heads = max(map(_few_heads, layer_configs(config)))
     if not getattr(config, "is_heterogeneous", False):
-        return _reduced(config, few, heads)
+        return _reduced(config, few, heads, padded)
     plain = copy.deepcopy(config)
     plain.per_layer_config = None
-    small = _reduced(plain, few, heads)
+    small = _reduced(plain, few, heads, padded)
     names = sorted(config.per_layer_attributes)
-    own = [_reduced(one, few, heads) for one in config.per_layer_config[:few]]
+    layers = config.per_layer_config[:few]
+    own = [_reduced(one, few, heads, padded) for one in layers]
     small.per_layer_config = {
         number: {name: getattr(one, name) for name in names} | {"skip": one.skip}
         for number, one in enumerate(own)
@@ -69,7 +74,7 @@ def small_config(config: Any) -> Any:
     return small
 
 
-def _reduced(config: Any, few: int, heads: int) -> Any:
+def _reduced(config: Any, few: int, heads: int, padded: bool) -> Any:
     """A config with few layers, few heads and little width."""
     small = copy.deepcopy(config)
     for name, value in vars(config).items():
@@ -84,7 +89,11 @@ def _reduced(config: Any, few: int, heads: int) -> Any:
     for name in ("sliding_window", "attention_chunk_size", "window_size"):
         if isinstance(value := getattr(config, name, None), int):
             setattr(small, name, min(value, WINDOW))
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    padding = getattr(config, "pad_token_id", None)
+    if padded and padding is not None:
+        small.vocab_size = max(small.vocab_size, padding + 1)
+    marks = ("bos_token_id", "eos_token_id")
+    for name in marks if padded else ("pad_token_id", *marks):
         if getattr(config, name, None) is not None:
             _leave_out_word(small, name)
     return small
@@ -130,6 +139,10 @@ def _give_few_heads(small: Any, config: Any, few: int) -> None:
     small.hidden_size = config.hidden_size // heads * few
     if getattr(config, "word_embed_proj_dim", None) == config.hidden_size:
         small.word_embed_proj_dim = small.hidden_size
+    embedded = getattr(config, "embedding_size", None)
+    if embedded is not None:  # the same, or another one
+        same = embedded == config.hidden_size
+        small.embedding_size = small.hidden_size // (1 if same else 2)
     if "head_dim" in vars(config):
         small.head_dim = head
 

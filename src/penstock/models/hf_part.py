@@ -1,4 +1,4 @@
-"""Runs a part of a Hugging Face decoder with the model's own forward.
+"""Runs a part of a Hugging Face model with the model's own forward.
 
     the model       embed   0  1  2  3  4  5   norm  head
     part 0          embed   0  1  2  ·  ·  ·    ·             · passes x on
@@ -6,7 +6,7 @@
 
 What the model does between its pieces (scaled embeddings, capped logits, masks and angles of several kinds) therefore
 happens in the parts too. A slice brings the positions of its tokens, the keys and values of the slices before it, and
-its own mask; packed documents bring positions and a mask.
+its own mask; packed documents bring positions and a mask. Encoders are run by `penstock.models.hf_encoder`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -55,6 +55,8 @@ class Visit(threading.local):
         self.arrived: Tensor | None = None  # the hidden state of the part before
         self.piece: Slice | None = None
         self.masks: dict[int, Tensor | None] = {}  # of layers by number, for slices
+        # Makes the masks of an encoder's layers keep documents apart.
+        self.apart: Callable[[Tensor | None, Tensor], Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[Visit], tuple[()]]:
         """Let a copy of a part begin without a call under way."""
@@ -74,11 +76,11 @@ class Runner:
     ) -> None:
         self.first, self.last = ends
         self.cached = pieces.cached
-        base = _submodule(model, pieces.base)
-        held = _submodule(part, pieces.base)
+        base = submodule(model, pieces.base)
+        held = submodule(part, pieces.base)
         self.visit = Visit()
         stack: list[LayerCall | LayerElsewhere] = []
-        for number, layer in enumerate(getattr(base, pieces.layers)):
+        for number, layer in enumerate(submodule(base, pieces.layers)):
             if number in layers:
                 mine = part.get_submodule(f"{pieces.base}.{pieces.layers}.{number}")
                 stack.append(LayerCall(mine, number, self.visit))
@@ -89,30 +91,45 @@ class Runner:
         instead: dict[str, Any] = {pieces.layers: stack}
         for path in pieces.before:
             instead[path] = (
-                getattr(held, path) if self.first else _stand_in(getattr(base, path))
+                submodule(held, path)
+                if self.first
+                else self.stand_in(submodule(base, path))
             )
         for path in pieces.after:
-            instead[path] = getattr(held, path) if self.last else _pass_on
+            instead[path] = submodule(held, path) if self.last else _pass_on
         for path in pieces.everywhere:
-            instead[path] = AnglesOfSlice(getattr(held, path), self.visit)
+            instead[path] = AnglesOfSlice(submodule(held, path), self.visit)
         self.embed: Any = instead[pieces.before[0]]
         self.positions = [
             one
             for one in map(instead.get, pieces.before[1:])
             if isinstance(one, nn.Embedding)
         ]
-        self.base: Any = _shell(base, instead)
+        self.base: Any = shell(base, _nested(base, instead))
         heads = (
             {path: getattr(part, path) for path in pieces.outside} if self.last else {}
         )
         inner, path = self.base, pieces.base
         while "." in path:
             path, _, name = path.rpartition(".")
-            inner = _shell(_submodule(model, path), {name: inner})
-        self.model: Any = _shell(model, {path: inner, **heads})
+            inner = shell(submodule(model, path), {name: inner})
+        self.model: Any = shell(model, {path: inner, **heads})
 
-    def __call__(self, x: Tensor, piece: Slice | None) -> Tensor:
-        """Turn token ids, or the hidden state of the part before, into the next hidden state or logits."""
+    def stand_in(self, piece: nn.Module) -> Any:
+        """What takes the place of a piece that only the first part runs."""
+        return _add_nothing if isinstance(piece, nn.Embedding) else _pass_on
+
+    def __call__(
+        self,
+        x: Tensor,
+        piece: Slice | None,
+        types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Turn token ids, or the hidden state of the part before, into the next hidden state or logits.
+
+        Only encoders take `types` and an `attention_mask`.
+        """
         if self.first:
             self._check_length(x.shape[1] if piece is None else piece.tokens)
             x = self.embed(x)
@@ -142,19 +159,34 @@ class Runner:
                 )
 
 
-def _submodule(module: Any, path: str) -> Any:
+def submodule(module: Any, path: str) -> Any:
     """A module inside another one, which may be a shell; None if it is not there."""
     for name in path.split("."):
         module = getattr(module, name, None)
     return module
 
 
-def _shell(module: nn.Module, instead: dict[str, Any]) -> nn.Module:
+def shell(module: nn.Module, instead: dict[str, Any]) -> nn.Module:
     """Copy a module without its submodules, and give it other things under their names."""
-    shell = copy.copy(module)
-    shell.__dict__["_modules"] = {}
-    shell.__dict__.update(instead)
-    return shell
+    empty = copy.copy(module)
+    empty.__dict__["_modules"] = {}
+    empty.__dict__.update(instead)
+    return empty
+
+
+def _nested(base: nn.Module, instead: dict[str, Any]) -> dict[str, Any]:
+    """What a shell of the base model holds; what has a name like `encoder.layer` is in a shell of its own."""
+    own: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, thing in instead.items():
+        holder, _, name = path.rpartition(".")
+        if holder:
+            inner.setdefault(holder, {})[name] = thing
+        else:
+            own[name] = thing
+    for holder, things in inner.items():
+        own[holder] = shell(submodule(base, holder), things)
+    return own
 
 
 def _pass_on(x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -165,10 +197,6 @@ def _pass_on(x: Tensor, *args: object, **kwargs: object) -> Tensor:
 def _add_nothing(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """An embedding of positions, which the first part has added already."""
     return torch.zeros((), device=x.device)
-
-
-def _stand_in(piece: nn.Module) -> Any:
-    return _add_nothing if isinstance(piece, nn.Embedding) else _pass_on
 
 
 # ---------------------------------------------------------------- layers
@@ -234,11 +262,21 @@ class LayerCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
         args, kwargs = _entering(self.number, self.visit, args, kwargs)
-        masks = self.visit.masks
-        if self.number not in masks:
-            return self.layer(*args, **kwargs)
-        mask = masks[self.number]
-        if "attention_mask" in kwargs:
+        if self.number in self.visit.masks:
+            return self._call_with(self.visit.masks[self.number], args, kwargs)
+        if self.visit.apart is not None:
+            x = args[0] if args else kwargs["hidden_states"]
+            given = kwargs.get("attention_mask")
+            if 0 <= self.place < len(args):
+                given = args[self.place]
+            return self._call_with(self.visit.apart(given, x), args, kwargs)
+        return self.layer(*args, **kwargs)
+
+    def _call_with(
+        self, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the layer with this mask instead of its own."""
+        if not 0 <= self.place < len(args):
             return self.layer(*args, **{**kwargs, "attention_mask": mask})
         before, after = args[: self.place], args[self.place + 1 :]
         return self.layer(*before, mask, *after, **kwargs)

@@ -22,6 +22,7 @@ from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.families import require_sizes
 from penstock.models import hf, hf_part, hf_trial
+from penstock.models.hf_encoder import UNSLICEABLE, EncoderRunner
 
 
 # ---------------------------------------------------------------- the stack
@@ -32,7 +33,7 @@ class Stack(nn.Module):
     its result besides x.
     """
 
-    unsliceable = "its tokens see later tokens, so a slice cannot run before the whole sequence is known"
+    unsliceable = UNSLICEABLE
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ def draw_weights(model: nn.Module, std: float = 0.02) -> None:
 
 
 def find_anatomy(model: nn.Module) -> hf.Anatomy:
-    """Return the anatomy of one of our models, a part with all layers, or a Hugging Face decoder.
+    """Return the anatomy of one of our models, a part with all layers, or a Hugging Face model.
 
     Refuses any other model.
     """
@@ -227,24 +228,36 @@ class Part(nn.Module):
 
     @property
     def asked_names(self) -> tuple[str, ...]:
-        """The tensors of a batch that it asks for by name, besides x: its embedding may ask for `types`."""
-        if not self.first or self.runner is not None:
+        """The tensors of a batch that it asks for by name, besides x.
+
+        An embedding may ask for `types`, and every part of a Hugging Face encoder for an `attention_mask`.
+        """
+        pieces = self.anatomy.pieces
+        if pieces is not None and pieces.encoding is not None:
+            types = ("types",) if self.first and pieces.encoding.types else ()
+            return (*types, "attention_mask")
+        if not self.first or pieces is not None:
             return ()
         return tuple(getattr(self.get_submodule("embed"), "asked_names", ()))
 
     def forward(
-        self, x: Tensor, piece: Slice | None = None, types: Tensor | None = None
+        self,
+        x: Tensor,
+        piece: Slice | None = None,
+        types: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Turn a hidden state into the next one.
 
         The first part takes token ids instead, and the last part returns logits. If a
-        `piece` is given, x is that slice of a sequence. The first part of a Bert also
-        takes the `types` of the tokens' segments.
+        `piece` is given, x is that slice of a sequence. The first part of an encoder also
+        takes the `types` of the tokens' segments. Every part of a Hugging Face encoder
+        takes an `attention_mask`, which is 0 for padding.
         """
         if piece is not None:
             self._refuse_slice(piece)
         if self.runner is not None:
-            return self.runner(x, piece)
+            return self.runner(x, piece, types, attention_mask)
         x = self._through(x, piece, types)
         if self.last:
             x = self.get_submodule("head")(x)
@@ -284,8 +297,9 @@ class Part(nn.Module):
 
     def _refuse_slice(self, piece: Slice) -> None:
         """Refuse a slice if the part cannot run slice by slice."""
-        own_model = self.anatomy.pieces is None
-        if not piece.partial and (own_model or not self.anatomy.unsliceable):
+        pieces = self.anatomy.pieces
+        packs = pieces is None or pieces.encoding is not None
+        if not piece.partial and (packs or not self.anatomy.unsliceable):
             return
         reason = self.unsliceable
         if reason:
@@ -335,7 +349,7 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
     """
     anatomy = find_anatomy(model)
     _check(tuple(partition), len(anatomy.layers))
-    tied = _tied(model)
+    tied = tied_names(model)
     bounds = pairwise(accumulate(partition, initial=0))
     parts = []
     for index, layers in enumerate(bounds):
@@ -378,7 +392,7 @@ def _check(partition: tuple[int, ...], layers: int) -> None:
         )
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
+def tied_names(model: nn.Module) -> dict[str, str]:
     """Return every further name of a tied parameter, with its first name."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {}
@@ -406,7 +420,8 @@ def _fill(part: Part, model: nn.Module) -> None:
             model.runner.model if isinstance(model, Part) and model.runner else model
         )
         layers, ends = range(part.begin, part.end), (part.first, part.last)
-        part.runner = hf_part.Runner(source, pieces, part, layers, ends)
+        runner = hf_part.Runner if pieces.encoding is None else EncoderRunner
+        part.runner = runner(source, pieces, part, layers, ends)
 
 
 def _graft(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -32,6 +32,7 @@ from penstock.errors import ConfigError, FileError, ShapeError
 from penstock.models import (
     BertConfig,
     DecoderConfig,
+    EncoderConfig,
     GPTConfig,
     LlamaConfig,
     bert,
@@ -39,6 +40,7 @@ from penstock.models import (
     llama,
 )
 from penstock.models.decoder import decoder_blueprint, load_whole, read_decoder
+from penstock.models.split import tied_names
 from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
 from penstock.train.weights import Sizes
 
@@ -111,7 +113,7 @@ def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
         elif family == "gpt2":
             ours = _gpt(content)
         elif family == "bert":
-            return _bert(content, file)
+            ours = _bert(content, file)
     except KeyError as error:
         raise FileError(f"{file} does not have {error}") from None
     except (
@@ -168,10 +170,11 @@ def _gpt(content: dict[str, Any]) -> GPTConfig | None:
     )
 
 
-def _bert(content: dict[str, Any], file: Path) -> BertConfig:
-    """The sizes of our Bert, which is the only encoder that we train."""
+def _bert(content: dict[str, Any], file: Path) -> BertConfig | None:
+    """The sizes of our own Bert; None if it has another activation."""
+    if content.get("hidden_act", "gelu") != "gelu":
+        return None
     expected = {
-        "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "is_decoder": False,
         "add_cross_attention": False,
@@ -242,10 +245,13 @@ def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
 
 # ---------------------------------------------------------------- tokenizer
 def settle_model(config: Config) -> Config:
-    """Replace what a config leaves to the folder of its model: the tokenizer, and the family of a Bert."""
+    """Replace what a config leaves to the folder of its model: the tokenizer, and the family of an encoder.
+
+    All encoders are of the family bert: they guess masked words and see both ways.
+    """
     if config.model.folder:
         sizes = read_sizes(Path(config.model.folder), config.model.folder_key)
-        if isinstance(sizes, BertConfig):
+        if isinstance(sizes, BertConfig | EncoderConfig):
             model = replace(config.model, family="bert")
             config = check_config(replace(config, model=model))
         elif config.data.segments:
@@ -296,6 +302,9 @@ def read_weights(
         other_names = (
             theirs.removeprefix("transformer."),
             theirs.replace("predictions.bias", "predictions.decoder.bias"),
+            # The first BERTs, among them bert-base-uncased, name the weights of a norm in this way.
+            theirs.replace("LayerNorm.weight", "LayerNorm.gamma"),
+            theirs.replace("LayerNorm.bias", "LayerNorm.beta"),
         )
         found = next((one for one in (theirs, *other_names) if one in where), None)
         if found is None:
@@ -318,13 +327,20 @@ def _read_decoder_weights(
     """
     where = weight_files(folder)
     names = list(names)
+    found: dict[str, str] = {}  # names in the files that differ from ours
     if any(name not in where for name in names):
+        # A file has only one of the names of a tied weight.
+        for other, name in tied_names(decoder_blueprint(sizes)).items():
+            if other in where:
+                found.setdefault(name, other)
+    if any(found.get(name, name) not in where for name in names):
         whole = load_whole(folder, sizes)
         yield from ((name, whole[name]) for name in names)
         return
     for name in names:
-        with safe_open(where[name], framework="pt") as file:
-            yield name, file.get_tensor(name)
+        theirs = name if name in where else found[name]
+        with safe_open(where[theirs], framework="pt") as file:
+            yield name, file.get_tensor(theirs)
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -440,6 +456,10 @@ def _write_decoder(
 ) -> None:
     """Let transformers write its own model, in its own names and with its own config."""
     model: Any = decoder_blueprint(sizes)
-    model.load_state_dict(dict(weights), strict=False, assign=True)
+    state = dict(weights)
+    for other, name in tied_names(model).items():
+        if name in weights:
+            state[other] = weights[name]
+    model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)

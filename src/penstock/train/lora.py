@@ -31,12 +31,18 @@ from torch import Tensor, nn
 from penstock.config import Config, LoraConfig
 from penstock.dropout import Dropout
 from penstock.errors import ConfigError, RunError
-from penstock.models import BertConfig, DecoderConfig, GPTConfig
+from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
 from penstock.models.decoder import weightless
 from penstock.models.split import find_anatomy
 from penstock.runtime import cut_share, local_share
 from penstock.train.hub import their_matrix, their_rows
-from penstock.train.weights import Holding, Sizes, blueprint, generator_of
+from penstock.train.weights import (
+    Holding,
+    Sizes,
+    blueprint,
+    generator_of,
+    model_name,
+)
 
 BASE = ".base_layer"
 DOWN = ".lora_A.default.weight"
@@ -124,8 +130,11 @@ def check_adapters(sizes: Sizes, lora: LoraConfig) -> None:
     """Refuse adapters without peft, or for matrices that the model does not have."""
     if importlib.util.find_spec("peft") is None:
         raise missing_peft("peft")
-    if isinstance(sizes, BertConfig):
-        raise ConfigError("[lora] is for decoders; a bert is trained without adapters")
+    if isinstance(sizes, BertConfig | EncoderConfig):
+        name = model_name(sizes)
+        raise ConfigError(
+            f"[lora] is for decoders; a {name} is trained without adapters\n  set lora.rank=0"
+        )
     adapted_paths(sizes, lora)
 
 

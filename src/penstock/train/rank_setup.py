@@ -14,7 +14,7 @@ import torch
 from penstock.config import is_recording
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import BertConfig, Part
+from penstock.models import BertConfig, EncoderConfig, Part
 from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import keys_per_token
 from penstock.plan.slices.packs import DocumentWork, step_clock
@@ -167,7 +167,7 @@ def dealer_of(
     plans_documents = config.data.separate and config.data.balance
     if not plans_documents or device.type != "cpu" or compiled:
         return None
-    if isinstance(job.sizes, BertConfig):
+    if isinstance(job.sizes, BertConfig | EncoderConfig):
         return None  # Its attention computes whole rows, whatever documents they hold.
     if not visits_all_parts(schedule):
         return None

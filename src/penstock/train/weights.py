@@ -30,6 +30,7 @@ from penstock.models import (
     Bert,
     BertConfig,
     DecoderConfig,
+    EncoderConfig,
     GPTConfig,
     Llama,
     Part,
@@ -37,6 +38,7 @@ from penstock.models import (
     decoder_blueprint,
     give_memory,
     initial_constants,
+    padding_rows,
     part_parameters,
     shared_names,
     split,
@@ -85,7 +87,7 @@ class Holding:
 
 
 def model_name(sizes: Sizes) -> str:
-    """The name of a family of models, or the class of a decoder of transformers."""
+    """The name of a family of models, or the class of a model of transformers."""
     if isinstance(sizes, DecoderConfig):
         return sizes.architecture
     return config_of(sizes).family
@@ -277,12 +279,16 @@ def draw_parameters(holding: Holding, seed: int) -> None:
 
 
 def _draw_decoder(holding: Holding, sizes: DecoderConfig, seed: int) -> None:
-    """Fill the weights of a decoder of transformers: what begins as a constant there does so here."""
+    """Fill the weights of a model of transformers: what begins as a constant there does so here.
+
+    So do the rows of padding in an encoder, also where a head is tied to them.
+    """
     constants = initial_constants(sizes)
+    rows = padding_rows(sizes) if isinstance(sizes, EncoderConfig) else {}
     for name, parameter in holding.parameters.items():
         constant = constants.get(any_layer(name))
         if constant is None:
-            _draw(parameter, name, seed, sizes.std)
+            _draw(parameter, name, seed, sizes.std, rows.get(name))
         else:
             nn.init.constant_(parameter, constant)
 

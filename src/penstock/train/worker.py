@@ -32,7 +32,7 @@ from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
 from penstock.formats.text import put_in_place
-from penstock.models import BertConfig, DecoderConfig, GPTConfig
+from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
 from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
@@ -308,7 +308,7 @@ def corpus_of(
     folder: Path,
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
-    """Open the text of a run, with words to guess if its model is a Bert."""
+    """Open the text of a run, with words to guess if its model is an encoder."""
     return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
 
 
@@ -319,13 +319,13 @@ def validation_of(config: Config, folder: Path) -> Corpus | None:
 
 
 def with_guesses(config: Config, corpus: Corpus) -> Corpus:
-    """Return text with words to guess, if the model is a Bert."""
+    """Return text with words to guess, if the model is an encoder."""
     if config.model.family != "bert":
         return corpus
     name = config.data.tokenizer
     data = config.data
     masking = masking_of(tokenizer_of(name), name, data.mask, data.segments)
-    return replace(corpus, masking=masking)
+    return replace(corpus, masking=masking, typed=data.segments > 1)
 
 
 def model_sizes(config: Config) -> Sizes:
@@ -336,10 +336,8 @@ def model_sizes(config: Config) -> Sizes:
         sizes = read_sizes(Path(folder), config.model.folder_key)
         if isinstance(sizes, DecoderConfig | BertConfig | GPTConfig):
             check_positions(sizes, config.data.tokens)
-        if isinstance(sizes, BertConfig) and sizes.types < config.data.segments:
-            raise RunError(
-                f"the model in {folder} knows {sizes.types} type of segments\n  set data.segments=1"
-            )
+        if isinstance(sizes, BertConfig | EncoderConfig):
+            check_segments(folder, sizes.types, config.data.segments)
         if sizes.vocab < vocab:
             raise RunError(
                 f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"
@@ -349,6 +347,16 @@ def model_sizes(config: Config) -> Sizes:
         sizes = sizes_of(config.model, vocab, config.data.tokens)
     check_shares(sizes, config.mesh.tensor)
     return sizes
+
+
+def check_segments(folder: str, types: int, segments: int) -> None:
+    """Refuse more segments than the model in a folder can tell apart; one needs no types."""
+    if segments > max(types, 1):
+        known = f"knows {types} type" if types else "knows no types"
+        raise RunError(
+            f"the model in {folder} {known} of segments, so it cannot tell {segments} of them apart\n"
+            "  set data.segments=1"
+        )
 
 
 def with_kept_files(config: Config, folder: Path) -> Config:

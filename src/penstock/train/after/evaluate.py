@@ -15,10 +15,10 @@ import torch
 from penstock.config import DataConfig
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
-from penstock.models import BertConfig, shift_labels
+from penstock.models import shift_labels
 from penstock.runtime import Batch, batch_of
 from penstock.train.after.ablation import TokenRows, chosen_path, evaluate_ablation
-from penstock.train.after.generate import Trained, open_trained
+from penstock.train.after.generate import Trained, continues_texts, open_trained
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
@@ -291,7 +291,7 @@ class TextBatches(Sequence[Batch]):
 
 def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     """Encode a text, and cut all of it into sequences; the last one of plain text may be shorter."""
-    guesses = isinstance(trained.sizes, BertConfig)
+    guesses = not continues_texts(trained.sizes)
     plain = not guesses and not data.marked
     # A text may be shorter than a sequence.
     corpus = open_corpus(replace(data, tokens=2) if plain else data, cache)
@@ -301,6 +301,6 @@ def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     if guesses:
         tokenizer = tokenizer_of(data.tokenizer)
         masking = masking_of(tokenizer, data.tokenizer, data.mask, data.segments)
-        corpus = replace(corpus, masking=masking)
+        corpus = replace(corpus, masking=masking, typed=data.segments > 1)
     rows = max(1, TOKENS_AT_ONCE // data.tokens)
     return TextBatches(corpus, rows, 0, sequences + int(rest))

@@ -25,6 +25,7 @@ from penstock.formats.config_toml import read_config
 from penstock.models import (
     BertConfig,
     DecoderConfig,
+    EncoderConfig,
     GPTConfig,
     LlamaConfig,
     Part,
@@ -58,7 +59,13 @@ from penstock.train.lora import (
 )
 from penstock.train.remote import RemoteCheckpoints
 from penstock.train.run_source import CONFIG_FILE
-from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
+from penstock.train.weights import (
+    Holding,
+    Sizes,
+    copy_weights,
+    hold_whole,
+    model_name,
+)
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
 MAX_SEED = 1 << 63
@@ -174,6 +181,7 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
         "gpt": GPTConfig,
         "bert": BertConfig,
         "decoder": DecoderConfig,
+        "encoder": EncoderConfig,
     }
     kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
@@ -186,8 +194,8 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
 
 
 def continues_texts(sizes: Sizes) -> bool:
-    """Whether a model predicts the next word; a Bert does not."""
-    return not isinstance(sizes, BertConfig)
+    """Whether a model predicts the next word; an encoder does not."""
+    return not isinstance(sizes, BertConfig | EncoderConfig)
 
 
 # ---------------------------------------------------------------- word by word
@@ -262,7 +270,7 @@ def generate_text(
         raise ShapeError(f"{seed} is not a seed; it must be from 0 to 2^63 - 1")
     if not continues_texts(trained.sizes):
         raise ShapeError(
-            "a Bert fills in words that are masked; it does not continue a text\n"
+            f"a {model_name(trained.sizes)} fills in words that are masked; it does not continue a text\n"
             "  `penstock eval` measures how well it does that"
         )
     words: Tokenizer = tokenizer_of(trained.tokenizer)

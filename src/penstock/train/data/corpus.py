@@ -67,6 +67,7 @@ class Corpus:
     separate: bool = False  # whether conversations or segments are kept apart
     tally: Tally | None = None  # of conversations
     masking: Masking | None = None  # for models that guess masked words
+    typed: bool = False  # whether rows have two segments, whose tokens differ in type
     bytes_per_token: float | None = None  # of text; None if nobody has counted
 
     def ticket(self, position: int, seed: int) -> Ticket:

@@ -215,8 +215,8 @@ class Loader:
         return Batch(inputs, labels, valid, starts, cuts, counts, named)
 
     def _named(self, numbers: list[Ticket]) -> tuple[dict[str, Tensor], ...]:
-        """The types of the segments in each micro-batch of a pass; empty if rows have no segments."""
-        if not self.corpus.has_segments:
+        """The types of the segments in each micro-batch of a pass; empty if all are of type 0."""
+        if not self.corpus.typed:
             return ()
         types = self._used(((self._marks(numbers) & int(SECOND)) > 0).long())
         return tuple({"types": own} for own in torch.split(types, self.deal.rows))

@@ -25,6 +25,9 @@ USUAL_NAMES = {
     "sep_token": ("[SEP]",),
     "pad_token": ("[PAD]", "<pad>"),
 }
+# A tokenizer with the mask of RoBERTa has its other words too, under names that others give other meanings.
+ROBERTA_MASK = "<mask>"
+ROBERTA_NAMES = {"cls_token": "<s>", "sep_token": "</s>"}
 SPECIAL_KEYS = ("cls_token", "sep_token", "pad_token", "bos_token", "eos_token")
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1
@@ -123,7 +126,10 @@ def _special_word(tokenizer: Tokenizer, name: str, key: str) -> int | None:
     """The word that the files beside a tokenizer give a meaning, or one with the usual name of that meaning."""
     if not isinstance(tokenizer, FileTokenizer):
         return None
-    for word in (_named_beside(name, key), *USUAL_NAMES.get(key, ())):
+    usual = USUAL_NAMES.get(key, ())
+    if key in ROBERTA_NAMES and tokenizer.theirs.token_to_id(ROBERTA_MASK) is not None:
+        usual = (*usual, ROBERTA_NAMES[key])
+    for word in (_named_beside(name, key), *usual):
         number = None if word is None else tokenizer.theirs.token_to_id(word)
         if number is not None:
             return int(number)
