@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from commands import write_text_run
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock.config import Config, ModelConfig
-from penstock.errors import FileError, PenstockError, ShapeError
+from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
@@ -39,6 +39,7 @@ from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.resumption import check_same_model, describe_model
 from penstock.train.start import check_training
 from penstock.train.weights import draw_parameters, hold_whole
 from penstock.train.worker import job_of
@@ -226,6 +227,24 @@ def test_layers_may_have_sizes_of_their_own():
     assert (small.num_hidden_layers, small.hidden_size) == (6, 672)
     heads = [(one.head_dim, one.num_key_value_heads) for one in small.per_layer_config]
     assert heads == [(256, 2)] * 5 + [(512, 2)]
+
+
+def test_a_run_resumes_with_another_version_of_transformers_but_not_with_another_model():
+    """Versions record other values for the same model; here they are added and left out by hand."""
+    sizes = decoder_of(CONFIGS["gemma3"])
+    facts = {"model": describe_model(sizes)}
+    recorded = json.loads(sizes.config)
+    del recorded["attention_dropout"]
+    recorded |= {"_name_or_path": "elsewhere", "transformers_version": "4.50.0"}
+    facts["model"]["config"] = json.dumps(recorded)
+    check_same_model(Path("step-1"), facts, sizes)
+    recorded["sliding_window"] += 1
+    facts["model"]["config"] = json.dumps(recorded)
+    with pytest.raises(RunError, match=r"another model: its sliding_window is 9, here"):
+        check_same_model(Path("step-1"), facts, sizes)
+    facts["model"]["config"] = "{}"
+    with pytest.raises(RunError, match="its config cannot be read"):
+        check_same_model(Path("step-1"), facts, sizes)
 
 
 def test_sizes_do_not_depend_on_how_a_folder_is_named(tmp_path, monkeypatch):

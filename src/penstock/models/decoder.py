@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -121,17 +121,13 @@ def decoder_of(config: Any) -> DecoderConfig:
         architecture = architecture[0]
     if architecture is None:
         raise ValueError(
-            f"transformers has no causal language model of type {config.model_type!r}"
+            f"transformers has neither a causal nor a masked language model of type {config.model_type!r}"
         )
     if not isinstance(getattr(config, "hidden_size", None), int):
         raise ValueError(
             f"a {type(config).__name__} has several models in it; save its language model alone, with "
             "save_pretrained, and name that folder"
         )
-    said = config.to_dict()
-    for key in ("transformers_version", "_name_or_path"):  # neither changes a model
-        said.pop(key, None)
-    said["dtype"] = "float32"
     width = int(config.hidden_size)
     heads = int(config_value(config, "num_attention_heads") or 1)  # Mamba has none
     visited = _visited_experts(config)
@@ -152,9 +148,35 @@ def decoder_of(config: Any) -> DecoderConfig:
         int(getattr(config, "max_position_embeddings", None) or 0),
         bool(getattr(config, "tie_word_embeddings", False)),
         float(getattr(config, "initializer_range", None) or INITIAL_STD),
-        json.dumps(said, sort_keys=True),
+        json.dumps(_said_by(config), sort_keys=True),
     )
     return _encoder_of(sizes, config) if encodes else sizes
+
+
+def _said_by(config: Any) -> dict[str, Any]:
+    """What a config says about the model, in plain values."""
+    said: dict[str, Any] = config.to_dict()
+    for key in ("transformers_version", "_name_or_path"):  # neither changes a model
+        said.pop(key, None)
+    said["dtype"] = "float32"
+    return said
+
+
+def config_differences(recorded: str, sizes: DecoderConfig) -> list[str]:
+    """What a recorded config says otherwise than that of a model, as the installed transformers reads both.
+
+    Another version may have recorded fewer values, or other names for them.
+    """
+    try:
+        theirs = _said_by(transformers_config(replace(sizes, config=recorded)))
+    except Exception as error:  # of transformers, which checks its configs in many ways
+        return [f"its config cannot be read ({_reason(error)})"]
+    mine = _said_by(transformers_config(sizes))
+    return [
+        f"its {key} is {theirs.get(key)}, here it is {mine.get(key)}"
+        for key in sorted({*theirs, *mine})
+        if theirs.get(key) != mine.get(key)
+    ]
 
 
 @lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from penstock.errors import FileError, RunError
+from penstock.models.decoder import DecoderConfig, config_differences
 from penstock.runtime import Comm
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -87,8 +88,12 @@ def nothing_to_resume(checkpoints: Path) -> RunError:
 def check_same_model(path: Path, facts: CheckpointFacts, sizes: Sizes) -> None:
     """Raise RunError if a checkpoint belongs to a model with other sizes."""
     theirs = facts.get("model", {})
+    mine = describe_model(sizes)
     differences = []
-    for key, value in describe_model(sizes).items():
+    if isinstance(sizes, DecoderConfig):
+        differences = config_differences(str(theirs.get("config")), sizes)
+        del mine["config"]
+    for key, value in mine.items():
         if theirs.get(key) != value:
             differences.append(f"its {key} is {theirs.get(key)}, here it is {value}")
     if differences:
