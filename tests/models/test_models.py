@@ -475,9 +475,8 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_model(kind
         tokens = some_tokens()[:, :length]
         expected = model(tokens).logits
         assert torch.equal(parts[1](parts[0](tokens)), expected)
-    assert not torch.equal(model(tokens[:, :8]).logits, model(tokens).logits[:, :8]), (
-        "nothing was tested"
-    )
+    short, long = model(tokens[:, :7]).logits, model(tokens).logits[:, :7]
+    assert (short - long).abs().max() > 0.01, "nothing was tested"
 
 
 def test_a_dynamic_rotary_module_takes_one_long_length_as_order_would_matter_otherwise():
