@@ -476,7 +476,9 @@ def test_auto_picks_a_schedule_that_fits_the_layers(here):
     sizes = "--set model.layers=6 --set model.width=32 --set model.inner=32"
     done = here(f"train --dry-run {sizes} --set data.tokens=16 --set data.batch=4")
     assert done.code == 0, done.err
-    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 16 tokens", done.err)
+    found = re.search(
+        r"4 ranks, (\d+) micro-batch(?:es)? of (\d+) x 16 tokens", done.err
+    )
     assert found, done.err
     assert int(found[1]) * int(found[2]) == 4
     assert sum(map(int, done.err.split("layers ")[2].split("\n")[0].split())) == 6
@@ -621,12 +623,14 @@ def test_a_refused_resume_leaves_the_run_as_it_was(change, words, here, text):
     (saved / "checkpoint.json").write_text(json.dumps(facts))
     told = text / "runs" / "mine" / "config.toml"
     told.write_text((text / "config.toml").read_text())
+    (told.parent / "lock").touch()  # as every run has it
     done = here(f"train runs/mine --resume --set {change}")
     assert (done.code, words in done.err) == (2, True), done.err
     assert told.read_text() == (text / "config.toml").read_text()
     assert sorted(file.name for file in told.parent.iterdir()) == [
         "checkpoints",
         "config.toml",
+        "lock",
     ]
 
 
@@ -689,7 +693,7 @@ def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text
         f"{line} --set schedule.ranks=4 --set schedule.slices=1 --set schedule.copies=1"
     )
     assert done.code == 0, done.err
-    assert "4 ranks, 1 micro-batches of 1 x 16 tokens" in done.err
+    assert "4 ranks, 1 micro-batch of 1 x 16 tokens" in done.err
     for change, words in (
         ("schedule.ranks=2", "schedule.ranks = 2, but p.json has 4"),
         ("schedule.microbatches=8", "schedule.microbatches = 8, but p.json has 1"),
