@@ -343,7 +343,9 @@ def test_a_gpt_whose_attention_is_scaled_otherwise_is_taken_from_transformers(
 
 def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(FileError, match="neither a causal nor a masked language model of type 't5'"):
+    with pytest.raises(
+        FileError, match="neither a causal nor a masked language model of type 't5'"
+    ):
         read_sizes(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bart"}')
     with pytest.raises(PenstockError, match="has two stacks of layers"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import penstock
 from commands import free_port
-from penstock.errors import PeerLostError
+from penstock.errors import PeerLostError, RunError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config, load_config
 from penstock.ir import Plan
@@ -140,6 +140,13 @@ def test_later_a_fault_is_tried_again_and_memory_only_once(folder, monkeypatch):
         with pytest.raises(RuntimeError, match="allocate"):
             work(folder, False)
         assert (read_failure(folder) is not None) == bool(turn)
+
+
+def test_the_launcher_can_end_a_worker_that_waits_with_its_error(folder, monkeypatch):
+    """It could not before: if another rank crashed, the run ended 30 seconds later."""
+    failing(monkeypatch, RunError("no"), 1)
+    assert work(folder, False).error == "RunError"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_start_that_was_stopped_says_so_when_it_starts_again(folder, monkeypatch):

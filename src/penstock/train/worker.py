@@ -93,12 +93,12 @@ def work(
 
     Raises errors that a restart may fix; returns the others. `open_job` finds the run in the folder.
     """
+    hear_signals()
     again = restarted()
     if again:
         earlier = _earlier_verdict(folder)
         if earlier is not None:
             return earlier
-    hear_signals()
     threading.Thread(target=end_with_parent, daemon=True).start()
     saved = saved_step(folder) if resume or again else 0
     trainer = None
@@ -115,7 +115,9 @@ def work(
             # Only this rank knows. The others wait for it, and read the failure when the
             # launcher starts all of them again.
             raise
-        # Most often all ranks have the same error.
+        # Most often all ranks have the same error. This process waits until they have ended; if one of them crashes
+        # instead, the launcher must be able to end this one.
+        hear_signals()
         return Verdict(error=type(error).__name__, text=str(error))
     except Exception as error:
         started = trainer is not None and trainer.step > saved
