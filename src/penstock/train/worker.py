@@ -42,7 +42,7 @@ from penstock.runtime.torch_internals import (
     is_connection_error_text,
     is_memory_error_text,
 )
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX, newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import Corpus, open_validation
 from penstock.train.data.masking import masking_of
@@ -151,7 +151,7 @@ def note_crash(folder: Path, error: Exception, started: bool) -> None:
 def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint, or 0."""
     checkpoints = newest(folder / CHECKPOINTS_FOLDER)
-    return int(checkpoints[0].name.removeprefix(STEP_PREFIX)) if checkpoints else 0
+    return step_of(checkpoints[0]) if checkpoints else 0
 
 
 def ran_out_of_memory(error: Exception) -> bool:
