@@ -151,10 +151,11 @@ def lower(schedule: Schedule) -> Program:
     actions = tuple(chain.from_iterable(schedule.lanes))
     rank = table.rank.tolist()
     needs = table.needs.tolist()
-    target = table.target().tolist()
+    targets = table.target()
+    target = targets.tolist()
     last_at_home, last_abroad = _last_uses(table)
     lanes: list[list[Instruction]] = [[] for _ in schedule.lanes]
-    for moment in moments(table).tolist():
+    for moment in moments(table, targets).tolist():
         number = moment if moment >= 0 else ~moment
         lane = lanes[rank[number]]
         if moment >= 0:
@@ -173,12 +174,12 @@ def lower(schedule: Schedule) -> Program:
     return Program(schedule, tuple(map(tuple, lanes)))
 
 
-def moments(table: Table) -> Ints:
-    """The moments of a schedule's program, in order.
+def moments(table: Table, target: Ints) -> Ints:
+    """The moments of a schedule's program, in order; `target` is that of the table.
 
     The number of an action stands for its run, and the inverted number (`~number`) for its message.
     """
-    sent = table.order[table.target()[table.order] >= 0]
+    sent = table.order[target[table.order] >= 0]
     every = np.concatenate([table.order, ~sent])
     # In each tick, the runs come first, and then the messages of these runs in the same order.
     place = np.concatenate([2 * table.tick[table.order], 2 * table.tick[sent] + 1])

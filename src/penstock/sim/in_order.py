@@ -43,6 +43,7 @@ def simulate_in_order(schedule: Schedule, cost: Cost, channels: int = 1) -> Time
     check_channels(channels)
     table = schedule.table
     costs = columns(schedule, cost)
+    target = table.target()
     start = np.empty(len(table))
     end = np.empty(len(table))
     sent = np.full(len(table), np.nan)
@@ -50,9 +51,9 @@ def simulate_in_order(schedule: Schedule, cost: Cost, channels: int = 1) -> Time
     cause = np.full(len(table), -1, dtype=np.int32)
     run = compile_if_large(_run, len(table))
     run(
-        moments(table),
+        moments(table, target),
         table.rank,
-        table.target(),
+        target,
         table.needs,
         seconds_in_lanes(schedule, costs),
         costs.pause,
