@@ -21,7 +21,8 @@ from penstock.models import (
     split,
     token_loss,
 )
-from penstock.runtime import Batch, Executor, Tied, batch_of, run_threads
+from penstock.runtime import Batch, Comm, Executor, Tied, batch_of, run_threads
+from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.executor import Result
 
 VOCAB, TOKENS = 61, 7
@@ -147,6 +148,7 @@ def piped(
     timed: bool = False,
     each: Callable[[int], dict[str, object]] = lambda rank: {},
     partition: Sequence[int] = (),
+    connect: Callable[[ThreadComm], Comm] = lambda comm: comm,
     **options: object,
 ) -> Outcome:
     """Run the schedule with one thread per rank, each with its own copy of the model."""
@@ -168,7 +170,7 @@ def piped(
         executor = Executor(
             program,
             stages,
-            comm,
+            connect(comm),
             token_loss,
             tied=tied,
             **options,

@@ -12,7 +12,13 @@ import pytest
 from penstock import lower, make
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.comm.ring import FLAG_BYTES, Ring, count_slots, cut_into_slots
+from penstock.runtime.comm.ring import (
+    FLAG_BYTES,
+    Ring,
+    SlotRequest,
+    count_slots,
+    cut_into_slots,
+)
 from penstock.runtime.comm.room import MAX_RING_BYTES, RingShape, fit_ring, peak_slots
 from penstock.runtime.lane import Do, lane_turns
 
@@ -114,7 +120,7 @@ def test_messages_requested_ahead_may_be_fetched_in_any_order(seed):
     thread = threading.Thread(target=send)
     thread.start()
     asked = [
-        receiver.request(begin + total + place, size, 1)
+        receiver.request(SlotRequest(size, (begin + total + place, None)), 1)
         for place, size in zip(places, sizes, strict=True)
     ]
     assert sum(count_slots(due.size, SLOT) for due in receiver.requests) <= SLOTS // 2
@@ -130,11 +136,54 @@ def test_a_message_stays_in_the_ring_until_it_is_needed():
     memory = Memory(2 * SLOTS * SLOT + 2 * FLAG_BYTES)
     sender, receiver = (Ring(memory, 0, SLOTS, SLOT) for _ in range(2))
     # Nothing is there, and nobody waits.
-    due = receiver.request(SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 1)
+    room = SLOTS * SLOT + 2 * FLAG_BYTES, None
+    due = receiver.request(SlotRequest(SLOT, room), 1)
     sender.put(SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 0)
     assert receiver.tail not in memory.flags
     receiver.fetch(due, 1)
     assert memory.flags[receiver.tail] == 1
+
+
+def test_a_message_goes_straight_to_the_room_that_is_chosen_when_it_is_needed():
+    memory = Memory(4 * SLOTS * SLOT)
+    sender, receiver = (Ring(memory, 0, SLOTS, SLOT) for _ in range(2))
+    begin = SLOTS * SLOT + 2 * FLAG_BYTES
+    memory.bytes[begin : begin + SLOT] = b"x" * SLOT
+    due = receiver.request(SlotRequest(SLOT, make_room=refuse_room), 1)
+    sender.put(begin, SLOT, 0)
+    due.room = begin + SLOT, "the place of an action"
+    receiver.fetch(due, 1)
+    assert bytes(memory.bytes[begin + SLOT : begin + 2 * SLOT]) == b"x" * SLOT
+
+
+def refuse_room():
+    raise AssertionError("nothing is short of room")
+
+
+def test_a_message_that_must_leave_early_gets_room_of_its_own():
+    memory = Memory(8 * SLOTS * SLOT)
+    sender, receiver = (Ring(memory, 0, SLOTS, SLOT) for _ in range(2))
+    begin = SLOTS * SLOT + 2 * FLAG_BYTES
+    made = []
+
+    def make_room():
+        made.append(begin + (1 + len(made)) * SLOT)
+        return made[-1], "a buffer"
+
+    for letter in b"ab":
+        memory.bytes[begin : begin + SLOT] = bytes([letter]) * SLOT
+        sender.put(begin, SLOT, 0)
+    first, second = (
+        receiver.request(SlotRequest(SLOT, make_room=make_room), 1) for _ in range(2)
+    )
+    # The second one is needed first, so the first one has to leave the ring before it.
+    second.room = begin + 4 * SLOT, "the place of an action"
+    receiver.fetch(second, 1)
+    assert first.taken
+    assert first.room == (made[0], "a buffer")
+    assert len(made) == 1
+    assert memory.bytes[made[0]] == ord("a")
+    assert memory.bytes[begin + 4 * SLOT] == ord("b")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +213,8 @@ def test_programs_run_through_the_smallest_rings(name):
                 rings[rank, step.peer][0].put(4000, 1, rank)
             elif isinstance(step, Receive):
                 ring = rings[step.peer, rank][1]
-                asked[number[str(step.action)]] = (ring, ring.request(4001, 1, rank))
+                due = ring.request(SlotRequest(1, (4001, None)), rank)
+                asked[number[str(step.action)]] = (ring, due)
             elif isinstance(step, RunAction):
                 for one in needs.needs[number[str(step.action)]]:
                     if int(one) in asked:
@@ -229,7 +279,8 @@ def streams_of(program, sizes, seconds, shapes) -> list[list[tuple]]:
             for step in turn.messages:
                 if step.do is Do.RECEIVE:
                     ring = into[step.peer]
-                    held[step.value] = ring, ring.request(0, sizes[step.unit], 0)
+                    request = SlotRequest(sizes[step.unit], (0, None))
+                    held[step.value] = ring, ring.request(request, 0)
                 else:
                     out[step.peer].put(0, sizes[step.unit], 0)
         streams.append(tape.does)

@@ -16,7 +16,8 @@ from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
 from penstock.measure.probe import Probe, Subject
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, replay, run_threads
-from penstock.runtime.lane import lane_turns
+from penstock.runtime.comm.thread import ThreadComm
+from penstock.runtime.lane import Do, lane_turns
 from penstock.runtime.takes import assign_takes, stage_visits
 from penstock.schedules.transforms import slice_tokens
 from pipelines import Outcome, data, gpt, layers_of, llama, piped, unsplit, worst
@@ -104,6 +105,94 @@ def test_partial_paths_have_the_gradients_of_steps_that_are_not_recorded(mean):
     whole, batches = llama(sum(layers_of(schedule))), [data(4), data(4, seed=1)]
     expected = piped(schedule, whole, batches, mean=mean)
     assert apart(played(schedule, whole, batches, mean=mean)[0], expected) < 1e-12
+
+
+class DirectComm:
+    """Threads that read what they send at once, and let it arrive where it is needed, as ranks on a shared GPU do."""
+
+    reads_in_order = True
+
+    def __init__(self, inner: ThreadComm) -> None:
+        self.inner = inner
+        self.sent: list[int] = []  # the address of each message
+        self.in_place: list[bool] = []  # whether each message arrived where it is needed
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+    def send(self, tensor, target):
+        self.sent.append(tensor.data_ptr())
+        return self.inner.send(tensor.clone(), target)
+
+    def receive(self, shape, dtype, source):
+        return DirectReceive(self, self.inner.receive(shape, dtype, source))
+
+
+class DirectReceive:
+    """A tensor that arrives in a certain place, if there is one."""
+
+    def __init__(self, comm: DirectComm, inner) -> None:
+        self.comm = comm
+        self.inner = inner
+
+    def wait(self, into: Tensor | None = None) -> Tensor:
+        received = self.inner.wait()
+        self.comm.in_place.append(into is not None)
+        if into is None:
+            return received
+        assert (into.shape, into.dtype) == (received.shape, received.dtype)
+        into.copy_(received)
+        return into
+
+
+@pytest.mark.parametrize("name", ["1f1b", "hanayo", "zb-v", "chimera", "seq1f1b"])
+def test_messages_leave_and_arrive_without_further_copies(name):
+    schedule = make(name, **shape_for(name, 4, 5))
+    whole = llama(sum(layers_of(schedule)))
+    # All micro-batches have the same shape, so every step sends from the same memory.
+    batches = [even(5, seed=seed) for seed in range(3)]
+    losses, gradients = unsplit(schedule, whole, batches)
+    comms: dict[int, DirectComm] = {}
+
+    def connect(comm: ThreadComm) -> DirectComm:
+        return comms.setdefault(comm.rank, DirectComm(comm))
+
+    ours, _ = played(schedule, whole, batches, connect=connect)
+    assert worst(ours, gradients) < 1e-10
+    assert all(found == pytest.approx(losses, abs=1e-12) for found in ours.losses)
+    for comm in comms.values():
+        # The evaluation at the end is computed, and is not looked at.
+        evaluated = forward_messages(schedule, comm.rank, Do.SEND)
+        sent = comm.sent[: len(comm.sent) - evaluated]
+        step = len(sent) // 3
+        assert sent[:step] == sent[step : 2 * step] == sent[2 * step :]
+        evaluated = forward_messages(schedule, comm.rank, Do.RECEIVE)
+        assert all(comm.in_place[: len(comm.in_place) - evaluated])
+
+
+def forward_messages(schedule, rank: int, do: Do) -> int:
+    """The messages of a rank in a step that only evaluates, sent or received."""
+    return sum(
+        step.do is do and not step.goes_back
+        for turn in lane_turns(lower(schedule), rank)
+        for step in turn.messages
+    )
+
+
+@pytest.mark.parametrize("messages", [torch.bfloat16, torch.int8])
+def test_messages_in_another_type_arrive_in_a_buffer(messages):
+    schedule = make("zb-v", ranks=2, microbatches=4)
+    whole, batches = llama(schedule.parts), [even(4, seed=seed) for seed in range(2)]
+    comms: list[DirectComm] = []
+
+    def connect(comm: ThreadComm) -> DirectComm:
+        comms.append(DirectComm(comm))
+        return comms[-1]
+
+    ours, _ = played(schedule, whole, batches, connect=connect, messages=messages)
+    theirs, _ = played(schedule, whole, batches, messages=messages)
+    assert apart(ours, theirs) < 1e-12
+    assert not any(comm.in_place[0] for comm in comms)
 
 
 def even(microbatches: int, seed: int = 0, tokens: int = 6) -> Batch:

@@ -61,6 +61,11 @@ class TensorSpec(NamedTuple):
         return self.sent_as is torch.int8 and self.dtype.is_floating_point
 
     @property
+    def travels_as_it_is(self) -> bool:
+        """Whether it has the same type between ranks as on a rank."""
+        return self.sent_as is self.dtype
+
+    @property
     def sent_shape(self) -> tuple[int, ...]:
         """The shape on its way to another rank."""
         return quantized_shape(self.shape) if self.quantized else self.shape

@@ -342,6 +342,7 @@ class Executor:
                 tape,
                 checks,
                 self.accumulates,
+                self.comm.reads_in_order,
             )
         except PenstockError as error:
             failure = error

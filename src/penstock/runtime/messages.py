@@ -126,33 +126,46 @@ class Messages:
         return feedback.quantize(x, (step.value, place))
 
     def arrived(
-        self, source: int, arriving: Arriving | ArrivingBundle | Bundle, played: bool
+        self,
+        source: int,
+        arriving: Arriving | ArrivingBundle | Bundle,
+        places: Sequence[Tensor] | None = None,
     ) -> Tensor | Bundle:
         """Wait for a value, and give it the type that the stages compute with.
 
-        An action that is played from a recording copies its input anyway, and converts it then.
+        An action that is played from a recording reads its input at certain `places`. The value arrives there if the
+        `Comm` can do that. Otherwise the action copies it, and converts it then.
         """
         if isinstance(arriving, Bundle):
             return arriving
         specs = self.specs[source]
         if isinstance(arriving, ArrivingBundle):
-            return self.arrived_bundle(arriving, specs)
-        received = arriving.wait()
-        whole = played and not specs[0].quantized
-        if whole or received.dtype is specs[0].dtype:
+            return self.arrived_bundle(arriving, specs, places or ())
+        spec = specs[0]
+        place = places[0] if places and spec.travels_as_it_is else None
+        received = arriving.wait(place)
+        if received is place:
+            return received
+        whole = places is not None and not spec.quantized
+        if whole or received.dtype is spec.dtype:
             self.values.received = self.training
             return received
-        value = unpacked(received, specs[0])
+        value = unpacked(received, spec)
         self.comm.give_back(received)
         return value
 
-    def arrived_bundle(self, arriving: ArrivingBundle, specs: TensorSpecs) -> Bundle:
+    def arrived_bundle(
+        self, arriving: ArrivingBundle, specs: TensorSpecs, places: Sequence[Tensor]
+    ) -> Bundle:
         """Wait for all tensors of a value, and note which of them lie in receive buffers."""
         tensors = []
         buffers = self.values.buffers
-        for one, spec in zip(arriving.tensors, specs, strict=True):
-            received = one.wait()
-            if received.dtype is spec.dtype:
+        for number, (one, spec) in enumerate(zip(arriving.tensors, specs, strict=True)):
+            place = places[number] if places and spec.travels_as_it_is else None
+            received = one.wait(place)
+            if received is place:
+                tensors.append(received)
+            elif received.dtype is spec.dtype:
                 tensors.append(received)
                 if self.training:
                     buffers.append(received)

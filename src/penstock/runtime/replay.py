@@ -107,12 +107,16 @@ class PlayedActions:
         self.kept.add(step.value)
         passed = 0 if step.last else len(self.units.edges.specs[step.value])
         if passed:
-            y = as_value(results[:passed], self.units.edges)
-            copied = step.value in self.recordings.copied
-            self.values.held[step.value] = _copy(y) if copied else y
+            self.keep_result(step, results[:passed])
         for loss in results[passed:]:
             self.values.losses.append(loss.clone())
         self.give_back_input(step)
+
+    def keep_result(self, step: LaneStep, tensors: Sequence[Tensor]) -> None:
+        """Keep the result of an action for others: where it is, or as a copy."""
+        result = as_value(tensors, self.units.edges)
+        copies = self.recordings.copies_result(step)
+        self.values.held[step.value] = _copy(result) if copies else result
 
     def inputs_of(self, step: LaneStep) -> list[Tensor]:
         """The inputs that a forward needs copied.
@@ -148,15 +152,14 @@ class PlayedActions:
         return results
 
     def backward(self, step: LaneStep) -> None:
-        """Play a backward. Its result is copied: it may still be in flight when its memory is used again."""
+        """Play a backward."""
         if step.value not in self.recordings.stages.rests.idle:
             arrives = not step.last and step.source not in self.recordings.in_place
             inputs = self.values.tensors(step.source) if arrives else ()
             with self.first_randomness(step):
                 gradients = self.recordings.play(step, *inputs)
             if gradients:
-                gradient = as_value(gradients, self.units.edges)
-                self.values.held[step.value] = _copy(gradient)
+                self.keep_result(step, gradients)
         if not step.split:
             self.kept.remove(step.forward)
         self.give_back_input(step)
@@ -189,9 +192,10 @@ class RecordedAction:
     names: tuple[str, ...] = ()  # of the last inputs, which are tensors of the batch
 
     def __call__(self, *inputs: Tensor) -> Results:
-        """Play the recording on these inputs."""
+        """Play the recording on these inputs. What has arrived where the recording reads it is not copied."""
         for target, source in zip(self.inputs, inputs, strict=True):
-            target.copy_(source)
+            if target is not source:
+                target.copy_(source)
         self.play()
         return self.results
 
@@ -202,8 +206,9 @@ Take = Mapping[TakeMoment, RecordedAction]
 class Recordings:
     """The recorded actions of one rank, for batches of one shape.
 
-    `in_place` has the values that an action of this rank makes and another one reads where they are; `copied` has the
-    results that leave the rank, which are copied because their memory is soon used again.
+    `in_place` has the values that an action of this rank makes and another one reads where they are. `leaving` has the
+    results that leave the rank, which are copied because their memory is soon used again. If sends read in the order
+    of the stream (`reads_in_order`), a result that leaves right after its action needs no copy.
     """
 
     def __init__(
@@ -215,6 +220,7 @@ class Recordings:
         tape: Tape,
         checks: FirstStepChecks | None = None,
         accumulates: bool = False,
+        reads_in_order: bool = False,
     ) -> None:
         self.stages = stages
         self.shapes = units.batch.shapes
@@ -224,8 +230,9 @@ class Recordings:
         visits = stage_visits(turns)
         modules = [stages.modules[stage] for stage in {stage for stage, _ in visits}]
         by_lane = sum(map(len, visits.values())) <= MAX_RECORDED_ACTIONS
+        self.by_lane = by_lane
         self.in_place: frozenset[int] = frozenset()
-        self.copied: frozenset[int] = frozenset()
+        self.leaving: frozenset[int] = frozenset()
         overwrites = by_lane and tape.replays_memory and not accumulates
         self.gradients = FixedGradients(modules, overwrites)
         earlier = EarlierGradients()
@@ -237,7 +244,7 @@ class Recordings:
                 self.in_place = frozenset(
                     s.value for steps in visits.values() for s in steps
                 )
-                self.copied = frozenset(sent_values(turns))
+                self.leaving = frozenset(sent_values(turns, reads_in_order))
                 session.rehearse_visits(visits)
                 self.gradients.install()
                 session.record_lane(turns, visits, self.in_place)
@@ -271,6 +278,19 @@ class Recordings:
     def action(self, step: LaneStep) -> RecordedAction:
         """The recording of a step."""
         return self.takes[step.stage, step.microbatch][take_moment(step)]
+
+    def places(self, step: LaneStep) -> Sequence[Tensor]:
+        """Where the recording of a step reads what other ranks send to it, and the batch after that."""
+        return self.action(step).inputs
+
+    def copies_result(self, step: LaneStep) -> bool:
+        """Whether the result of an action must be copied, because its memory is used again before all have read it.
+
+        In a take, the outputs of forwards have memory of their own.
+        """
+        if self.by_lane:
+            return step.value in self.leaving
+        return step.do is not Do.FORWARD
 
     def play(self, step: LaneStep, *inputs: Tensor) -> Results:
         """Play the recording of a step."""
@@ -556,11 +576,12 @@ class FixedGradients:
         self.install()
 
 
-def sent_values(turns: Sequence[Turn]) -> Iterator[int]:
-    """The values that a lane sends to other ranks."""
+def sent_values(turns: Sequence[Turn], only_later: bool = False) -> Iterator[int]:
+    """The values that a lane sends to other ranks; with `only_later` those that it does not send in their own turn."""
     for turn in turns:
+        made = turn.step.value if turn.step is not None and only_later else -1
         for message in turn.messages:
-            if message.do is Do.SEND:
+            if message.do is Do.SEND and message.value != made:
                 yield message.value
 
 

@@ -100,7 +100,7 @@ class Walk:
         """Run the turns of the lane: the hot loop."""
         training = self.training
         held = self.values.held
-        played = self.recordings is not None
+        recordings = self.recordings
         lane = self.lane
         messages = self.messages
         gradients = self.gradients
@@ -114,7 +114,8 @@ class Walk:
                 lane.position = number
                 value = held.get(step.source)
                 if value is not None and not isinstance(value, Tensor):
-                    held[step.source] = messages.arrived(step.source, value, played)
+                    places = recordings.places(step) if recordings else None
+                    held[step.source] = messages.arrived(step.source, value, places)
                 began = perf_counter()
                 if self.clock is not None:
                     self.run_timed(self.clock, step, act[step.do])

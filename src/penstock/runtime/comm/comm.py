@@ -1,6 +1,6 @@
 """The interface through which ranks exchange tensors and sum them over groups of ranks.
 
-    send      starts a send; do not write to the tensor before `wait` returns
+    send      starts a send; do not write to the tensor before `wait` returns (unless `reads_in_order`)
     receive   starts a receive; `wait` returns the tensor
     add       starts an in-place sum over a group of ranks; `wait` before reading the sum
 
@@ -34,8 +34,12 @@ class Pending(Protocol):
 class Arriving(Protocol):
     """A tensor that another rank is sending to this one."""
 
-    def wait(self) -> Tensor:
-        """Block until the tensor has arrived, and return it."""
+    def wait(self, into: Tensor | None = None) -> Tensor:
+        """Block until the tensor has arrived, and return it.
+
+        A `Comm` that can do so lets it arrive in `into`, a contiguous tensor of its shape and type, and
+        returns that one.
+        """
         ...
 
 
@@ -57,6 +61,14 @@ class Comm(Protocol):
         """Bytes of receives that may be posted earlier than the program has them.
 
         With 0, every receive is posted exactly where the program has it.
+        """
+        ...
+
+    @property
+    def reads_in_order(self) -> bool:
+        """Whether a send reads its tensor in the order of the stream that computes.
+
+        Then work that is launched after `send` may write to the tensor, before `wait` has returned.
         """
         ...
 

@@ -8,6 +8,9 @@ that the receiver owns and the sender has opened, and the receiver copies it out
                                                                 │
     receiver   compute ─────────────────────────── wait to be told ─ copy x out of it, tell the sender ─ compute
 
+There is no third copy: a recorded action sends its result from where it lies, and finds its input where
+it reads it.
+
 All of this happens on the stream that computes. Separate streams would let copies overlap
 with computation, but switching to another stream and back costs the GPU 70 to 120 us, while
 copying a megabyte takes 7.
@@ -36,7 +39,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.runtime.backends import IPC
 from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Ring, SlotRequest, ring_bytes
+from penstock.runtime.comm.ring import Ring, Room, SlotRequest, ring_bytes
 from penstock.runtime.comm.room import RingShape
 from penstock.runtime.torch_internals import (
     AllreduceOptions,
@@ -181,15 +184,28 @@ class IpcGroup(ProcessGroup):
         stream = torch.cuda.current_stream()
         self.ring_to(dst).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
         event = stream.record_event() if self.watched else None
-        return IpcMessage(self, None, event=event)
+        return IpcMessage(self, None, event)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> IpcMessage:
         """Receive one tensor, once the stream that waits for it gets there."""
         x = only_tensor(tensors)
+        return self.request(src, SlotRequest(x.nbytes, room_of(x)))
+
+    def recv_later(
+        self, size: int, src: int, make_buffer: Callable[[], Tensor]
+    ) -> IpcMessage:
+        """Receive a tensor of `size` bytes, to a place that `IpcMessage.take` chooses.
+
+        If it has to leave the ring before that, it goes to a buffer.
+        """
+        request = SlotRequest(size, make_room=lambda: room_of(make_buffer()))
+        return self.request(src, request)
+
+    def request(self, src: int, request: SlotRequest) -> IpcMessage:
+        """Ask for the next message of a rank."""
         ring = self.into[src]
         stream = torch.cuda.current_stream().cuda_stream
-        request = ring.request(x.data_ptr(), x.nbytes, stream, owner=x)
-        return IpcMessage(self, (ring, request), x)
+        return IpcMessage(self, (ring, ring.request(request, stream)))
 
     # ------------------------------------------------------------ collectives
     def exchange(
@@ -309,25 +325,36 @@ class IpcMessage(Work):
         self,
         group: IpcGroup,
         request: tuple[Ring, SlotRequest] | None,
-        tensor: Tensor | None = None,
         event: torch.cuda.Event | None = None,
     ) -> None:
         super().__init__()
         self.group = group
         self.request = request
-        self.tensor = tensor
         self.event = event
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Make the current stream wait for the message; the host does not wait."""
         if self.request is not None:
-            ring, request = self.request
-            stream = torch.cuda.current_stream()
-            ring.fetch(request, stream.cuda_stream)
-            self.event = stream.record_event() if self.group.watched else None
-            self.request = None
-            self.tensor = None
+            self.take()
         return True
+
+    def take(self, place: Tensor | None = None) -> Tensor:
+        """Make the current stream wait for a received message, and return the tensor that it is in.
+
+        That is `place`, unless the message has another room already or `place` is None.
+        """
+        assert self.request is not None
+        ring, request = self.request
+        if request.room is None and place is not None:
+            request.room = room_of(place)
+        stream = torch.cuda.current_stream()
+        ring.fetch(request, stream.cuda_stream)
+        self.event = stream.record_event() if self.group.watched else None
+        self.request = None
+        assert request.room is not None
+        _, tensor = request.room
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     def is_completed(self) -> bool:
         """Whether the message is through; only known exactly while a watchdog asks."""
@@ -337,8 +364,7 @@ class IpcMessage(Work):
 
     def get_future(self) -> Any:
         """A finished future, which torch's own collectives ask for."""
-        tensors = [] if self.tensor is None else [self.tensor]
-        self.wait()
+        tensors = [] if self.request is None else [self.take()]
         return _finished_future(tensors)
 
 
@@ -380,6 +406,11 @@ def _finished_future(tensors: list[Tensor]) -> Any:
     future: Any = torch.futures.Future(devices=[device])
     future.set_result(tensors)
     return future
+
+
+def room_of(tensor: Tensor) -> Room:
+    """The memory of a tensor, for a message."""
+    return tensor.data_ptr(), tensor
 
 
 def only_tensor(tensors: Sequence[Tensor]) -> Tensor:

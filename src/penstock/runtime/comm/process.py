@@ -24,6 +24,7 @@ Only raw tensors travel; nothing that arrives is unpickled.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -173,6 +174,11 @@ class ProcessComm:
     def window(self) -> int:
         """Bytes of receives that may be posted earlier than the program has them."""
         return 0 if self.on_gpu else RECEIVE_WINDOW_BYTES
+
+    @property
+    def reads_in_order(self) -> bool:
+        """True for our own backend, whose copies are on the stream that computes."""
+        return isinstance(self.world, IpcGroup)
 
     def set_guard(self, guard: Guard | None, extra_seconds: float = 0.0) -> None:
         """Ask this guard when a wait fails, or nobody if it is None.
@@ -342,20 +348,22 @@ class ProcessComm:
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> _ReceiveWork:
+    ) -> _ReceiveWork | _RingReceive:
         """Start receiving the next tensor from a rank."""
         turn = (self.requested[source] + 1) & TAG_TURNS
         self.requested[source] = turn
-        buffer = self._buffer(shape, dtype)
+        message = PendingMessage("receive", (source,), turn, shape, dtype)
+        if isinstance(self.world, IpcGroup):
+            return _RingReceive(self, self.world, message)
+        buffer = self.buffer(shape, dtype)
         try:
             channel = self.channel(source, self._rank)
             work = channel.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            message = PendingMessage("receive", (source,), turn, shape, dtype)
             raise self.failed_wait(message, error) from None
         return _ReceiveWork(_Work(self, work, "receive", (source,), turn, buffer))
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A buffer to receive into: one that was given back, or a new one."""
         spare = self.spare.get((shape, dtype))
         if spare:
@@ -554,7 +562,40 @@ class _ReceiveWork:
     def __init__(self, work: _Work) -> None:
         self.work = work
 
-    def wait(self) -> Tensor:
+    def wait(self, into: Tensor | None = None) -> Tensor:
         """Block until the tensor has arrived, and return it."""
         self.work.wait()
         return self.work.tensor.to(self.work.comm.device)
+
+
+class _RingReceive:
+    """A tensor that stays in a ring of our own backend until it is needed, and then goes where it is needed."""
+
+    __slots__ = ("arriving", "comm", "message")
+
+    def __init__(
+        self, comm: ProcessComm, group: IpcGroup, message: PendingMessage
+    ) -> None:
+        self.comm = comm
+        self.message = message
+        assert message.dtype is not None
+        size = math.prod(message.shape) * message.dtype.itemsize
+        try:
+            self.arriving = group.recv_later(size, message.peers[0], self.buffer)
+        except RuntimeError as error:
+            raise comm.failed_wait(message, error) from None
+        if comm.guard is not None:
+            comm.launched.append((self.arriving, message))
+
+    def buffer(self) -> Tensor:
+        """A buffer for the tensor."""
+        assert self.message.dtype is not None
+        return self.comm.buffer(self.message.shape, self.message.dtype)
+
+    def wait(self, into: Tensor | None = None) -> Tensor:
+        """Make the stream that computes wait for the tensor, and return it; the host does not wait."""
+        try:
+            received = self.arriving.take(into)
+        except RuntimeError as error:
+            raise self.comm.failed_wait(self.message, error) from None
+        return received.to(self.comm.device)

@@ -18,10 +18,14 @@ block, cannot get stuck here either.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 FLAG_BYTES = 256  # distance between the two counters, which lie behind the slots
+
+# Memory that a message can be copied to: its address, and the object that owns it.
+Room: TypeAlias = tuple[int, object]
 
 
 class Driver(Protocol):
@@ -42,14 +46,15 @@ class Driver(Protocol):
 
 @dataclass(slots=True)
 class SlotRequest:
-    """A message that the receiver has asked for, and the address it will be copied to.
+    """A message that the receiver has asked for, and the room that it will be copied to.
 
-    `owner` is the tensor at that address; the request keeps it alive until the copy.
+    Without room, the message stays in the ring until somebody has chosen one. If it has to
+    leave the ring earlier, `make_room` provides it. The request keeps the owner alive.
     """
 
-    address: int
     size: int
-    owner: object = None
+    room: Room | None = None
+    make_room: Callable[[], Room] | None = None
     taken: bool = False
 
 
@@ -99,11 +104,8 @@ class Ring:
             self.slots_used += 1
             self.driver.write(self.tail, self.slots_used, stream)
 
-    def request(
-        self, address: int, size: int, stream: int, owner: object = None
-    ) -> SlotRequest:
-        """Ask for the next message, to be copied to `address` later."""
-        request = SlotRequest(address, size, owner)
+    def request(self, request: SlotRequest, stream: int) -> SlotRequest:
+        """Ask for the next message, to be copied later."""
         self.requests.append(request)
         while self._requested_slots() > self.slots // 2:
             self.take_oldest(stream)
@@ -117,9 +119,12 @@ class Ring:
     def take_oldest(self, stream: int) -> None:
         """Take out the message that was requested first."""
         request = self.requests.popleft()
-        self.take(request.address, request.size, stream)
+        if request.room is None:
+            assert request.make_room is not None
+            request.room = request.make_room()
+        address, _ = request.room
+        self.take(address, request.size, stream)
         request.taken = True
-        request.owner = None
 
     def _next_slot(self) -> int:
         """The address of the slot to use next."""

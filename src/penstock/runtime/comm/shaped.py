@@ -53,6 +53,11 @@ class ShapedComm:
         """The window of the underlying `Comm`."""
         return self.inner.window
 
+    @property
+    def reads_in_order(self) -> bool:
+        """Whether the underlying `Comm` reads in order."""
+        return self.inner.reads_in_order
+
     def wire_seconds(self, tensor: Tensor, target: int) -> float:
         """How long a tensor occupies the link to a rank."""
         size = tensor.nbytes * self.inflate
@@ -158,10 +163,10 @@ class _DelayedReceive:
         self.arrival = arrival
         self.tensor = tensor
 
-    def wait(self) -> Tensor:
+    def wait(self, into: Tensor | None = None) -> Tensor:
         """Block until the arrival time, and return the tensor."""
         arrival = self.arrival.wait()
-        tensor = self.tensor.wait()
+        tensor = self.tensor.wait(into)
         sleep_until(float(arrival))
         self.comm.give_back(arrival)
         return tensor

@@ -80,6 +80,11 @@ class ThreadComm:
         """Zero: posting a receive early gains nothing between threads."""
         return 0
 
+    @property
+    def reads_in_order(self) -> bool:
+        """False: the other thread reads the tensor itself, at any time."""
+        return False
+
     def send(self, tensor: Tensor, target: int) -> _ThreadSend:
         """Put the tensor itself into the target's mailbox."""
         self.mail[self._rank, target].put(tensor)
@@ -153,7 +158,7 @@ class _ThreadReceive:
     number: int
     shape: tuple[int, ...]
 
-    def wait(self) -> Tensor:
+    def wait(self, into: Tensor | None = None) -> Tensor:
         """Block until the tensor is there, or its sender has failed."""
         comm = self.comm
         remaining = comm.hub.patience
