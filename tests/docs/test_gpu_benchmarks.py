@@ -75,10 +75,11 @@ def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):
     )
 
 
-def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path, monkeypatch):
-    """Its runs are forked, because a new process would load torch again."""
+@pytest.fixture
+def forked_trainings(tmp_path, monkeypatch):
+    """Runs of the trainer are forked, because a new process would load torch again."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    import training  # noqa: PLC0415
+    import trained  # noqa: PLC0415
 
     def run_forked(command: list[str], **_: object) -> CompletedProcess[str]:
         assert command[1:4] == ["-m", "penstock", "train"]
@@ -87,7 +88,26 @@ def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path, monkeypatch)
         assert run.returncode is not None
         return CompletedProcess(command, run.returncode, out, err)
 
-    monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=run_forked))
+    monkeypatch.setattr(trained, "subprocess", SimpleNamespace(run=run_forked))
+
+
+def test_workers_are_compared_with_one_process(tmp_path, monkeypatch, forked_trainings):
+    import workers  # noqa: PLC0415
+
+    words = ["workers.py", "--dry", "--steps", "6", "--out", f"{tmp_path}/found.json"]
+    monkeypatch.setattr(sys, "argv", words)
+    workers.main()
+    one, two = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert (one["ranks"], two["ranks"], two["microbatches"]) == (1, 2, 4)
+    for row in (one, two):
+        assert row["speed"] == pytest.approx(row["tokens"] / row["seconds"])
+
+
+def test_runs_of_the_trainer_come_with_what_they_forecast(
+    tmp_path, monkeypatch, forked_trainings
+):
+    import training  # noqa: PLC0415
+
     words = ["training.py", "--dry", "--steps", "6", "--out", f"{tmp_path}/found.json"]
     monkeypatch.setattr(sys, "argv", words)
     training.main()

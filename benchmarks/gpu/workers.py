@@ -1,0 +1,95 @@
+"""Times eight planned workers beside one process on the whole GPU, for each multiprocessor that they have.
+
+    python benchmarks/gpu/workers.py --out workers.json
+
+Both train the same Llama on the same data with `penstock train`, compiled, recorded and planned by `auto`. One process
+has the whole GPU and plans its micro-batches. The eight workers are a pipeline with 16 micro-batches in a testbed, each
+with an equal share of the GPU. Their shares do not cover all of it, so speeds are compared for each multiprocessor.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench import arguments, write
+from trained import penstock, trained
+
+WORKERS = 8
+MODELS = {
+    # The layers, the embedding and the head divide evenly among eight ranks.
+    "63 layers of width 1,024": "layers=63 width=1024 heads=16 kv_heads=16 inner=2816",
+    "31 layers of width 2,048": "layers=31 width=2048 heads=16 kv_heads=16 inner=5632",
+}
+DRY_MODELS = {"4 layers of width 32": "layers=4 width=32 heads=2 kv_heads=2 inner=48"}
+DATA = "vocab=8192"
+COMMON = (
+    "--set data.tokens=1024 --set data.batch=32 --set run.precision=bfloat16 --set optimizer.rate=3e-4 "
+    "--set run.log=100 --set run.evaluate=0 --set run.save=0 --set run.timed=10"
+)
+DRY = (
+    "--set data.tokens=32 --set data.batch=4 --set run.device=cpu --set run.log=100 --set run.evaluate=0 "
+    "--set run.save=0 --set run.timed=4"
+)
+COUNT = "import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)"
+
+
+def settings_of(model: str, ranks: int, microbatches: int, dry: bool) -> str:
+    """The options of `penstock train` for a model and its workers; auto plans what is open."""
+    sizes = " ".join(f"--set model.{word}" for word in f"{model} {DATA}".split())
+    shape = f"--set schedule.ranks={ranks} --set schedule.microbatches={microbatches}"
+    return f"{sizes} {DRY if dry else COMMON} {shape}"
+
+
+def multiprocessors(workers: int = 0) -> int:
+    """The multiprocessors that a process has: of the whole GPU, or as one of several workers."""
+    command = [sys.executable, "-c", COUNT]
+    if workers:
+        command = [*penstock(f"testbed --workers {workers} --"), *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+def compare(name: str, model: str, folder: Path, steps: int, dry: bool) -> list[Any]:
+    """The rows of a model: one process, then the workers."""
+    workers = 2 if dry else WORKERS
+    rows = []
+    for ranks in (1, workers):
+        microbatches = 2 * ranks if ranks > 1 else 0
+        settings = settings_of(model, ranks, microbatches, dry)
+        testbed = ranks if ranks > 1 and not dry else 0
+        own = folder / f"{name.split()[0]}-{ranks}"
+        done = trained(own, f"{settings} --set run.steps={steps}", testbed)
+        share = 1 if dry else multiprocessors(testbed) * ranks
+        row = {"model": name, "ranks": ranks, "multiprocessors": share, **done.figures}
+        row["microbatches"] = len(done.summary.plan.schedule.microbatches)
+        row["speed"] = row["tokens"] / row["seconds"] / share
+        rows.append(row)
+        sys.stdout.write(
+            f"{name}, {ranks} ranks: {1e3 * row['seconds']:.1f} ms, predicted {1e3 * (row['predicted'] or 0):.1f}, "
+            f"{row['speed']:.0f} tokens/s a multiprocessor, {row['schedule']}, {row['microbatches']} micro-batches\n"
+        )
+        sys.stdout.flush()
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", default="", help="the models whose name has this")
+    parser.add_argument("--folder", type=Path, help="keep the folders of the runs here")
+    given = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        for name, model in (DRY_MODELS if given.dry else MODELS).items():
+            if given.only in name:
+                rows += compare(name, model, folder, given.steps, given.dry)
+                write(given.out, {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
