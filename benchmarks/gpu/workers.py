@@ -61,7 +61,7 @@ def compare(name: str, model: str, folder: Path, steps: int, dry: bool) -> list[
         microbatches = 2 * ranks if ranks > 1 else 0
         settings = settings_of(model, ranks, microbatches, dry)
         testbed = ranks if ranks > 1 and not dry else 0
-        own = folder / f"{name.split()[0]}-{ranks}"
+        own = folder / f"{name.split(maxsplit=1)[0]}-{ranks}"
         done = trained(own, f"{settings} --set run.steps={steps}", testbed)
         share = 1 if dry else multiprocessors(testbed) * ranks
         row = {"model": name, "ranks": ranks, "multiprocessors": share, **done.figures}

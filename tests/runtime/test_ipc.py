@@ -12,13 +12,7 @@ import pytest
 from penstock import lower, make
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.comm.ring import (
-    FLAG_BYTES,
-    Ring,
-    SlotRequest,
-    count_slots,
-    cut_into_slots,
-)
+from penstock.runtime.comm.ring import FLAG_BYTES, Ring, SlotRequest, count_slots
 from penstock.runtime.comm.room import MAX_RING_BYTES, RingShape, fit_ring, peak_slots
 from penstock.runtime.lane import Do, lane_turns
 
@@ -81,8 +75,22 @@ def test_messages_of_any_size_arrive_whole_and_in_order(seed):
     assert (
         sender.slots_used
         == receiver.slots_used
-        == sum(len(cut_into_slots(size, SLOT)) for size in sizes)
+        == sum(count_slots(size, SLOT) for size in sizes)
     )
+
+
+def test_a_message_of_several_slots_waits_and_counts_once():
+    tape = Tape()
+    ring = Ring(tape, 0, 8, SLOT)
+    sizes = [3 * SLOT, 3 * SLOT, 4 * SLOT]
+    for size in sizes:
+        ring.put(0, size, 0)
+    writes = [what for what in tape.does if what[0] == "write"]
+    assert writes == [("write", ring.head, filled) for filled in (3, 6, 10)]
+    # The third one needs two of the slots that the first one has filled.
+    assert [what for what in tape.does if what[0] == "wait"] == [("wait", ring.tail, 2)]
+    # It goes over the end of the ring, so it takes two copies.
+    assert tape.copies == [3 * SLOT, 3 * SLOT, 2 * SLOT, 2 * SLOT]
 
 
 def test_a_sender_stops_when_the_ring_is_full():
@@ -239,9 +247,11 @@ class Tape:
 
     def __init__(self) -> None:
         self.does: list[tuple] = []
+        self.copies: list[int] = []  # their bytes
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Do nothing: copies take no time here."""
+        """Only note the size: copies take no time here."""
+        self.copies.append(size)
 
     def wait(self, place: int, value: int, stream: int) -> None:
         self.does.append(("wait", place, value))

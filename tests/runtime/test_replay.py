@@ -115,7 +115,9 @@ class DirectComm:
     def __init__(self, inner: ThreadComm) -> None:
         self.inner = inner
         self.sent: list[int] = []  # the address of each message
-        self.in_place: list[bool] = []  # whether each message arrived where it is needed
+        self.in_place: list[
+            bool
+        ] = []  # whether each message arrived where it is needed
 
     def __getattr__(self, name: str):
         return getattr(self.inner, name)

@@ -4,8 +4,10 @@
                                                               │
     receiver's stream                   wait head > n │ copy slot ──► y  │ tail = n + 1
 
-A message longer than a slot takes several consecutive slots. Nobody polls: the streams
-wait, on the device.
+A message longer than a slot takes several consecutive slots. All of them together are one
+wait, one copy (two at the end of the ring) and one count, because waiting and counting take a
+stream longer than copying a slot does. Only a message longer than half of the ring goes in
+several such runs. Nobody polls: the streams wait, on the device.
 
 A message leaves the ring when it is needed, not when it is requested; otherwise the
 stream that computes would wait for it earlier than it must. The exception: once the
@@ -86,23 +88,24 @@ class Ring:
 
     def put(self, address: int, size: int, stream: int) -> None:
         """Copy a message into the ring."""
-        for begin, length in cut_into_slots(size, self.size):
-            if self.slots_used >= self.slots:
-                emptied = self.slots_used - self.slots + 1
-                self.driver.wait(self.tail, emptied, stream)
-            slot = self._next_slot()
-            self.driver.copy(slot, address + begin, length, stream)
-            self.slots_used += 1
-            self.driver.write(self.head, self.slots_used, stream)
+        for begin, length in cut(size, self._run_bytes):
+            filled = self.slots_used + count_slots(length, self.size)
+            if filled > self.slots:
+                self.driver.wait(self.tail, filled - self.slots, stream)
+            for offset, slot, piece in self._pieces(length):
+                self.driver.copy(slot, address + begin + offset, piece, stream)
+            self.slots_used = filled
+            self.driver.write(self.head, filled, stream)
 
     def take(self, address: int, size: int, stream: int) -> None:
         """Copy the next message out of the ring."""
-        for begin, length in cut_into_slots(size, self.size):
-            self.driver.wait(self.head, self.slots_used + 1, stream)
-            slot = self._next_slot()
-            self.driver.copy(address + begin, slot, length, stream)
-            self.slots_used += 1
-            self.driver.write(self.tail, self.slots_used, stream)
+        for begin, length in cut(size, self._run_bytes):
+            emptied = self.slots_used + count_slots(length, self.size)
+            self.driver.wait(self.head, emptied, stream)
+            for offset, slot, piece in self._pieces(length):
+                self.driver.copy(address + begin + offset, slot, piece, stream)
+            self.slots_used = emptied
+            self.driver.write(self.tail, emptied, stream)
 
     def request(self, request: SlotRequest, stream: int) -> SlotRequest:
         """Ask for the next message, to be copied later."""
@@ -126,9 +129,19 @@ class Ring:
         self.take(address, request.size, stream)
         request.taken = True
 
-    def _next_slot(self) -> int:
-        """The address of the slot to use next."""
-        return self.base + self.slots_used % self.slots * self.size
+    @property
+    def _run_bytes(self) -> int:
+        """The most bytes that go at once: half of the ring, which a requested message always finds free."""
+        return max(self.slots // 2, 1) * self.size
+
+    def _pieces(self, length: int) -> list[tuple[int, int, int]]:
+        """Where the next bytes lie in the ring: their offset, the address, and how many; two pieces at its end."""
+        first = self.slots_used % self.slots
+        until_end = (self.slots - first) * self.size
+        pieces = [(0, self.base + first * self.size, min(length, until_end))]
+        if length > until_end:
+            pieces.append((until_end, self.base, length - until_end))
+        return pieces
 
     def _requested_slots(self) -> int:
         """Slots that the outstanding requests will take."""
@@ -145,12 +158,10 @@ def count_slots(size: int, slot_size: int) -> int:
     return -(-size // slot_size)
 
 
-def cut_into_slots(size: int, slot_size: int) -> list[tuple[int, int]]:
-    """Cut a message into pieces that fit a slot: where each begins, and its bytes.
+def cut(size: int, most: int) -> list[tuple[int, int]]:
+    """Cut a message into pieces of at most so many bytes: where each begins, and its bytes.
 
-    >>> cut_into_slots(11, 4)
+    >>> cut(11, 4)
     [(0, 4), (4, 4), (8, 3)]
     """
-    return [
-        (begin, min(slot_size, size - begin)) for begin in range(0, size, slot_size)
-    ]
+    return [(begin, min(most, size - begin)) for begin in range(0, size, most)]
