@@ -1,6 +1,6 @@
 """Times eight planned workers beside one process on the whole GPU, for each multiprocessor that they have.
 
-    python benchmarks/gpu/workers.py --out workers.json
+    python benchmarks/gpu/workers.py --plans docs/results/h200/plans --out workers.json
 
 Both train the same Llama on the same data with `penstock train`, compiled, recorded and planned by `auto`. One process
 has the whole GPU and plans its micro-batches. The eight workers are a pipeline with 16 micro-batches in a testbed, each
@@ -17,6 +17,8 @@ from typing import Any
 
 from bench import arguments, write
 from trained import penstock, trained
+
+from penstock.formats import write_plan
 
 WORKERS = 8
 MODELS = {
@@ -37,10 +39,13 @@ DRY = (
 COUNT = "import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)"
 
 
-def settings_of(model: str, ranks: int, microbatches: int, dry: bool) -> str:
-    """The options of `penstock train` for a model and its workers; auto plans what is open."""
+def settings_of(model: str, ranks: int, plan: Path, dry: bool) -> str:
+    """The options of `penstock train` for a model and its workers; auto plans what is open if there is no plan yet."""
     sizes = " ".join(f"--set model.{word}" for word in f"{model} {DATA}".split())
+    microbatches = 2 * ranks if ranks > 1 else 0
     shape = f"--set schedule.ranks={ranks} --set schedule.microbatches={microbatches}"
+    if plan.is_file():
+        shape = f"--set schedule.name={plan}"
     return f"{sizes} {DRY if dry else COMMON} {shape}"
 
 
@@ -53,16 +58,21 @@ def multiprocessors(workers: int = 0) -> int:
     return int(done.stdout.split()[-1])
 
 
-def compare(name: str, model: str, folder: Path, steps: int, dry: bool) -> list[Any]:
+def compare(
+    name: str, model: str, folder: Path, plans: Path, steps: int, dry: bool
+) -> list[Any]:
     """The rows of a model: one process, then the workers."""
     workers = 2 if dry else WORKERS
     rows = []
     for ranks in (1, workers):
-        microbatches = 2 * ranks if ranks > 1 else 0
-        settings = settings_of(model, ranks, microbatches, dry)
+        own = f"{name.split(maxsplit=1)[0]}-{ranks}"
+        plan = plans / f"workers-{own}.json"
+        settings = settings_of(model, ranks, plan, dry)
         testbed = ranks if ranks > 1 and not dry else 0
-        own = folder / f"{name.split(maxsplit=1)[0]}-{ranks}"
-        done = trained(own, f"{settings} --set run.steps={steps}", testbed)
+        done = trained(folder / own, f"{settings} --set run.steps={steps}", testbed)
+        if not plan.is_file():
+            plans.mkdir(parents=True, exist_ok=True)
+            write_plan(done.summary.plan, plan)
         share = 1 if dry else multiprocessors(testbed) * ranks
         row = {"model": name, "ranks": ranks, "multiprocessors": share, **done.figures}
         row["microbatches"] = len(done.summary.plan.schedule.microbatches)
@@ -81,13 +91,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", default="", help="the models whose name has this")
     parser.add_argument("--folder", type=Path, help="keep the folders of the runs here")
+    parser.add_argument(
+        "--plans",
+        type=Path,
+        help="take the plans from here; those that are missing are added",
+    )
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = given.folder or Path(temporary)
+        plans = given.plans or Path(temporary)
         for name, model in (DRY_MODELS if given.dry else MODELS).items():
             if given.only in name:
-                rows += compare(name, model, folder, given.steps, given.dry)
+                rows += compare(name, model, folder, plans, given.steps, given.dry)
                 write(given.out, {"rows": rows})
 
 

@@ -94,13 +94,17 @@ def forked_trainings(tmp_path, monkeypatch):
 def test_workers_are_compared_with_one_process(tmp_path, monkeypatch, forked_trainings):
     import workers  # noqa: PLC0415
 
-    words = ["workers.py", "--dry", "--steps", "6", "--out", f"{tmp_path}/found.json"]
-    monkeypatch.setattr(sys, "argv", words)
+    found, plans = tmp_path / "found.json", tmp_path / "plans"
+    words = ["workers.py", "--dry", "--steps", "6", "--out", str(found)]
+    monkeypatch.setattr(sys, "argv", [*words, "--plans", str(plans)])
     workers.main()
-    one, two = json.loads((tmp_path / "found.json").read_text())["rows"]
+    one, two = json.loads(found.read_text())["rows"]
     assert (one["ranks"], two["ranks"], two["microbatches"]) == (1, 2, 4)
     for row in (one, two):
         assert row["speed"] == pytest.approx(row["tokens"] / row["seconds"])
+    workers.main()  # with the plans of the first time
+    again = json.loads(found.read_text())["rows"]
+    assert [row["schedule"] for row in again] == [one["schedule"], two["schedule"]]
 
 
 def test_runs_of_the_trainer_come_with_what_they_forecast(
