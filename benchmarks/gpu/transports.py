@@ -34,7 +34,8 @@ from penstock.cost.network import Network
 from penstock.ir.idle import split_idle_time
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.measure.links import gather_rows, measured_network
+from penstock.measure.links import measured_network
+from penstock.measure.rows import gather_rows
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.sim.in_order import simulate_in_order

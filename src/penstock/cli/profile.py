@@ -543,6 +543,8 @@ def _link_note(profile: Profile) -> str:
             f"links: latency {write_time(latency, digits=3)}, "
             f"bandwidth {write_size(bandwidth)}/s"
         )
+    if isinstance(network.sum_bandwidth, float):
+        note += f", and {write_size(network.sum_bandwidth)}/s in sums of all ranks"
     if network.channels == 1:
         note += "; the messages of a rank wait for each other"
     if network.channels == 2:
