@@ -57,13 +57,23 @@ def test_other_pages_are_made_of_their_results(name, monkeypatch):
 
 
 def test_transports_are_compared_with_what_the_simulator_says(tmp_path):
-    run(f"transports.py --dry --rounds 1 --only 1f1b --out {tmp_path}/found.json")
-    whole, half = json.loads((tmp_path / "found.json").read_text())["rows"]
+    run(
+        f"transports.py --dry --rounds 1 --only 1f1b,chimera --out {tmp_path}/found.json"
+    )
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    whole, half, *replicas = rows
     assert (whole["messages"], half["messages"]) == ("float32", "bfloat16")
     assert half["message_bytes"] == whole["message_bytes"] / 2
     assert half["loss"] == pytest.approx(whole["loss"], rel=1e-3)
-    for row in (whole, half):
+    for row in rows:
         assert row["free"] <= row["simulated"]
+    for row in (whole, half):
+        assert row["sums"] == 0
+        assert row["in_order_with_sums"] == row["in_order"]
+    for row in replicas:
+        assert row["name"] == "chimera"
+        assert row["sums"] == len(row["gradient_bytes"]) == 2
+        assert row["in_order_with_sums"] > row["in_order"]
 
 
 def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):
