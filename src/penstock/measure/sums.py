@@ -31,9 +31,9 @@ FLOAT32_BYTES = 4
 TINY_BYTES = 1 << 10
 LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 26
-GROWTH = 4
+GROWTH = 2
 LONG_SECONDS = 0.03  # a sum that takes as long is timed well
-ROUNDS = 3
+ROUNDS = 5
 
 Group = tuple[int, ...]
 
