@@ -26,7 +26,7 @@ from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower
 from penstock.cost import Profile
-from penstock.measure.links import gather_rows as rows_of_all
+from penstock.measure.rows import gather_rows as rows_of_all
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup

@@ -12,7 +12,12 @@ tried with three layouts of communicators:
 
 A step is compared with simulated ones: the median times of its own actions, and the links as they were measured
 before. `simulated` lets every message leave at once, `in_order` lets the messages of a rank wait for each other. Links
-are measured with one message at a time, `crowded` with messages between all ranks, and `busy` while all compute, too.
+are measured with one message at a time, `crowded` with messages between all ranks, `busy` while all compute, too, and
+`summing` while all sum gradients.
+
+These are the ends of the last actions. Replicas then still sum gradients, so the whole step is compared with
+`simulated_with_sums` and `in_order_with_sums`: the ends of the last sums, which send with the bandwidth that sums had
+while all ranks summed.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +33,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench import DRY, REAL, Size, arguments, clocked, data, note, stages_of, write
+from torch import nn
 
-from penstock import lower, make, simulate
+from penstock import Schedule, lower, make, simulate
 from penstock.cost.network import Network
 from penstock.ir.idle import split_idle_time
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.measure.links import gather_rows, measured_network
+from penstock.measure.links import measured_network
+from penstock.measure.rows import gather_rows
+from penstock.measure.sums import groups_that_sum
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
+from penstock.runtime.comm.comm import Pending
 from penstock.sim.in_order import simulate_in_order
 from penstock.sim.own_times import own_cost
 
@@ -56,6 +65,9 @@ HOP_ROUNDS = 20
 # an H200.
 WORK_PRODUCTS = 100
 WORK_REPLAYS = 20
+# A sum that lasts longer than the messages beside it: about 0.2 s on eight workers.
+SUM_BYTES = 1 << 28
+DRY_SUM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,8 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
     network = measured_network(comm, every=False, device=device)
     took = 1e3 * float(network.latency)  # type: ignore[arg-type]
     rate = float(network.bandwidth) / 1e9  # type: ignore[arg-type]
-    note(comm, f"{layout}: {took:.3f} ms and {rate:.2f} GB/s a link")
+    sums = float(network.sum_bandwidth) / 1e9  # type: ignore[arg-type]
+    note(comm, f"{layout}: {took:.3f} ms, {rate:.2f} GB/s a link, {sums:.2f} in sums")
     rows = []
     for label in setting.names:
         for dtype in setting.types_of(layout):
@@ -130,11 +143,15 @@ def describe(row: dict[str, Any]) -> str:
             "in_order",
             "in_order_crowded",
             "in_order_busy",
+            "in_order_summing",
+            "simulated_with_sums",
+            "in_order_with_sums",
             "free",
         )
     )
     hops = ", ".join(
-        f"{key} {1e3 * row[key]:.2f}" for key in ("hop", "crowded_hop", "busy_hop")
+        f"{key} {1e3 * row[key]:.2f}"
+        for key in ("hop", "crowded_hop", "busy_hop", "summing_hop")
     )
     return (
         f"{row['name']}, {row['messages']}: {times} ms; "
@@ -172,9 +189,11 @@ def one(
     device = torch.device(size.device)
     hops = {
         "hop": float(network.latency) + message / float(network.bandwidth),  # type: ignore[arg-type]
-        "crowded_hop": mean_hop(comm, message, device, computes=False),
-        "busy_hop": mean_hop(comm, message, device, computes=True),
+        "crowded_hop": mean_hop(comm, message, device, None),
+        "busy_hop": mean_hop(comm, message, device, busy_work(device)),
+        "summing_hop": mean_hop(comm, message, device, sum_work(comm, device)),
     }
+    gradients = gradient_bytes(comm, schedule, stages)
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
     times = [clocked(comm, step, stages, size)[0] for _ in range(setting.rounds)]
@@ -190,12 +209,16 @@ def one(
         "message_bytes": message,
         "latency": network.latency,
         "bandwidth": network.bandwidth,
+        "sum_bandwidth": network.sum_bandwidth,
+        "gradient_bytes": gradients,
         **hops,
         "step": statistics.median(times),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "loss": loss,
-        **predictions(comm, executor.program, timeline, network, message, hops),
+        **predictions(
+            comm, executor.program, timeline, network, message, gradients, hops
+        ),
     }
     if setting.timelines:
         row["start"] = timeline.start.tolist()
@@ -209,22 +232,31 @@ def predictions(
     timeline: Timeline,
     network: Network,
     message: int,
+    gradients: Sequence[float],
     hops: dict[str, float],
 ) -> dict[str, float]:
-    """Makespans with the times of the step's own actions and several links, and why ranks were idle."""
+    """Ends with the times of the step's own actions and several links, and why ranks were idle."""
     schedule = program.schedule
     channels = comm.channels or 1
     cost = own_cost(timeline)
     tokens = schedule.microbatches[0].cuts[-1]
-    parts = tuple(replace(part, message=message / tokens) for part in cost.parts)
+    parts = tuple(
+        replace(part, message=message / tokens, gradients=size)
+        for part, size in zip(cost.parts, gradients, strict=True)
+    )
     at_once = replace(network, channels=None)  # Every message leaves at once.
     measured = replace(cost, parts=parts, network=at_once)
+    simulated = simulate(schedule, measured)
+    in_order = simulate_in_order(schedule, measured, channels)
     found = {
         "free": simulate(schedule, cost).makespan,
-        "simulated": simulate(schedule, measured).makespan,
-        "in_order": simulate_in_order(schedule, measured, channels).makespan,
+        "simulated": float(simulated.end.max()),
+        "in_order": float(in_order.end.max()),
+        "sums": len(in_order.sums),
+        "simulated_with_sums": simulated.makespan,
+        "in_order_with_sums": in_order.makespan,
     }
-    for key in ("crowded", "busy"):
+    for key in ("crowded", "busy", "summing"):
         fixed = replace(cost, network=Network(hops[f"{key}_hop"]))
         made = simulate_in_order(schedule, fixed, channels)
         found[f"in_order_{key}"] = made.makespan
@@ -236,12 +268,26 @@ def predictions(
     return found
 
 
+def gradient_bytes(
+    comm: ProcessComm, schedule: Schedule, stages: Mapping[int, nn.Module]
+) -> list[float]:
+    """The bytes of the gradients of each part."""
+    rows = torch.zeros(comm.ranks, schedule.parts, dtype=torch.float64)
+    for stage, module in stages.items():
+        size = sum(one.nbytes for one in module.parameters() if one.requires_grad)
+        rows[comm.rank, schedule.stages[stage].part] = size
+    found: list[float] = gather_rows(comm, rows).amax(0).tolist()
+    return found
+
+
 def mean_hop(
-    comm: ProcessComm, message: int, device: torch.device, computes: bool
+    comm: ProcessComm,
+    message: int,
+    device: torch.device,
+    work: Callable[[], Pending | None] | None,
 ) -> float:
-    """The mean seconds of a message between neighbours while all ranks talk at once, and compute or do not."""
+    """The mean seconds of a message between neighbours while all ranks talk at once, and work or do not."""
     payload = torch.ones(message // 4, device=device)
-    work = busy_work(device) if computes else None
     rows = torch.zeros(comm.ranks, 2, 2, dtype=torch.float64)
     on_gpu = device.type == "cuda"
     for shift in (0, 1):
@@ -250,8 +296,7 @@ def mean_hop(
         for counted in (1, HOP_ROUNDS):  # The first message connects two ranks.
             comm.barrier()
             settle_device(device)
-            if work is not None and counted > 1:
-                work()
+            begun = work() if work is not None and counted > 1 else None
             stream = torch.cuda.Stream() if on_gpu else None
             began = time.perf_counter()
             with torch.cuda.stream(stream):
@@ -260,6 +305,8 @@ def mean_hop(
             if stream is not None:
                 stream.synchronize()
             took = time.perf_counter() - began
+            if begun is not None:
+                begun.wait()
             settle_device(device)
         if has_peer:
             rows[comm.rank, shift] = torch.tensor([took / (2 * HOP_ROUNDS), 1.0])
@@ -267,7 +314,7 @@ def mean_hop(
     return float(total / count)
 
 
-def busy_work(device: torch.device) -> Callable[[], object] | None:
+def busy_work(device: torch.device) -> Callable[[], None] | None:
     """A function that gives a GPU work for a while: products of the size of a layer's."""
     if device.type != "cuda":
         return None
@@ -285,6 +332,20 @@ def busy_work(device: torch.device) -> Callable[[], object] | None:
     def work() -> None:
         for _ in range(WORK_REPLAYS):
             graph.replay()
+
+    return work
+
+
+def sum_work(comm: ProcessComm, device: torch.device) -> Callable[[], Pending]:
+    """A function that begins a sum of this rank with another one, and returns it."""
+    groups = groups_that_sum(comm.ranks)
+    comm.prepare(groups)
+    (mine,) = (group for group in groups if comm.rank in group)
+    size = SUM_BYTES if device.type == "cuda" else DRY_SUM_BYTES
+    gradients = torch.zeros(size // 4, device=device)
+
+    def work() -> Pending:
+        return comm.add(gradients, mine)
 
     return work
 

@@ -30,7 +30,7 @@ of the step's own actions. In *free*, messages take no time. In *simulated*, the
 for one message at a time, measured beforehand, and every message leaves at once. In *in order*, they take the same
 time, but wait for each other as over NCCL (`penstock simulate --channels`). The error compares the makespan with *in
 order*, and with *simulated* over `penstock_ipc`, where messages do not wait. A profile that is measured over NCCL makes
-plans and forecasts follow *in order*; that came after these measurements and has not run on a GPU.
+plans and forecasts follow *in order*; that came after these measurements and has not run on a GPU.{compared}
 
 ## Why messages are late
 
@@ -55,7 +55,7 @@ then compute more slowly. On GPUs of their own, ranks have 132 of them, but that
   because kernels of NCCL wait on the multiprocessors that compute.
 - Messages in bfloat16 (`run.messages`) take {halved:.0%} off a step over NCCL in the median, and nothing over
   `penstock_ipc`, which has room to spare.
-- Chimera sums the gradients of its replicas over NCCL as well, which these predictions leave out.
+{sums}
 - Over `penstock_ipc`, *simulated* is within {ipc:.1%}.
 - Settings of NCCL do not help. On another machine, ZB-V with bfloat16 took 314 ms with the defaults, 320 with one
   channel (`NCCL_MAX_NCHANNELS=1`, `NCCL_MAX_P2P_NCHANNELS=1`), and 333 with one socket and chunks of 1 MB as well
@@ -80,6 +80,17 @@ The first loss of these models changes by {loss:.0e} of its value at most. Three
 width 64, 150 steps on four CPU ranks, all else in float32) had held-out losses of 2.592, 2.602 and 2.619 with
 messages in bfloat16 and 2.606, 2.632 and 2.685 with messages in float32. Three seeds do not tell these apart.
 """
+LEFT_OUT = "- Chimera sums the gradients of its replicas over NCCL as well, which these predictions leave out."
+COMPARED = """
+
+Replicas sum their gradients when the actions of a step are done. So the error of Chimera compares its whole step with
+*with sums*: the end of the last sum of the same prediction. These sums send with the bandwidth that sums had beforehand
+while all ranks summed in pairs. Profiles contain this bandwidth, too."""
+SUMS = """- Chimera sums the gradients of its replicas over NCCL as well. All ranks do that at about the same time, and
+  each then sends {sum_rate:.1f} GB/s instead of the {link_rate:.1f} GB/s of a lone link. Its steps are up to
+  {sum_worst:.1%} away from the predictions with sums, and up to {sum_missing:.0%} longer than *in order*.
+- Its messages are late beside the sums: the last action ends {late_least:.0%} to {late_most:.0%} later than *in order*.
+  A message takes {summing:.2f} ms in bfloat16 while all ranks sum."""
 
 
 def main() -> None:
@@ -134,7 +145,31 @@ def page() -> str:
         hop_four=1e3 * _of(single, "zb-v", "bfloat16")["hop"],
         crowded_four=1e3 * _of(single, "zb-v", "bfloat16")["crowded_hop"],
         loss=max(abs(loss / whole - 1) for loss in losses["bfloat16"]),
+        compared=COMPARED if any(map(_has_sums, eight)) else "",
+        sums=_sums(one),
     )
+
+
+def _sums(rows: list[Row]) -> str:
+    """What sums over NCCL do to the steps of schedules with replicas."""
+    replicas = [row for row in rows if _has_sums(row)]
+    if not replicas:
+        return LEFT_OUT
+    late = [row["makespan"] / row["in_order"] - 1 for row in replicas]
+    return SUMS.format(
+        sum_rate=replicas[0]["sum_bandwidth"] / 1e9,
+        link_rate=replicas[0]["bandwidth"] / 1e9,
+        sum_worst=max(abs(_error(row)) for row in replicas),
+        sum_missing=max(row["step"] / row["in_order"] - 1 for row in replicas),
+        late_least=min(late),
+        late_most=max(late),
+        summing=1e3 * _of(replicas, "chimera", "bfloat16")["summing_hop"],
+    )
+
+
+def _has_sums(row: Row) -> bool:
+    """Whether replicas sum gradients in a step, and predictions count that. Older files do not say."""
+    return bool(row.get("sums"))
 
 
 def _of(rows: list[Row], name: str, messages: str = "float32") -> Row:
@@ -151,16 +186,19 @@ def _prediction(row: Row) -> str:
 
 
 def _error(row: Row) -> float:
-    """How much longer a step took than predicted."""
+    """How much longer a step took than predicted: to its last action, or to its last sum."""
+    if _has_sums(row):
+        return float(row["step"] / row[f"{_prediction(row)}_with_sums"] - 1)
     return float(row["makespan"] / row[_prediction(row)] - 1)
 
 
 def _table(rows: list[Row]) -> str:
-    lines = [
-        "| schedule | transport | messages | step | makespan | free | simulated "
-        "| in order | error | idle |",
-        "|---|---|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    sums = any(map(_has_sums, rows))
+    heads = ["schedule", "transport", "messages", "step", "makespan", "free"]
+    heads += ["simulated", "in order", *(["with sums"] if sums else []), "error"]
+    heads.append("idle")
+    rule = ["---"] * 3 + ["--:"] * (len(heads) - 3)
+    lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(rule)}|"]
     names = {"ipc": "penstock_ipc", "one": "nccl", "direction": "nccl, two ways"}
     for row in sorted(rows, key=lambda each: each["name"]):
         times = [
@@ -176,11 +214,19 @@ def _table(rows: list[Row]) -> str:
             row["messages"],
             *times,
             in_order,
+            *([_end_of_sums(row)] if sums else []),
             f"{_error(row):+.1%}",
             f"{row['bubble']:.1%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _end_of_sums(row: Row) -> str:
+    """The predicted end of the last sum."""
+    if not _has_sums(row):
+        return "-"
+    return f"{1e3 * row[f'{_prediction(row)}_with_sums']:.0f} ms"
 
 
 if __name__ == "__main__":

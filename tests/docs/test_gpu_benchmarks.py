@@ -56,14 +56,48 @@ def test_other_pages_are_made_of_their_results(name, monkeypatch):
     assert script.page() == script.PAGE.read_text()
 
 
+def test_the_page_of_transports_compares_a_step_with_the_end_of_its_sums(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    script = import_module("transports_page")
+    old = script.rows_of
+
+    def rows_with_sums(name: str) -> list[dict[str, object]]:
+        rows = old(name)
+        for row in rows:
+            row["sums"] = 8 if row["name"] == "chimera" else 0
+            row["sum_bandwidth"] = 1.25e9
+            row["summing_hop"] = 2 * row["hop"]
+            for key in ("simulated", "in_order"):
+                late = 1.25 if row["sums"] else 1.0
+                row[f"{key}_with_sums"] = row["step"] / late
+        return rows
+
+    monkeypatch.setattr(script, "rows_of", rows_with_sums)
+    text = script.page()
+    assert "| in order | with sums | error |" in text
+    assert text.count("| +25.0% |") == 4
+    assert "each then sends 1.2 GB/s instead of the 4.6 GB/s of a lone link" in text
+    assert script.LEFT_OUT not in text
+
+
 def test_transports_are_compared_with_what_the_simulator_says(tmp_path):
-    run(f"transports.py --dry --rounds 1 --only 1f1b --out {tmp_path}/found.json")
-    whole, half = json.loads((tmp_path / "found.json").read_text())["rows"]
+    run(
+        f"transports.py --dry --rounds 1 --only 1f1b,chimera --out {tmp_path}/found.json"
+    )
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    whole, half, *replicas = rows
     assert (whole["messages"], half["messages"]) == ("float32", "bfloat16")
     assert half["message_bytes"] == whole["message_bytes"] / 2
     assert half["loss"] == pytest.approx(whole["loss"], rel=1e-3)
-    for row in (whole, half):
+    for row in rows:
         assert row["free"] <= row["simulated"]
+    for row in (whole, half):
+        assert row["sums"] == 0
+        assert row["in_order_with_sums"] == row["in_order"]
+    for row in replicas:
+        assert row["name"] == "chimera"
+        assert row["sums"] == len(row["gradient_bytes"]) == 2
+        assert row["in_order_with_sums"] > row["in_order"]
 
 
 def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):

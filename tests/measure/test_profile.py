@@ -419,6 +419,12 @@ BROKEN = [
         "a row of numbers",
     ),
     (
+        '"serial": true',
+        '"serial": true, "sum_bandwidth": 0',
+        "the bandwidth of sums from rank 0 to rank 0 is 0",
+        "a row of numbers",
+    ),
+    (
         '"message": 2048.0',
         f'"message": {10**400}',
         "message is out of range",
@@ -674,6 +680,7 @@ def test_several_ranks_measure_together_and_then_their_links(run):
     assert len(network.latency) == 2
     assert 0 < network.latency[0][1] < 1
     assert network.bandwidth[0][1] > 1e5
+    assert network.sum_bandwidth[0][1] > 1e5
 
 
 def test_a_hugging_face_folder_is_measured_by_its_config(run):

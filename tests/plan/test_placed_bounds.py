@@ -81,6 +81,10 @@ def random_cell(seed: int) -> tuple[random.Random, Cell, ProfilePricing]:
         [None, Machines(2, Link(0.3, 1e4), Link(2.0, 10 ** rng.uniform(1, 3)))]
     )
     measured = random_profile(rng, layers)
+    if seed % 2:  # sums are slower or faster than messages
+        sums = measured.network.bandwidth * (0.3, 2.0)[seed % 4 // 2]
+        network = replace(measured.network, sum_bandwidth=sums)
+        measured = replace(measured, network=network)
     workload = Workload(
         layers,
         TOKENS,

@@ -18,6 +18,7 @@ from penstock import UnitCost, simulate
 from penstock.config import ModelConfig
 from penstock.cost.cluster import Cluster, Node
 from penstock.cost.gpus import Link, analytic_profile
+from penstock.cost.network import Network
 from penstock.cost.placed import PlacedCost
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
@@ -408,6 +409,24 @@ def test_copies_pay_for_the_sums_of_their_gradients():
         timeline = simulate(plan.schedule, cost)
         assert len(timeline.sums) > 0
         assert timeline.makespan > timeline.end.max()
+
+
+def test_copies_sum_with_the_bandwidth_that_sums_have():
+    """The price, the estimate and the file of a plan agree."""
+    profile = replace(profile_at(4), network=Network(1e-5, 1e10, sum_bandwidth=1e8))
+    workload = workload_for(4, fixed={"copies": 2, "ranks": 2, "microbatches": 1})
+    question = profile_question(workload, lambda rows: profile, FEW, "a formula")
+    found = find(question)
+    for row in one_row_of_each_cell(found):
+        plan = chosen_plan(replace(found, rows=(row,)))
+        cost = Price(UnitCost(), profile, TOKENS).for_plan(plan).cost
+        timeline = simulate(plan.schedule, cost)
+        assert timeline.makespan == pytest.approx(row.candidate.makespan, rel=1e-9)
+        last = timeline.sums[-1]
+        pair = 2 * 1e-5 + last.bytes / 1e8
+        assert last.end - last.start == pytest.approx(pair)
+        assert question.pricing.estimate(row.cell).seconds > pair
+        assert question.pricing.close_bound(row.cell) <= row.candidate.step * ROUNDING
 
 
 def test_a_search_is_the_same_twice():

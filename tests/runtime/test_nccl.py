@@ -6,6 +6,7 @@ away from then on, so give each case of the last test a testbed of its own: -k r
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -38,6 +39,7 @@ def test_ranks_that_share_a_gpu_find_the_backend_of_the_testbed():
 def test_measured_links_say_that_messages_wait_for_each_other():
     network, _ = spawn(2, measured_network, backend="nccl", patience=60)
     assert network.channels in (1, 2)
+    assert 1e6 < network.sum_bandwidth < math.inf
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -14,6 +14,7 @@ from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, simu
 from penstock.cost import NoisyCost, Profile
 from penstock.cost.allreduce import ring_seconds
 from penstock.cost.profile import block
+from penstock.cost.wrapped import GivenSumsCost, PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.sums import (
     completion,
@@ -96,6 +97,51 @@ def test_ring_of_real_links():
     assert len(timeline.sums) == 2
     for one in timeline.sums:
         assert one.end - one.start == pytest.approx(expected)
+
+
+def test_sums_have_a_bandwidth_of_their_own_where_it_was_measured():
+    links = {"latency": 1e-3, "bandwidth": 1e9}
+    schedule = make("1f1b", ranks=2, microbatches=2, copies=4)
+    alike = simulate(schedule, model(2, gradients=8e6, **links))
+    rows = tuple(tuple(2e8 for _ in range(8)) for _ in range(8))
+    for measured in (2e8, rows):
+        cost = model(2, gradients=8e6, sum_bandwidth=measured, **links)
+        timeline = simulate(schedule, cost)
+        for one in timeline.sums:
+            expected = 2 * 3 / 4 * 8e6 / 2e8 + 2 * 3 * 1e-3
+            assert one.end - one.start == pytest.approx(expected)
+        assert np.array_equal(timeline.end, alike.end), "messages are as fast as before"
+    with pytest.raises(ShapeError, match="the bandwidth of sums from rank 0"):
+        Network(sum_bandwidth=0.0)
+
+
+def test_a_step_over_nccl_ends_with_its_sums():
+    schedule = make("chimera", ranks=4, microbatches=8)
+    links = {"latency": 1e-3, "bandwidth": 1e9, "channels": 1}
+    alone = simulate(schedule, model(4, gradients=0.0, **links))
+    cost = model(4, gradients=8e6, sum_bandwidth=1e6, **links)
+    timeline = simulate(schedule, cost)
+    assert np.array_equal(timeline.end, alone.end)
+    assert timeline.makespan == max(one.end for one in timeline.sums)
+    # Each rank sums two parts, one after the other, and some rank is not done before the end.
+    assert timeline.makespan > alone.makespan + 8.0
+
+
+def test_planned_sums_send_messages_over_the_links():
+    links = {"latency": 1e-3, "bandwidth": 1e9}
+    slow = model(2, gradients=8e6, sum_bandwidth=1e6, **links)
+    alike = model(2, gradients=8e6, **links)
+    ready = [0.0, 0.5, 0.25]
+    ends = [
+        PlannedSumsCost(one).sum_end((0, 1, 2), 8e6, ready) for one in (slow, alike)
+    ]
+    assert ends[0] == ends[1]
+    plan = PlannedSumsCost(alike).plan_sum((0,), (0, 1, 2), 8e6, ready)
+    given = [
+        GivenSumsCost(one, (plan,)).sum_end((0, 1, 2), 8e6, ready)
+        for one in (slow, alike)
+    ]
+    assert given[0] == given[1]
 
 
 def test_the_slowest_link_sets_the_pace_of_a_ring():

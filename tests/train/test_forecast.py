@@ -253,6 +253,17 @@ def test_over_nccl_the_messages_of_a_rank_wait_for_each_other():
     assert found.makespan > forecast(CONFIG, plan, at_once, 2).timeline.makespan
 
 
+def test_a_step_ends_with_its_sums_as_fast_as_all_ranks_sum():
+    copies = make("1f1b", ranks=2, microbatches=8, copies=2)
+    plan = Plan(copies, "1f1b copies=2", (2, 2))
+    alike = replace(profile_of(), network=Network(0.5, 100.0))
+    slow = replace(alike, network=replace(alike.network, sum_bandwidth=2.0))
+    found, quick = (forecast(CONFIG, plan, one, 4) for one in (slow, alike))
+    # The gradients of two layers are a quarter of their weights: 5 bytes.
+    assert found.seconds - quick.seconds == pytest.approx(5 / 2 - 5 / 100)
+    assert found.timeline.makespan == max(one.end for one in found.timeline.sums)
+
+
 def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():
     plan = Plan(make("gpipe", ranks=1, microbatches=3), "gpipe", (4,))
     plain, more = (

@@ -142,6 +142,13 @@ def test_simulate_counts_the_mesh_of_a_plan(tmp_path, monkeypatch, capsys):
     assert max(tensor["weights"]) < 0.6 * max(plain["weights"])
     assert shard["gather"] > plain["gather"] == 0.0
     assert shard["makespan"] == pytest.approx(plain["makespan"])
+    slow = replace(whole, network=replace(link, sum_bandwidth=3e9))
+    write_profile(slow, Path("profile.json"))
+    assert simulated() == plain
+    assert simulated(tensor=1, shard=2)["gather"] > 10 * shard["gather"]
+    assert simulated(tensor=2, shard=1)["makespan"] > tensor["makespan"]
+    write_profile(replace(whole, network=link), Path("profile.json"))
+    simulated(tensor=1, shard=2)
     # Twice the sequences, with an optimizer step of half the weights.
     assert 1.5 < shard["tokens_per_second"] / plain["tokens_per_second"] < 2.1
     code, out, _ = called(

@@ -104,7 +104,7 @@ def profile_command(
     ranks: Annotated[
         Optional[int],
         typer.Option(
-            help="Ranks on this machine that measure at the same time, then their links. "
+            help="Ranks on this machine that measure at the same time, then their links and sums. "
             "Default: 1, or as many as a run of the config has at work at once."
         ),
     ] = None,
@@ -135,7 +135,7 @@ def profile_command(
     ] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer and links.
+    """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links and sums.
 
     `simulate` and `plan` read the file with --profile. Under torchrun, torchrun's ranks do the measuring.
 
@@ -543,6 +543,8 @@ def _link_note(profile: Profile) -> str:
             f"links: latency {write_time(latency, digits=3)}, "
             f"bandwidth {write_size(bandwidth)}/s"
         )
+    if isinstance(network.sum_bandwidth, float):
+        note += f", and {write_size(network.sum_bandwidth)}/s in sums of all ranks"
     if network.channels == 1:
         note += "; the messages of a rank wait for each other"
     if network.channels == 2:

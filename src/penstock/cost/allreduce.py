@@ -15,7 +15,8 @@ can own much: it has received the shares of all others by then, and only sends t
 
 The planner of paths takes the quickest of the three for each part, if it may, and the plan says
 how each part is summed (`penstock.cost.planned_sum`). Messages that use the same links at the same
-time are not considered.
+time are not considered. A ring of the backend uses the bandwidth that sums had while all ranks
+summed, where it was measured (`penstock.cost.network.sum_bandwidth`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.network import Network, PerPair, value_of_pair
+from penstock.cost.network import Network, PerPair, sum_bandwidth, value_of_pair
 from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats, Ints
 
@@ -100,7 +101,7 @@ def sum_over_network(network: Network, ranks: Sequence[int], size: float) -> flo
     """The seconds to sum `size` bytes over these ranks of a network, along a ring."""
     if len(ranks) < 2 or size <= 0:
         return 0.0
-    latency, bandwidth = network.latency, network.bandwidth
+    latency, bandwidth = network.latency, sum_bandwidth(network)
     if not isinstance(latency, tuple) and not isinstance(bandwidth, tuple):
         return even_ring_seconds(len(ranks), latency, bandwidth, size)
     hops = _matrix(latency, ranks, "latency")

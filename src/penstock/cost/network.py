@@ -17,17 +17,22 @@ class Network:
 
     A `serial` link carries one message at a time. With `channels`, all messages of a rank wait for each other, as over
     NCCL: 1 if they share a channel, 2 if each direction has its own (`penstock.sim.in_order`).
+
+    `bandwidth` is that of a message. A sum of gradients sends with `sum_bandwidth`, which was measured while all ranks
+    summed, because they share sockets and cores then; if it was not measured, a sum is as fast as messages are.
     """
 
     latency: PerPair = 0.0
     bandwidth: PerPair = math.inf
     serial: bool = False
     channels: int | None = None
+    sum_bandwidth: PerPair | None = None
 
     def __post_init__(self) -> None:
         check_channels(self.channels)
         _check_pairs("latency", self.latency, least=0.0)
         _check_pairs("bandwidth", self.bandwidth, least=MIN_BANDWIDTH)
+        _check_pairs("bandwidth of sums", sum_bandwidth(self), least=MIN_BANDWIDTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +51,25 @@ def check_channels(channels: int | None) -> None:
         )
 
 
-def slowest_link(network: Network) -> Link:
-    """Return the longest latency and the least bandwidth of all pairs.
+def sum_bandwidth(network: Network) -> PerPair:
+    """Return the bandwidth with which sums of gradients send, between all pairs or between each.
 
-    >>> slowest_link(Network(0.5, ((0.0, 8.0), (4.0, 0.0))))
+    >>> sum_bandwidth(Network(bandwidth=3e9)), sum_bandwidth(Network(bandwidth=3e9, sum_bandwidth=1e9))
+    (3000000000.0, 1000000000.0)
+    """
+    measured = network.sum_bandwidth
+    return network.bandwidth if measured is None else measured
+
+
+def slowest_sum_link(network: Network) -> Link:
+    """Return the longest latency and the least bandwidth that a sum can meet between two ranks.
+
+    >>> slowest_sum_link(Network(0.5, ((0.0, 8.0), (4.0, 0.0))))
     Link(latency=0.5, bandwidth=4.0)
     """
     return Link(
         max(_values(network.latency), default=0.0),
-        min(_values(network.bandwidth), default=math.inf),
+        min(_values(sum_bandwidth(network)), default=math.inf),
     )
 
 

@@ -17,8 +17,11 @@
           ]
         }, ...
       },
-      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null means unlimited;
-                                                                        over NCCL also "channels": 1 or 2
+      "network": {                                         a number, or rows; null means unlimited
+        "latency": 2e-05, "bandwidth": 1e9, "serial": true,
+        "channels": 1,                                     1 or 2; only over NCCL
+        "sum_bandwidth": 4e8                               of sums while all ranks sum; not in old files
+      }
     }
 
 If the embedding and the head share a weight, "tied" gives the bytes of that weight, its
@@ -99,6 +102,8 @@ def dump_row_profiles(profiles: RowProfiles) -> str:
     }
     if first.network.channels is not None:
         network["channels"] = first.network.channels
+    if first.network.sum_bandwidth is not None:
+        network["sum_bandwidth"] = _infinity_as_null(first.network.sum_bandwidth)
     lines = [
         '"penstock": "profile"',
         f'"version": {PROFILE_VERSION}',
@@ -354,7 +359,7 @@ def _table(
 
 def _network(page: Page, steps: Steps, value: Value) -> Network:
     needed = ("latency", "bandwidth", "serial")
-    entry = read_entry(page, steps, value, needed, ("channels",))
+    entry = read_entry(page, steps, value, needed, ("channels", "sum_bandwidth"))
     latency = _per_pair(page, (*steps, "latency"), entry["latency"], read_number)
     bandwidth = _per_pair(page, (*steps, "bandwidth"), entry["bandwidth"], _bandwidth)
     serial = read_flag(page, (*steps, "serial"), entry["serial"])
@@ -362,8 +367,12 @@ def _network(page: Page, steps: Steps, value: Value) -> Network:
     if "channels" in entry:
         place = (*steps, "channels")
         channels = read_whole(page, place, entry["channels"], least=1, most=2)
+    sums = None
+    if "sum_bandwidth" in entry:
+        place = (*steps, "sum_bandwidth")
+        sums = _per_pair(page, place, entry["sum_bandwidth"], _bandwidth)
     try:
-        return Network(latency, bandwidth, serial, channels)
+        return Network(latency, bandwidth, serial, channels, sums)
     except ShapeError as error:
         advice = "give one number, or a row of numbers for each rank"
         fail(page, steps, str(error), advice)

@@ -19,15 +19,17 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from penstock.cost.fit import least_squares
 from penstock.cost.network import Network
+from penstock.measure.rows import gather_rows
+from penstock.measure.sums import measured_sum_bandwidth
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import ProcessComm
 
@@ -52,6 +54,19 @@ class MeasuredLink(NamedTuple):
 
 
 def measured_network(
+    comm: Comm, every: bool = False, device: torch.device | str = "cpu"
+) -> Network:
+    """Measure the links between all ranks, and how fast sums are; all ranks must call this.
+
+    `every` is that of `measured_links`.
+    """
+    links = measured_links(comm, every, device)
+    if comm.ranks == 1:
+        return links
+    return replace(links, sum_bandwidth=measured_sum_bandwidth(comm, links, device))
+
+
+def measured_links(
     comm: Comm, every: bool = False, device: torch.device | str = "cpu"
 ) -> Network:
     """Measure the links between all ranks; all ranks must call this.
@@ -97,12 +112,6 @@ def hosts_of(comm: Comm) -> tuple[str, ...]:
         raw = bytes(int(letter) for letter in row if letter)
         names.append(raw.decode(errors="replace"))
     return tuple(names)
-
-
-def gather_rows(comm: Comm, rows: Tensor) -> Tensor:
-    """Collect the rows of all ranks; each fills its own and leaves the others zero."""
-    comm.add(rows, tuple(range(comm.ranks))).wait()
-    return rows
 
 
 # ---------------------------------------------------------------- pair by pair

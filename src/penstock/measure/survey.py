@@ -19,7 +19,8 @@ import torch
 from penstock.cost.cluster import Cluster, Matrix, Node
 from penstock.cost.network import PerPair
 from penstock.errors import ShapeError
-from penstock.measure.links import gather_rows, hosts_of, measured_network
+from penstock.measure.links import hosts_of, measured_links
+from penstock.measure.rows import gather_rows
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.launch import run_on_ranks, spawn, under_launcher
@@ -62,7 +63,7 @@ def cluster_of(
     facts[comm.rank, 0] = _product_seconds(device)
     facts[comm.rank, 1] = _memory_bytes(device, neighbors)
     seconds, memory = gather_rows(comm, facts).T.tolist()
-    network = measured_network(comm, True, device)
+    network = measured_links(comm, True, device)
     fastest = min(seconds)
     nodes = []
     for host, product_seconds, size in zip(hosts, seconds, memory, strict=True):

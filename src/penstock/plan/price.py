@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
 from penstock.cost.mesh import gather_seconds, mesh_profile
-from penstock.cost.network import slowest_link
+from penstock.cost.network import slowest_sum_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.row_profiles import RowProfiles
@@ -72,7 +72,7 @@ class Price:
                     "cluster.toml says on which node a rank is, not its processes\n"
                     "  leave --cluster out, or plan with mesh.tensor=1 and mesh.shard=1"
                 )
-            link = slowest_link(profile.network)
+            link = slowest_sum_link(profile.network)
             gather = gather_seconds(profile, tensor, shard, link)
             profile = mesh_profile(profile, tensor, shard, link)
         profile.check(partition, ranks)

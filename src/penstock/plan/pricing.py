@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
-from penstock.cost.network import Link, Network, fastest_link, slowest_link
+from penstock.cost.network import Link, Network, fastest_link, slowest_sum_link
 from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
 from penstock.cost.unit import UnitCost
@@ -220,7 +220,7 @@ class ProfilePricing:
             return self.machines.mesh_links(cell)
         if cell.tensor * cell.shard == 1:
             return NO_LINK, NO_LINK
-        link = slowest_link(self._network(cell))
+        link = slowest_sum_link(self._network(cell))
         return link, link
 
     def processors(self, cell: Cell) -> tuple[int | None, float]:
@@ -397,7 +397,7 @@ class ProfilePricing:
             network = self.profile_at(cell.rows).network
             if self.cluster is not None or isinstance(network.latency, tuple):
                 return 0.0, 0.0
-            link = slowest_link(network)
+            link = slowest_sum_link(network)
         else:
             link = self.machines.copies_link(cell)
         steps = 2 * (cell.copies - 1)
@@ -457,7 +457,7 @@ class ProfilePricing:
         """Return the seconds of a ring that sums gradients over the copies of a rank."""
         if cell.copies == 1:
             return 0.0
-        link = slowest_link(self.profile_at(cell.rows).network)
+        link = slowest_sum_link(self.profile_at(cell.rows).network)
         if self.machines is not None:
             link = self.machines.copies_link(cell)
         steps = 2 * (cell.copies - 1)

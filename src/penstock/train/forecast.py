@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from penstock.config import Config, is_recording
 from penstock.cost import Cost, Profile, RowProfiles
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
-from penstock.cost.network import slowest_link
+from penstock.cost.network import slowest_sum_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import enlarge, send_as
 from penstock.cost.wrapped import GivenSumsCost
@@ -94,7 +94,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     mesh = config.mesh
     schedule = plan.schedule
     profile = send_as(profile, config.run.messages)
-    link = slowest_link(profile.network)
+    link = slowest_sum_link(profile.network)
     gather = gather_seconds(profile, mesh.tensor, mesh.shard, link)
     profile = profile_of_process(profile, config, processors)
     recompute = set(plan.recompute)
@@ -134,7 +134,7 @@ def profile_of_process(profile: Profile, config: Config, processors: int) -> Pro
     if mesh.size == 1:
         return profile
     _, slowdown = split_processors(processors, mesh.size)
-    link = slowest_link(profile.network)
+    link = slowest_sum_link(profile.network)
     return mesh_profile(profile, mesh.tensor, mesh.shard, link, slowdown)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.cost.network import Network, value_of_pair
+from penstock.cost.network import Network, sum_bandwidth, value_of_pair
 from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 
@@ -104,7 +104,8 @@ class ShapedComm:
         following = (*group[1:], group[0])
         pairs = list(zip(group, following, strict=True))
         latency = max(self._latency(*pair) for pair in pairs)
-        bandwidth = min(self._bandwidth(*pair) for pair in pairs)
+        widths = sum_bandwidth(self.network)
+        bandwidth = min(value_of_pair(widths, *pair, "bandwidth") for pair in pairs)
         hops = 2 * (len(group) - 1)
         size = tensor.nbytes * self.inflate / len(group)
         seconds = self.scale * hops * (latency + size / bandwidth)
