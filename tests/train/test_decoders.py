@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from commands import write_text_run
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock.config import Config, ModelConfig
-from penstock.errors import FileError, PenstockError, RunError, ShapeError
+from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
@@ -39,7 +39,7 @@ from penstock.train.after.generate import open_trained
 from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
-from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.hub import read_sizes, read_weights, settle_model, write_folder
 from penstock.train.resumption import check_same_model, describe_model
 from penstock.train.start import check_training
 from penstock.train.weights import copy_weights, draw_parameters, hold_whole
@@ -436,6 +436,16 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path):
         ShapeError, match=r"up_proj.* is \(3, 5\) in the files, but \(48, 32\)"
     ):
         copy_weights(holding, tensors)
+
+
+def test_segments_are_refused_for_a_folder_with_a_decoder(tmp_path):
+    folder = folder_of("gemma3", tmp_path)
+    config = replace(Config(), model=ModelConfig(weights=str(folder)))
+    config = replace(config, data=replace(config.data, segments=2))
+    with pytest.raises(
+        ConfigError, match=r"the model of model\.weights = .* is a decoder"
+    ):
+        settle_model(config)
 
 
 def test_what_transformers_says_of_a_folder_that_is_read_is_still_logged(
