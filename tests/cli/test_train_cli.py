@@ -514,6 +514,14 @@ def test_init_writes_a_config_that_is_read_back(here, text):
             "there is no schedule 'hanay'; did you mean 'hanayo'?",
         ),
         (
+            "train config.toml --set run.device=gpu",
+            "there is no run.device 'gpu'; did you mean 'cuda'?",
+        ),
+        (
+            "train config.toml --set run.precision=bf16",
+            "there is no run.precision 'bf16'; did you mean 'bfloat16'?",
+        ),
+        (
             "train config.toml --set schedule.waves=4",
             "16 parts, but the model has only 4 layers",
         ),

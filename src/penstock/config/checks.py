@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
 
+from penstock.config.other_words import OTHER_VALUES
 from penstock.config.recording import (
     reasons_against_compiling,
     reasons_against_recording,
@@ -282,7 +283,10 @@ def _choice_faults(config: Config) -> list[str]:
     faults = []
     for key, value, known in choices:
         if value not in known:
-            faults.append(str(UnknownNameError(key, value, known)))
+            meant = OTHER_VALUES.get(value.casefold(), "")
+            if meant not in known:
+                meant = ""
+            faults.append(str(UnknownNameError(key, value, known, meant)))
     return faults
 
 
