@@ -22,6 +22,7 @@ CITED = json.loads(
 )
 OVERHEAD, MESSAGE = 0.35, 33.5e6  # seconds of every message, and its bytes
 GRADIENTS = 1.35e9  # bytes of a part, in float32
+SCALES = {"A": 0.06, "B": 0.03}  # seconds in which our processes run one of theirs
 # First come, first served, and slots are not reserved.
 QUEUES = Policy(PUBLISHED.queue_orders, ordered=False)
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import wan_sums
-from instances import CITED, QUEUES, Sides, best_sides, cited_cluster
+from instances import CITED, QUEUES, SCALES, Sides, best_sides, cited_cluster
 from tables import priority
 
 from penstock import ModelCost, lower
@@ -46,7 +46,6 @@ from penstock.view.chart import COLOURS, Series, chart
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "wan.md"
 IMAGES = ROOT / "docs" / "images"
-SCALES = {"A": 0.06, "B": 0.03}  # seconds here for one there
 WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
 FREER = 4  # rows of the levers of which each allows what those above it do
@@ -65,7 +64,6 @@ LEVERS: dict[str, dict[str, Any]] = {
     "the same in waves": {"waves": True},
 }
 
-# for pieces that were measured before searches counted moves
 Row = dict[str, Any]
 
 

@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from instances import CITED, GRADIENTS, MESSAGE, Sides, best_sides, with_bandwidth
+from instances import (
+    CITED,
+    GRADIENTS,
+    MESSAGE,
+    SCALES,
+    Sides,
+    best_sides,
+    with_bandwidth,
+)
 from tables import middle_and_range, table
 from torch import Tensor, nn
 
@@ -35,7 +43,6 @@ HEADING = "## With sums of gradients"
 WIDTH = 2048  # numbers of the message that stands for those bytes
 INFLATE = MESSAGE / (4 * WIDTH)
 NUMBERS = round(GRADIENTS / INFLATE / 4)  # of the gradients of a part
-SCALES = {"A": 0.06, "B": 0.03}  # seconds here for one there
 SIDES = ("full pipeline", "planned paths")
 DTYPES = {"float32": None, "int8": torch.int8}
 Row = dict[str, Any]

@@ -174,7 +174,10 @@ class Ours:
 
 
 class Torchs:
-    """The same step by torch's runtime, on the same modules and in the same order of actions."""
+    """The same step by torch's runtime, on the same modules and in the same order of actions.
+
+    With `native`, torch makes its own GPipe or 1F1B; otherwise its runtime runs our lanes.
+    """
 
     def __init__(
         self,
@@ -183,76 +186,84 @@ class Torchs:
         size: Size,
         native: bool = False,
     ) -> None:
-        total, count = len(schedule.stages), len(schedule.microbatches)
-        device, self.size, self.mine, self.total = (
-            torch.device(size.device),
-            size,
-            stages,
-            total,
-        )
-        between = torch.empty(
-            1,
-            size.tokens,
-            size.config.width,
-            device="meta",
-            dtype=size.dtype,
-            requires_grad=True,
-        )
-        words = torch.empty(1, size.tokens, device="meta", dtype=torch.int64)
-        logits = torch.empty(
-            1,
-            size.tokens,
-            size.config.vocab,
-            device="meta",
-            dtype=size.dtype,
-            requires_grad=True,
-        )
-        made = [
-            PipelineStage(
-                part,
-                n,
-                total,
-                device,
-                input_args=(words if n == 0 else between,),
-                output_args=(logits if n == total - 1 else between,),
-            )
-            for n, part in stages.items()
-        ]
-
-        def loss(y: Tensor, labels: Tensor) -> Tensor:
-            return token_loss(y, labels) / labels.numel()
-
-        self.runtime: Any
-        if native:
-            kind = ScheduleGPipe if _all_first(schedule) else Schedule1F1B
-            self.runtime = kind(made[0], count, loss_fn=loss)
-        else:
-            self.runtime = peer._PipelineScheduleRuntime(made, count, loss_fn=loss)
-            where = {n: stage.rank for n, stage in enumerate(schedule.stages)}
-            self.runtime.stage_index_to_group_rank = where
-            for stage in made:
-                stage.stage_index_to_group_rank = where
-            self.runtime.pipeline_order = {
-                r: [peer._Action.from_str(str(action)) for action in lane]
-                for r, lane in enumerate(schedule.lanes)
-            }
-            self.runtime._prepare_schedule_with_comms(self.runtime.pipeline_order)
+        self.size = size
+        self.has_first = 0 in stages
+        self.has_last = len(schedule.stages) - 1 in stages
+        made = _torch_stages(schedule, stages, size)
+        runtime = _native_runtime if native else _listed_runtime
+        self.runtime = runtime(schedule, made)
         self.tokens = torch.cat(data(schedule, size))
 
     def __call__(self) -> float:
         losses: list[Tensor] = []
-        extra = (
-            {"target": self.tokens, "losses": losses}
-            if self.total - 1 in self.mine
-            else {}
-        )
-        self.runtime.step(*((self.tokens,) if 0 in self.mine else ()), **extra)
+        inputs = (self.tokens,) if self.has_first else ()
+        if self.has_last:
+            self.runtime.step(*inputs, target=self.tokens, losses=losses)
+        else:
+            self.runtime.step(*inputs)
         settle(self.size)
-        return (
-            float(torch.stack([one.detach() for one in losses]).mean())
-            if losses
-            else 0.0
+        if not losses:
+            return 0.0
+        detached = [loss.detach() for loss in losses]
+        return float(torch.stack(detached).mean())
+
+
+def _torch_stages(
+    schedule: Schedule, stages: dict[int, nn.Module], size: Size
+) -> list[PipelineStage]:
+    """Torch's stages of this rank, which want to know the shapes of what they pass on."""
+    count = len(schedule.stages)
+    words = torch.empty(1, size.tokens, device="meta", dtype=torch.int64)
+    hidden = _blank_output(size, size.config.width)
+    logits = _blank_output(size, size.config.vocab)
+    made = []
+    for number, module in stages.items():
+        x = words if number == 0 else hidden
+        y = logits if number == count - 1 else hidden
+        device = torch.device(size.device)
+        stage = PipelineStage(
+            module, number, count, device, input_args=(x,), output_args=(y,)
         )
+        made.append(stage)
+    return made
+
+
+def _blank_output(size: Size, features: int) -> Tensor:
+    """What a stage passes on for one row, without memory."""
+    return torch.empty(
+        1,
+        size.tokens,
+        features,
+        device="meta",
+        dtype=size.dtype,
+        requires_grad=True,
+    )
+
+
+def _mean_loss(y: Tensor, labels: Tensor) -> Tensor:
+    return token_loss(y, labels) / labels.numel()
+
+
+def _native_runtime(schedule: Schedule, made: list[PipelineStage]) -> Any:
+    """Torch's own schedule of the same name."""
+    kind = ScheduleGPipe if _all_first(schedule) else Schedule1F1B
+    return kind(made[0], len(schedule.microbatches), loss_fn=_mean_loss)
+
+
+def _listed_runtime(schedule: Schedule, made: list[PipelineStage]) -> Any:
+    """Torch's runtime with our lanes."""
+    count = len(schedule.microbatches)
+    runtime: Any = peer._PipelineScheduleRuntime(made, count, loss_fn=_mean_loss)
+    where = {n: stage.rank for n, stage in enumerate(schedule.stages)}
+    runtime.stage_index_to_group_rank = where
+    for stage in made:
+        stage.stage_index_to_group_rank = where
+    order = {}
+    for rank, lane in enumerate(schedule.lanes):
+        order[rank] = [peer._Action.from_str(str(action)) for action in lane]
+    runtime.pipeline_order = order
+    runtime._prepare_schedule_with_comms(order)
+    return runtime
 
 
 def _all_first(schedule: Schedule) -> bool:

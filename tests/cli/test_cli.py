@@ -183,6 +183,12 @@ def test_plan_prints_a_table_that_fits(run):
     assert all(len(line) <= 100 for line in out.splitlines())
 
 
+def test_check_says_that_a_single_rank_sends_nothing(run):
+    code, out, _ = run("check gpipe --ranks 1 --microbatches 2")
+    assert code == 0
+    assert "Its ranks send each other no activations." in " ".join(out.split())
+
+
 def test_compare_shows_two_schedules_on_one_page(run):
     run(f"draw {HANAYO} -o x.json")
     code, _, err = run(
@@ -190,6 +196,8 @@ def test_compare_shows_two_schedules_on_one_page(run):
     )
     assert (code, err) == (0, "wrote report.html\n")
     assert "1f1b" in Path("report.html").read_text()
+    code, _, err = run("compare 1f1b x.json --ranks 4 --microbatches 4")
+    assert (code, err) == (0, "wrote compare.html\n")
 
 
 def test_list_knows_every_schedule(run):

@@ -194,7 +194,7 @@ def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
     assert (plan.facts["sum_messages"], plan.facts["passes"]) == ("int8", 3)
     assert len(plan.sums) == 4
     out = run("check plan.json")[1]
-    assert re.search(r"Neither can the \d+ messages that sum gradients", out)
+    assert re.search(r"The \d+ messages that sum gradients cannot deadlock", out)
     code, _, err = run(f"paths cluster.toml {sizes} --sums ring --sum-messages int8")
     assert (code, "int8 is for planned sums" in err) == (2, True)
 

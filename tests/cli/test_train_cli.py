@@ -514,6 +514,14 @@ def test_init_writes_a_config_that_is_read_back(here, text):
             "there is no schedule 'hanay'; did you mean 'hanayo'?",
         ),
         (
+            "train config.toml --set run.device=gpu",
+            "there is no run.device 'gpu'; did you mean 'cuda'?",
+        ),
+        (
+            "train config.toml --set run.precision=bf16",
+            "there is no run.precision 'bf16'; did you mean 'bfloat16'?",
+        ),
+        (
             "train config.toml --set schedule.waves=4",
             "16 parts, but the model has only 4 layers",
         ),
@@ -775,6 +783,16 @@ def test_a_run_can_continue_with_another_plan_file(text, here):
     assert here("train runs/config --resume --set run.steps=4 --sample 0").code == 0
 
 
+def test_empty_text_is_refused_before_anything_is_measured(text, here):
+    (text / "empty.txt").touch()
+    done = here(
+        "train config.toml --set schedule.name=auto --set data.sources=empty.txt"
+    )
+    assert done.code == 2
+    assert "there is no text in empty.txt: every file is empty" in done.err
+    assert "name other text in data.sources" in done.err
+
+
 def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text, here):
     stages = (Stage(0, 0), Stage(1, 1), Stage(0, 3))
     words = ("0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 1B0 1F1 1B1")
@@ -801,7 +819,12 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
     assert math.log(float(found[1])) == pytest.approx(
         read_rows(text / "runs" / "config")[-1].evaluation, abs=1e-3
     )
-    assert here("export runs/config -o hub").code == 0
+    assert (
+        "batches must be at least 1, not 0" in here("eval runs/config --batches 0").err
+    )
+    exported = here("export runs/config -o hub")
+    assert exported.code == 0
+    assert "wrote hub, the model of runs/config/checkpoints/step-" in exported.out
     assert here("generate hub --prompt the --tokens 3").code == 0
 
 

@@ -97,7 +97,8 @@ def test_the_choice_is_no_slower_than_the_best_fixed_order_under_unseen_noise():
 
 def test_an_error_names_the_smallest_candidate_if_nothing_fits():
     with pytest.raises(
-        ShapeError, match=r"nothing fits into a memory of 0\.1; the least is"
+        ShapeError,
+        match=r"nothing fits into a memory of 0\.1; the smallest plan needs 1: ",
     ):
         portfolio(3, 4, UnitCost(), memory=0.1, slices=4, stages=2)
 

@@ -595,7 +595,8 @@ def test_a_memory_limit_is_kept_and_forces_slices():
     assert plans.best.speedup is None
     assert "nothing fits without slices" in plans.verdict
     with pytest.raises(
-        ShapeError, match=r"nothing fits into a memory of 100; the least is .+ with "
+        ShapeError,
+        match=r"nothing fits into a memory of 100; the smallest plan needs .+: ",
     ):
         sliced_plans(4, 6, 2048, cost, 64, memory=100.0, slices=(2,), waves=())
 

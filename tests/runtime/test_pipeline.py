@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -228,6 +230,32 @@ def test_no_other_forward_runs_while_the_statistics_of_shared_norms_are_kept():
     with statistics_kept([norm]), ThreadPoolExecutor(1) as other:
         assert not other.submit(DRAWING_LOCK.acquire, blocking=False).result()
     assert norm.track_running_stats
+
+
+def test_threads_that_share_a_norm_update_its_statistics_one_after_the_other():
+    both_inside = threading.Barrier(2)
+
+    class Slow(nn.BatchNorm1d):
+        """Waits between reading its statistics and writing them, until another thread has read the same ones."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.num_batches_tracked.clone()
+            with suppress(threading.BrokenBarrierError):
+                both_inside.wait(timeout=1)
+            y = super().forward(x)
+            self.num_batches_tracked.copy_(before + 1)
+            return y
+
+    norm = Slow(WIDTH)
+    model = [norm, nn.Linear(WIDTH, 3)]
+    schedule = make("gpipe", ranks=1, microbatches=1, copies=2)
+
+    def work(comm):
+        pipeline = Pipeline(model, schedule, class_loss, comm=comm)
+        pipeline.step(torch.randn(8, WIDTH), torch.arange(8) % 3)
+
+    run_threads(2, work)
+    assert norm.num_batches_tracked == 2
 
 
 class Doubled(nn.Linear):

@@ -360,10 +360,13 @@ def test_a_bert_is_measured_on_shorter_sequences_instead_of_slices(separate):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("schedule.slices=2", "slices = 2 does not go with a bert"),
-        ("data.instructions=true", "does not go with a bert"),
+        ("schedule.slices=2", "slices = 2 does not go with model.family = bert:"),
+        ("data.instructions=true", "does not go with model.family = bert:"),
         ("data.segments=2 --set data.tokens=4", "too short for 2 segments"),
-        ("model.family=gpt --set data.segments=2", "segments = 2 is for a bert"),
+        (
+            "model.family=gpt --set data.segments=2",
+            "segments = 2 is for an encoder, but model.family = gpt:",
+        ),
         ("mesh.tensor=2", "only our own Llama and GPT can be divided"),
     ],
 )

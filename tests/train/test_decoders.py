@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from commands import write_text_run
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock.config import Config, ModelConfig
-from penstock.errors import FileError, PenstockError, RunError, ShapeError
+from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
 from penstock.models.count import count_parameters
@@ -30,6 +30,7 @@ from penstock.models.decoder import (
     load_whole,
 )
 from penstock.models.hf_config import small_config
+from penstock.models.hf_load_report import LOADER
 from penstock.models.split import find_anatomy
 from penstock.plan.recipes import Limits
 from penstock.runtime import run_threads
@@ -38,10 +39,10 @@ from penstock.train.after.generate import open_trained
 from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
-from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.hub import read_sizes, read_weights, settle_model, write_folder
 from penstock.train.resumption import check_same_model, describe_model
 from penstock.train.start import check_training
-from penstock.train.weights import draw_parameters, hold_whole
+from penstock.train.weights import copy_weights, draw_parameters, hold_whole
 from penstock.train.worker import job_of
 
 SIZES = decoder_sizes(256, width=32, inner=48, max_position_embeddings=64, **NO_MARKS)
@@ -112,7 +113,8 @@ def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
         assert inside.acquire(blocking=False)
         time.sleep(0.05)
         inside.release()
-        return torch.nn.Linear(1, 1), {"missing_keys": set()}
+        told: dict[str, set[str]] = {"missing_keys": set(), "mismatched_keys": set()}
+        return torch.nn.Linear(1, 1), told
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
     assert len(run_threads(2, lambda comm: load_whole(tmp_path, sizes))) == 2
@@ -388,20 +390,94 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
         (
             "mixtral",
             "model.layers.1.block_sparse_moe.experts.0.w1.weight",
-            r"transformers cannot read the weights",
+            r"cannot put model\.layers\.1\.mlp\.experts\.gate_up_proj together",
         ),
     ],
 )
-def test_a_folder_that_lacks_weights_is_refused(name, lost, reason, tmp_path):
+def test_a_folder_that_lacks_weights_is_refused(name, lost, reason, tmp_path, loader):
     """transformers would draw new weights in their place, with a warning."""
     folder = folder_of(name, tmp_path)
+    change_weights(folder, lost, None)
+    with pytest.raises(FileError, match=reason):
+        read_all(folder)
+    assert loader.messages == []  # only our refusal
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            "model.layers.1.self_attn.q_proj.weight",
+            r"q_proj\.weight is \(3, 5\) instead of \(32, 32\)",
+        ),
+        (
+            "model.layers.1.block_sparse_moe.experts.0.w1.weight",
+            r"gate_up_proj together from .* one of them is missing or has another shape",
+        ),
+    ],
+)
+def test_a_folder_whose_weights_have_other_shapes_is_refused(
+    changed, reason, tmp_path, loader
+):
+    folder = folder_of("mixtral", tmp_path)
+    change_weights(folder, changed, torch.zeros(3, 5))
+    with pytest.raises(FileError, match=reason):
+        read_all(folder)
+    assert loader.messages == []
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path):
+    folder = folder_of("gemma3", tmp_path)
+    change_weights(folder, "model.layers.1.mlp.up_proj.weight", torch.zeros(3, 5))
+    sizes = read_sizes(folder)
+    holding = hold_whole(sizes)
+    tensors = read_weights(folder, holding.parameters, sizes)
+    with pytest.raises(
+        ShapeError, match=r"up_proj.* is \(3, 5\) in the files, but \(48, 32\)"
+    ):
+        copy_weights(holding, tensors)
+
+
+def test_segments_are_refused_for_a_folder_with_a_decoder(tmp_path):
+    folder = folder_of("gemma3", tmp_path)
+    config = replace(Config(), model=ModelConfig(weights=str(folder)))
+    config = replace(config, data=replace(config.data, segments=2))
+    with pytest.raises(
+        ConfigError, match=r"the model of model\.weights = .* is a decoder"
+    ):
+        settle_model(config)
+
+
+def test_what_transformers_says_of_a_folder_that_is_read_is_still_logged(
+    tmp_path, loader
+):
+    folder = folder_of("mixtral", tmp_path)
+    change_weights(folder, "extra.weight", torch.zeros(3, 5))
+    read_all(folder)
+    assert any("extra.weight" in message for message in loader.messages)
+
+
+def change_weights(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Replace a tensor of a folder, or remove it."""
     weights = load_file(folder / "model.safetensors")
-    del weights[lost]
+    weights.pop(name, None)
+    if tensor is not None:
+        weights[name] = tensor
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_all(folder: Path) -> None:
     sizes = read_sizes(folder)
     names = hold_whole(sizes).parameters.keys()
-    with pytest.raises(FileError, match=reason):
-        list(read_weights(folder, names, sizes))
+    list(read_weights(folder, names, sizes))
+
+
+@pytest.fixture
+def loader(caplog):
+    """What the part of transformers that reads weights logs."""
+    LOADER.addHandler(caplog.handler)
+    yield caplog
+    LOADER.removeHandler(caplog.handler)
 
 
 # ---------------------------------------------------------------- what an export keeps

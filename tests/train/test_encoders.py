@@ -243,12 +243,12 @@ def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("schedule.slices=2", "slices = 2 does not go with a bert"),
+        ("schedule.slices=2", "slices = 2 does not go with model.weights = start:"),
         ("data.segments=2", "cannot tell 2 of them apart set data.segments=1"),
         ("data.tokens=29", "29 tokens, but a RobertaForMaskedLM of this config is for"),
         ("mesh.tensor=2", "only our own Llama and GPT can be divided"),
         ("model.dropout=0.1", "a RobertaForMaskedLM is trained without dropout"),
-        ("data.instructions=true", "does not go with a bert"),
+        ("data.instructions=true", "does not go with model.weights = start:"),
     ],
 )
 def test_what_an_encoder_cannot_do_is_refused(change, words, penstock, tmp_path):

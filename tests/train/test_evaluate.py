@@ -140,5 +140,5 @@ def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
         evaluate_run(model, [])
     with pytest.raises(FileError, match=r"there is no such file .*\n  name .* --text"):
         evaluate_text(model, [str(tmp_path / "b.txt")])
-    with pytest.raises(ShapeError, match="at least 1, not 0 and 8"):
+    with pytest.raises(ShapeError, match="batches must be at least 1, not 0"):
         evaluate_text(model, [str(tmp_path / "a.txt")], batches=0)

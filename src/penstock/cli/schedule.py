@@ -260,16 +260,18 @@ def check_command(
         }
         print_json({**facts, **trial})
         return
+    messages = "Its ranks send each other no activations."
+    if transfers:
+        messages = f"Its {len(transfers)} messages cannot deadlock."
     console().print(
         f"{source} is a valid schedule: {count_of(schedule.ranks, *RANKS)}, "
         f"{count_of(count, *MICROBATCHES)} and {schedule.actions} actions, in an order that can run. "
-        f"Its {len(transfers)} messages cannot deadlock.",
+        f"{messages}",
         markup=False,
     )
     if sum_messages:
         console().print(
-            f"Neither can the {sum_messages} messages that sum gradients, "
-            "and every replica gets the same sum."
+            f"The {sum_messages} messages that sum gradients cannot deadlock, and every replica gets the same sum."
         )
     if rules is not None:
         console().print("Its paths follow the rules.")
@@ -287,7 +289,7 @@ def compare_command(
     second: Source,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The .html page to write.")
-    ],
+    ] = Path("compare.html"),
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     waves: Waves = None,
@@ -310,7 +312,7 @@ def compare_command(
     measured. The other schedule is then predicted with the profile of that run, or simulated with the times of the
     measured actions if the run has no profile.
 
-    Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2 -o report.html
+    Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2
     """
     from penstock.train.history import is_timeline
     from penstock.view import page

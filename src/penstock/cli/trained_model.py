@@ -48,7 +48,7 @@ def export_command(
     from penstock.train.after.export import export_run
 
     trained = export_run(run, output, dtype, merge)
-    print_plain(f"wrote {output}: {trained.path}")
+    print_plain(f"wrote {output}, the model of {trained.path}")
 
 
 def generate_command(

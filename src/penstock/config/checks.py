@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from math import isfinite
 from typing import Any
 
+from penstock.config.other_words import OTHER_VALUES
 from penstock.config.recording import (
     reasons_against_compiling,
     reasons_against_recording,
@@ -19,6 +20,7 @@ from penstock.config.sections import (
     Config,
     DataConfig,
     MeshConfig,
+    ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
 )
@@ -281,7 +283,10 @@ def _choice_faults(config: Config) -> list[str]:
     faults = []
     for key, value, known in choices:
         if value not in known:
-            faults.append(str(UnknownNameError(key, value, known)))
+            meant = OTHER_VALUES.get(value.casefold(), "")
+            if meant not in known:
+                meant = ""
+            faults.append(str(UnknownNameError(key, value, known, meant)))
     return faults
 
 
@@ -348,10 +353,10 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{config.run.accumulate}); {fitting} can"
         )
     if model.family == "bert":
-        faults += _bert_faults(config)
+        faults += _encoder_faults(config)
     elif data.segments and not model.folder:
-        # The model of a folder may still turn out to be a bert.
-        faults.append(segments_fault(data))
+        # The model of a folder may still turn out to be an encoder.
+        faults.append(segments_fault(config))
     faults += _mixture_faults(data)
     if model.weights and model.config:
         faults.append(
@@ -387,21 +392,33 @@ def _mixture_faults(data: DataConfig) -> list[str]:
     return faults
 
 
-def segments_fault(data: DataConfig) -> str:
-    """Say that only a bert has segments."""
-    return f"data.segments = {data.segments} is for a bert: set model.family=bert, or data.segments=0"
+def segments_fault(config: Config) -> str:
+    """Say that only an encoder has segments."""
+    model = config.model
+    wrong = f"data.segments = {config.data.segments} is for an encoder, but "
+    if model.folder:
+        return f"{wrong}the model of {_written_model(model)} is a decoder: set data.segments=0"
+    return f"{wrong}{_written_model(model)}: set model.family=bert, or data.segments=0"
 
 
-def _bert_faults(config: Config) -> list[str]:
+def _encoder_faults(config: Config) -> list[str]:
     """The values that do not go with a model whose words see both ways."""
+    model = _written_model(config.model)
     faults = []
     if config.schedule.slices > 1:
         faults.append(
-            f"schedule.slices = {config.schedule.slices} does not go with a bert: its words see later words, "
-            "so a slice cannot run before the others; set schedule.slices=0"
+            f"schedule.slices = {config.schedule.slices} does not go with {model}: the words of an encoder see later "
+            "words, so a slice cannot run before the others; set schedule.slices=0"
         )
     if config.data.instructions:
         faults.append(
-            "data.instructions = true does not go with a bert, which guesses masked words and answers nothing"
+            f"data.instructions = true does not go with {model}: an encoder guesses masked words and answers nothing"
         )
     return faults
+
+
+def _written_model(model: ModelConfig) -> str:
+    """The line of a config that says which model it is."""
+    if model.folder:
+        return f"{model.folder_key} = {model.folder}"
+    return f"model.family = {model.family}"

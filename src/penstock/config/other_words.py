@@ -68,6 +68,12 @@ OTHER_WORDS = {
     "log_interval": "run.log",
     "save_total_limit": "run.keep",
 }
+# What others call the values of our settings. The nearest name of a gpu would be the cpu.
+OTHER_VALUES = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
 
 
 def find_settings(section: str, key: str) -> tuple[str, ...]:

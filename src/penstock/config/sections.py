@@ -151,13 +151,13 @@ class DataConfig:
     )
     mask: float = setting(
         0.15,
-        "share of the words that a bert has to guess: 80% of them are masked, 10% are random words, 10% stay",
+        "share of the words that an encoder has to guess: 80% of them are masked, 10% are random words, 10% stay",
         above=0,
         most=0.9,
     )
     segments: int = setting(
         0,
-        "segments of a bert's rows: 1 is [CLS] text [SEP], 2 is [CLS] text [SEP] more [SEP], both padded; "
+        "segments of an encoder's rows: 1 is [CLS] text [SEP], 2 is [CLS] text [SEP] more [SEP], both padded; "
         "0 fills rows with text alone",
         least=0,
         most=2,

@@ -122,14 +122,14 @@ class _Machine:
 
     def cells_of(self, number: int, rank: int) -> Ints:
         """What the cells of a rank contain in one of the sums [cell, source]."""
-        cells: Ints = self.held[number][self.sums[number].ranks.index(rank)]
+        place = self.sums[number].ranks.index(rank)
+        cells: Ints = self.held[number][place]
         return cells
 
     def connection(self, source: int, target: int) -> Connection:
         """The messages from one rank to another."""
-        return self.connections.setdefault(
-            (source, target), Connection(deque(), deque())
-        )
+        ends = (source, target)
+        return self.connections.setdefault(ends, Connection(deque(), deque()))
 
     def run(self) -> None:
         """Let all ranks go on until nobody can."""
@@ -137,36 +137,44 @@ class _Machine:
         while awake:
             awake += self.begin_next_round(awake.pop())
         for rank, rounds in self.rounds.items():
-            if self.place[rank] < len(rounds):
-                plan = self.sums[rounds[self.place[rank]].number]
-                raise ProgramError(
-                    f"the sum of {plan.name} never ends: rank {rank} waits for "
-                    f"{self.unfinished[rank]} messages that nobody sends or receives"
-                )
+            place = self.place[rank]
+            if place >= len(rounds):
+                continue
+            plan = self.sums[rounds[place].number]
+            raise ProgramError(
+                f"the sum of {plan.name} never ends: rank {rank} waits for "
+                f"{self.unfinished[rank]} messages that nobody sends or receives"
+            )
 
     def begin_next_round(self, rank: int) -> list[int]:
         """Begin the next round of a rank; return the ranks whose rounds are over because of it."""
         self.place[rank] += 1
         if self.place[rank] >= len(self.rounds[rank]):
             return []
-        number, (_, sends, receives, _) = self.rounds[rank][self.place[rank]]
+        now = self.rounds[rank][self.place[rank]]
+        sends, receives = now.round.sends, now.round.receives
         self.unfinished[rank] = len(sends) + len(receives)
         if not self.unfinished[rank]:
             return [rank]
-        for peer, cells, _ in receives:
-            awaited = self.connection(peer, rank).awaited
-            awaited.append(StartedReceive(number, cells))
-        mine = self.cells_of(number, rank)
-        for peer, cells, _ in sends:
-            content = mine[list(cells)].copy()
-            sent = self.connection(rank, peer).sent
-            sent.append(StartedSend(number, cells, content))
+        self.start_messages(rank, now)
         over: list[int] = []
-        for peer, _, _ in receives:
-            over += self.move_messages(peer, rank)
-        for peer, _, _ in sends:
-            over += self.move_messages(rank, peer)
+        for receive in receives:
+            over += self.move_messages(receive.peer, rank)
+        for send in sends:
+            over += self.move_messages(rank, send.peer)
         return over
+
+    def start_messages(self, rank: int, now: RankRound) -> None:
+        """Start all messages of a round, with what the cells contain before any of them moves."""
+        number = now.number
+        for receive in now.round.receives:
+            awaited = self.connection(receive.peer, rank).awaited
+            awaited.append(StartedReceive(number, receive.cells))
+        own = self.cells_of(number, rank)
+        for send in now.round.sends:
+            content = own[list(send.cells)].copy()
+            sent = self.connection(rank, send.peer).sent
+            sent.append(StartedSend(number, send.cells, content))
 
     def move_messages(self, source: int, target: int) -> list[int]:
         """Move the messages that both ends have started; return the ranks whose rounds are over."""

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -30,12 +30,15 @@ from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig
 from penstock.models.hf import Encoding
 from penstock.models.hf_config import config_value, small_config
+from penstock.models.hf_load_report import LoadReport, load_report_held
 from penstock.models.split import find_anatomy, tied_names
 
 _BUILDING = threading.RLock()
 INITIAL_STD = 0.02  # of matrices, unless a config names an initializer_range
 FAR_FROM_ZERO = 10  # standard deviations; a mean that normal weights do not have
 Constants = dict[str, float]
+# A weight, its shape in a file and its shape in the model.
+Misshapen = tuple[str, Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,27 +434,59 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
 def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     """Let transformers read all weights, for folders whose names of weights differ from the model's.
 
-    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. Weights that the
-    folder lacks are refused: transformers would draw them at random.
+    Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. Weights that are
+    missing or have another shape are refused: transformers would draw them at random.
     """
-    try:
-        with _BUILDING:
+    with _BUILDING, load_report_held() as report:
+        try:
             model, told = auto_class(sizes).from_pretrained(
                 folder,
                 config=transformers_config(sizes),
                 dtype=torch.float32,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below
             )
-    except Exception as error:  # of transformers, which reads files in many ways
-        raise FileError(
-            f"transformers cannot read the weights in {folder}: {_reason(error)}\n"
-            "  is config.json that of these weights? if it is, copy or download the files again"
-        ) from None
-    missing = sorted(told["missing_keys"])
+        except Exception as error:  # of transformers, which reads files in many ways
+            raise _unreadable(folder, error, report) from None
+    _refuse_missing(folder, sizes, told["missing_keys"])
+    _refuse_misshapen(folder, sizes, told["mismatched_keys"])
+    report.log()
+    return dict(model.state_dict())
+
+
+def _unreadable(folder: Path, error: Exception, report: LoadReport) -> FileError:
+    """The error for weights that transformers does not read at all."""
+    unmade = report.unmade_weight()
+    if unmade is None:
+        what = f"transformers cannot read the weights in {folder}: {_reason(error)}"
+    else:
+        what = (
+            f"transformers cannot put {unmade} together from the tensors in {folder}: one of them is missing or has "
+            "another shape"
+        )
+    return FileError(
+        f"{what}\n  is config.json that of these weights? if it is, copy or download the files again"
+    )
+
+
+def _refuse_missing(
+    folder: Path, sizes: DecoderConfig, missing: Collection[str]
+) -> None:
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise FileError(
-            f"{folder} has no weights {missing[0]}{more}, which a {sizes.architecture} needs\n"
+            f"{folder} has no weights {min(missing)}{more}, which a {sizes.architecture} needs\n"
             "  is config.json that of these weights? train new weights with model.config instead"
         )
-    return dict(model.state_dict())
+
+
+def _refuse_misshapen(
+    folder: Path, sizes: DecoderConfig, misshapen: Collection[Misshapen]
+) -> None:
+    if misshapen:
+        name, found, needed = min(misshapen)
+        raise FileError(
+            f"in {folder}, weights of a {sizes.architecture} have other shapes than its config.json says: {name} is "
+            f"{tuple(found)} instead of {tuple(needed)}\n"
+            "  is config.json that of these weights?"
+        )

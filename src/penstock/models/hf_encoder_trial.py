@@ -12,7 +12,7 @@ way that parts do not is refused.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,35 +34,52 @@ WORDS_IN_CONFIG = ("pad_token_id", "mask_token_id")
 
 def trial_words(model: Any, rows: int, tokens: int, special: bool = True) -> Tensor:
     """Random words; if wanted, also those with a meaning of their own, which are otherwise left out."""
-    known: list[Any] = [getattr(model.config, key, None) for key in WORDS_IN_CONFIG]
-    everything = range(model.config.vocab_size)
-    numbers = [one for one in known if one in everything]
-    others = torch.tensor([word for word in everything if word not in numbers])
-    words = others[torch.randint(0, len(others), (rows, tokens))]
+    vocabulary = range(model.config.vocab_size)
+    with_meaning = []
+    for key in WORDS_IN_CONFIG:
+        word: Any = getattr(model.config, key, None)
+        if word in vocabulary:
+            with_meaning.append(word)
+    plain = torch.tensor([word for word in vocabulary if word not in with_meaning])
+    drawn = torch.randint(0, len(plain), (rows, tokens))
+    words = plain[drawn]
     if special:
-        for place, number in enumerate(numbers):
-            words[0, 2 + 3 * place] = number
+        for place, word in enumerate(with_meaning):
+            words[0, 2 + 3 * place] = word
     return words
 
 
 def find_encoding(model: Any, pieces: Pieces, plain: Tensor, words: Tensor) -> Encoding:
     """How a model counts positions and whether it takes types; `words` has padding where `plain` has none."""
     embeddings = f"{pieces.base}.{pieces.before[0]}"
-    types = "token_type_ids" in inspect.signature(type(model).forward).parameters
-    types = types and bool(getattr(model.config, "type_vocab_size", 0))
+    types = _takes_types(model)
     for name, module in model.get_submodule(embeddings).named_modules():
         if not isinstance(module, nn.Embedding) or not name:
             continue
-        places = _looked_up(model, module, plain)
-        if places is None or not bool((places[:, 1:] == places[:, :-1] + 1).all()):
+        positions = _looked_up(model, module, plain)
+        if positions is None or not _counts_up(positions):
             continue
-        first = int(places[0, 0])
+        first = int(positions[0, 0])
+        with_padding = _looked_up(model, module, words)
         padding = getattr(model.config, "pad_token_id", None)
-        found = _looked_up(model, module, words)
-        counted = padding is None or found is None or torch.equal(found, places)
+        if with_padding is None or torch.equal(with_padding, positions):
+            padding = None  # It is counted like any other word.
         table = f"{embeddings}.{name}"
-        return Encoding(first, None if counted else padding, table, types)
+        return Encoding(first, padding, table, types)
     return Encoding(types=types)
+
+
+def _takes_types(model: Any) -> bool:
+    """Whether a model tells segments apart."""
+    asked = inspect.signature(type(model).forward).parameters
+    known = getattr(model.config, "type_vocab_size", 0)
+    return "token_type_ids" in asked and bool(known)
+
+
+def _counts_up(positions: Tensor) -> bool:
+    """Whether each number of a row is one more than the number before it."""
+    steps = positions.diff(dim=1)
+    return bool((steps == 1).all())
 
 
 def _looked_up(model: Any, table: nn.Embedding, words: Tensor) -> Tensor | None:
@@ -80,19 +97,26 @@ def _looked_up(model: Any, table: nn.Embedding, words: Tensor) -> Tensor | None:
 # ---------------------------------------------------------------- the trial
 def fault_of_encoder(model: Any, pieces: Pieces, tokens: Tensor) -> str:
     """What is wrong when two parts run one after the other; empty if they are the whole model."""
-    whole = model(tokens).logits
-    if whole.shape != (*tokens.shape, model.config.vocab_size):
+    logits = model(tokens).logits
+    if logits.shape != (*tokens.shape, model.config.vocab_size):
         return "it does not give a logit for every word at every token"
-    other = tokens.clone()
-    other[:, -1] = (other[:, -1] + 1) % model.config.vocab_size
-    if torch.equal(model(other).logits[:, :-1], whole[:, :-1]):
+    if not _sees_later_words(model, tokens, logits):
         return "its words do not see later words, so it is not an encoder"
-    case = _Case(model, pieces, tokens, _draw_types(model, pieces, tokens))
+    types = _draw_types(model, pieces, tokens)
+    case = _Case(model, pieces, tokens, types)
     for check in (_as_they_are, _with_padding, _with_documents):
         fault = check(case)
         if fault:
             return fault
     return ""
+
+
+def _sees_later_words(model: Any, tokens: Tensor, logits: Tensor) -> bool:
+    """Whether another last word changes the logits of the words before it."""
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % model.config.vocab_size
+    before = model(other).logits[:, :-1]
+    return not torch.equal(before, logits[:, :-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,61 +138,73 @@ class _Case:
 
     def parts(self, mask: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
         """The logits of two parts, one after the other."""
-        model, count = self.model, self.model.config.num_hidden_layers
-        cut = max(1, count // 2)
+        model = self.model
+        layers = range(model.config.num_hidden_layers)
         tokens = self.tokens.shape[1]
 
-        def run(layers: range, ends: tuple[bool, bool], x: Tensor) -> Tensor:
-            runner = EncoderRunner(model, self.pieces, model, layers, ends)
+        def run(own: range, ends: tuple[bool, bool], x: Tensor) -> Tensor:
+            runner = EncoderRunner(model, self.pieces, model, own, ends)
             piece = None
             if starts is not None:
                 piece = Carry(tokens, starts).open(0, tokens)
-            return runner(x, piece, self.types if ends[0] else None, mask)
+            is_first, _ = ends
+            types = self.types if is_first else None
+            return runner(x, piece, types, mask)
 
-        x = run(range(cut), (True, False), self.tokens)
-        return run(range(cut, count), (False, True), x)
+        cut = max(1, len(layers) // 2)
+        x = run(layers[:cut], (True, False), self.tokens)
+        return run(layers[cut:], (False, True), x)
 
 
 def _draw_types(model: Any, pieces: Pieces, tokens: Tensor) -> Tensor | None:
+    """A random type for every word; None if the model takes no types."""
     if pieces.encoding is None or not pieces.encoding.types:
         return None
     return torch.randint(0, model.config.type_vocab_size, tokens.shape)
 
 
 def _as_they_are(case: _Case) -> str:
+    """The fault in rows that are full of text."""
     tokens = case.tokens.shape[1]
     counts = torch.ones_like(case.tokens, dtype=torch.bool)
-    return _difference(
-        case, counts, lambda: case.whole(0, tokens), case.parts, "rows of text"
-    )
+
+    def whole() -> Tensor:
+        return case.whole(0, tokens)
+
+    return _difference(case, counts, whole, case.parts, "rows of text")
 
 
 def _with_padding(case: _Case) -> str:
+    """The fault if a mask hides the end of a row."""
     tokens = case.tokens.shape[1]
     mask = torch.ones_like(case.tokens)
     mask[0, -PADDING:] = 0
-    return _difference(
-        case,
-        mask == 1,
-        lambda: case.whole(0, tokens, mask),
-        lambda: case.parts(mask),
-        "rows with padding",
-    )
+
+    def whole() -> Tensor:
+        return case.whole(0, tokens, mask)
+
+    def parts() -> Tensor:
+        return case.parts(mask)
+
+    return _difference(case, mask == 1, whole, parts, "rows with padding")
 
 
 def _with_documents(case: _Case) -> str:
+    """The fault if each row has two documents, which the whole model sees one by one."""
+    tokens = case.tokens.shape[1]
     border = DOCUMENTS[0]
     starts = torch.zeros_like(case.tokens)
     starts[:, border:] = border
-    tokens = case.tokens.shape[1]
-
-    def alone() -> Tensor:
-        return torch.cat([case.whole(0, border), case.whole(border, tokens)], dim=1)
-
     counts = torch.ones_like(case.tokens, dtype=torch.bool)
-    return _difference(
-        case, counts, alone, lambda: case.parts(starts=starts), "documents in one row"
-    )
+
+    def whole() -> Tensor:
+        documents = [case.whole(0, border), case.whole(border, tokens)]
+        return torch.cat(documents, dim=1)
+
+    def parts() -> Tensor:
+        return case.parts(starts=starts)
+
+    return _difference(case, counts, whole, parts, "documents in one row")
 
 
 def _difference(
@@ -179,21 +215,35 @@ def _difference(
     what: str,
 ) -> str:
     """Where the logits that count, or the gradients, are not those of the whole model; empty if they all are."""
-    expected = whole().where(counts[..., None], 0.0)
-    weights = torch.linspace(-1, 1, expected.numel()).reshape(expected.shape)
-    torch.autograd.backward((expected * weights).sum())
-    wanted = take_gradients(case.model)
+    counted = counts[..., None]
+    expected = whole().where(counted, 0.0)
+    expected_gradients = _gradients(case.model, expected)
     try:
-        found = parts().where(counts[..., None], 0.0)
+        found = parts().where(counted, 0.0)
     except Exception as error:
         return f"its forward does not run in parts, for {what} ({first_line(error)})"
     if not near(found, expected):
         return f"its parts, one after the other, do not give its logits for {what}"
-    torch.autograd.backward((found * weights).sum())
-    gradients = take_gradients(case.model)
-    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    found_gradients = _gradients(case.model, found)
+    other = _other_gradient(expected_gradients, found_gradients)
+    if other:
+        return f"the gradient of {other} in its parts is not that of the whole model, for {what}"
+    return ""
+
+
+def _gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
+    """The gradients of the weights for a sum of the logits, in which each has a weight of its own."""
+    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
+    loss = (logits * weights).sum()
+    torch.autograd.backward(loss)
+    return take_gradients(model)
+
+
+def _other_gradient(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """The first weight whose gradient was not found as expected; empty if all were."""
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
     least = SMALL_GRADIENT * largest
-    for name, gradient in wanted.items():
-        if name not in gradients or not near(gradients[name], gradient, least):
-            return f"the gradient of {name} in its parts is not that of the whole model, for {what}"
+    for name, gradient in expected.items():
+        if name not in found or not near(found[name], gradient, least):
+            return name
     return ""

@@ -150,7 +150,7 @@ def nothing_fits(
     name, peak = min(too_large, key=lambda row: row[1])
     return (
         f"nothing fits into a memory of {shown(memory or 0.0)}; "
-        f"the least is {name} with {shown(peak)}"
+        f"the smallest plan needs {shown(peak)}: {name}"
     )
 
 

@@ -1,14 +1,19 @@
-"""Lets the norms of a stage gather their statistics once, although the stage is computed twice.
+"""Lets every forward count once in the statistics of a norm.
 
-A batch norm updates its running mean and variance in every forward. The second forward of a recomputed stage sees the
-same numbers again, so it must not count.
+A batch norm updates its running mean and variance in every forward. That goes wrong in two cases:
+
+- A recomputed stage sees the same numbers again in its second forward, which must not count (`statistics_kept`).
+- Ranks that are threads may share a norm. If both read its mean and then both write theirs, the first update is lost.
+  So a norm belongs to one forward at a time (`statistics_locks`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -17,11 +22,23 @@ from penstock.runtime.randomness import DRAWING_LOCK
 
 Norm: TypeAlias = _NormBase  # batch norms and instance norms
 
+# Not attributes of the norms: a module that holds a lock can be neither copied nor pickled.
+_LOCKS: WeakKeyDictionary[Norm, threading.Lock] = WeakKeyDictionary()
+
 
 def gathering_norms(module: nn.Module) -> list[Norm]:
     """The norms inside a module that gather statistics."""
     norms = [one for one in module.modules() if isinstance(one, Norm)]
     return [norm for norm in norms if norm.track_running_stats]
+
+
+def statistics_locks(norms: Sequence[Norm]) -> list[threading.Lock]:
+    """The locks that a forward through these norms holds.
+
+    Their order is the same for all threads, so that two of them cannot wait for each other.
+    """
+    ordered = sorted(norms, key=id)
+    return [_LOCKS.setdefault(norm, threading.Lock()) for norm in ordered]
 
 
 @contextmanager

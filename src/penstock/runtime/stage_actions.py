@@ -12,7 +12,9 @@ Where stages pass several tensors, x and y are a `Bundle` of them. A sliced micr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +38,12 @@ from penstock.runtime.loss_reduction import (
     plain_loss,
     refuse_other_loss,
 )
-from penstock.runtime.norm_statistics import Norm, gathering_norms, statistics_kept
+from penstock.runtime.norm_statistics import (
+    Norm,
+    gathering_norms,
+    statistics_kept,
+    statistics_locks,
+)
 from penstock.runtime.passed_values import (
     PIECE,
     ForwardParameters,
@@ -109,10 +116,13 @@ class LaneStages:
     parameters: dict[int, ForwardParameters] = field(init=False)
     # The norms of each stage that gather statistics, such as batch norms.
     statistics: dict[int, list[Norm]] = field(init=False)
+    # What a forward of each stage holds, because other threads may have the same norms.
+    locks: dict[int, list[Lock]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = {n: forward_parameters(m) for n, m in self.modules.items()}
         self.statistics = {n: gathering_norms(m) for n, m in self.modules.items()}
+        self.locks = {n: statistics_locks(m) for n, m in self.statistics.items()}
 
 
 class FirstStepChecks:
@@ -275,7 +285,10 @@ class ComputedActions:
         if self.stages.takes_turns:
             with DRAWING_LOCK:
                 return self.apply_autocast(step, x, piece)
-        return self.apply_autocast(step, x, piece)
+        with ExitStack() as held:
+            for lock in self.stages.locks[step.stage]:
+                held.enter_context(lock)
+            return self.apply_autocast(step, x, piece)
 
     def apply_autocast(
         self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None

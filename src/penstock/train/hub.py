@@ -255,7 +255,7 @@ def settle_model(config: Config) -> Config:
             model = replace(config.model, family="bert")
             config = check_config(replace(config, model=model))
         elif config.data.segments:
-            raise ConfigError(segments_fault(config.data))
+            raise ConfigError(segments_fault(config))
     return settle_tokenizer(config)
 
 

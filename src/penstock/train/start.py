@@ -1,7 +1,7 @@
 """What happens before any worker starts.
 
 find_run       the config, and the folder of the run
-check_sources  refuses text that is missing
+check_sources  refuses text that is missing or empty
 check_start    refuses what no worker could begin with
 prepare_run    reads the text, and writes the files that every rank will read
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 
-from penstock.config import Config, names_own_code
+from penstock.config import Config, DataConfig, names_own_code
 from penstock.dropout import set_dropout
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
@@ -158,11 +158,20 @@ def check_training(config: Config, sizes: Sizes) -> None:
 
 
 def check_sources(config: Config) -> None:
-    """Refuse sources that are missing or not text, before anything is measured."""
+    """Refuse sources that are missing, empty or not text, before anything is measured."""
     for part in config.data.parts:
-        source_files(part)
+        _check_files(part, "data.sources")
     if config.data.validation:
-        source_files(replace(config.data, sources=config.data.validation))
+        validation = replace(config.data, sources=config.data.validation)
+        _check_files(validation, "data.validation")
+
+
+def _check_files(data: DataConfig, key: str) -> None:
+    files = source_files(data)
+    if all(file.is_file() and file.stat().st_size == 0 for file in files):
+        raise FileError(
+            f"there is no text in {', '.join(data.sources)}: every file is empty\n  name other text in {key}"
+        )
 
 
 def check_dry_run(config: Config, placement: Placement) -> None:

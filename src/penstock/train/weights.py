@@ -360,7 +360,7 @@ def copy_weights(holding: Holding, tensors: Iterable[tuple[str, Tensor]]) -> Non
             parameter = holding.parameters[name]
             if parameter.shape != tensor.shape:
                 raise ShapeError(
-                    f"{name} is {tuple(tensor.shape)}, "
-                    f"but the model has {tuple(parameter.shape)}"
+                    f"{name} is {tuple(tensor.shape)} in the files, but {tuple(parameter.shape)} in the model of this "
+                    "config\n  is config.json that of these weights?"
                 )
             local_share(parameter).copy_(cut_share(tensor, parameter))

@@ -24,6 +24,8 @@ LEFT = 66.0
 RIGHT = 18.0
 TOP = 22.0
 BOTTOM = 48.0
+END = WIDTH - RIGHT  # of the axis of memory
+FLOOR = HEIGHT - BOTTOM  # where that axis lies
 BADGE_DISTANCE = 15.0  # numbers on the front that are closer than this are left out
 LABEL_WIDTH = 6.4  # pixels of a letter
 MAX_LABEL_LINES = 12  # how far above its dot a label may stand
@@ -68,9 +70,17 @@ class _Axes:
 
     def place(self, size: float, time: float) -> tuple[float, float]:
         """The pixel of a plan."""
-        x = (size - self.small) / (self.large - self.small)
-        y = (self.slow - time) / (self.slow - self.fast)
-        return LEFT + (WIDTH - LEFT - RIGHT) * x, TOP + (HEIGHT - TOP - BOTTOM) * y
+        return self.x(size), self.y(time)
+
+    def x(self, size: float) -> float:
+        """How far to the right a size is, in pixels."""
+        share = (size - self.small) / (self.large - self.small)
+        return LEFT + (END - LEFT) * share
+
+    def y(self, time: float) -> float:
+        """How far down a time is, in pixels."""
+        share = (self.slow - time) / (self.slow - self.fast)
+        return TOP + (FLOOR - TOP) * share
 
 
 def shown_dots(front: Front) -> list[Dot]:
@@ -116,37 +126,52 @@ def _dots(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
 
 
 def _axes_of(front: Front, dots: list[Dot]) -> _Axes:
+    """Ranges that have all dots and some room around them, and the limit if it is not far away."""
     sizes = [dot.size for dot in dots]
     times = [dot.time for dot in dots]
     if front.limit is not None and front.limit <= 1.3 * max(sizes):
         sizes.append(front.limit)
-    size_room = (max(sizes) - min(sizes)) * 0.06 or max(sizes) * 0.1 or 1.0
-    time_room = (max(times) - min(times)) * 0.08 or max(times) * 0.1 or 1.0
-    return _Axes(
-        max(0.0, min(sizes) - size_room),
-        max(sizes) + size_room,
-        max(0.0, min(times) - time_room),
-        max(times) + time_room,
-    )
+    small, large = _range(sizes, 0.06)
+    fast, slow = _range(times, 0.08)
+    return _Axes(small, large, fast, slow)
+
+
+def _range(values: list[float], room: float) -> tuple[float, float]:
+    """The least and the greatest value, each with a share of their distance as room."""
+    least = min(values)
+    greatest = max(values)
+    distance = (greatest - least) * room
+    if distance == 0:
+        distance = greatest * 0.1 or 1.0
+    return max(0.0, least - distance), greatest + distance
 
 
 def _grid(front: Front, axes: _Axes) -> Iterator[str]:
-    bottom = HEIGHT - BOTTOM
-    right = WIDTH - RIGHT
-    for time in _ticks(axes.fast, axes.slow, front.times):
-        y = axes.place(axes.small, time)[1]
-        text = front.times.number(time, 5)
-        yield _path("grid", f"M{LEFT:g} {y:.1f}H{right:g}")
-        yield _text(text, LEFT - 7, y + 4, class_="tick", text_anchor="end")
-    for size in _ticks(axes.small, axes.large, front.sizes):
-        x = axes.place(size, axes.fast)[0]
-        text = front.sizes.number(size, 5)
-        yield _path("axis", f"M{x:.1f} {bottom:g}v5")
-        yield _text(text, x, bottom + 19, class_="tick", text_anchor="middle")
-    yield _path("axis", f"M{LEFT:g} {TOP:g}V{bottom:g}H{right:g}")
-    yield _text(front.across, (LEFT + right) / 2, bottom + 39, text_anchor="middle")
-    turned = f"translate(14 {(TOP + bottom) / 2:g}) rotate(-90)"
+    """The two axes, with numbers and names."""
+    yield from _time_lines(front, axes)
+    yield from _size_marks(front, axes)
+    yield _path("axis", f"M{LEFT:g} {TOP:g}V{FLOOR:g}H{END:g}")
+    yield _text(front.across, (LEFT + END) / 2, FLOOR + 39, text_anchor="middle")
+    turned = f"translate(14 {(TOP + FLOOR) / 2:g}) rotate(-90)"
     yield element("text", escape(front.up), transform=turned, text_anchor="middle")
+
+
+def _time_lines(front: Front, axes: _Axes) -> Iterator[str]:
+    """A line across the figure for each round time."""
+    for time in _ticks(axes.fast, axes.slow, front.times):
+        y = axes.y(time)
+        number = front.times.number(time, 5)
+        yield _path("grid", f"M{LEFT:g} {y:.1f}H{END:g}")
+        yield _text(number, LEFT - 7, y + 4, class_="tick", text_anchor="end")
+
+
+def _size_marks(front: Front, axes: _Axes) -> Iterator[str]:
+    """A mark below the figure for each round size."""
+    for size in _ticks(axes.small, axes.large, front.sizes):
+        x = axes.x(size)
+        number = front.sizes.number(size, 5)
+        yield _path("axis", f"M{x:.1f} {FLOOR:g}v5")
+        yield _text(number, x, FLOOR + 19, class_="tick", text_anchor="middle")
 
 
 def _path(kind: str, steps: str) -> str:
@@ -171,8 +196,8 @@ def _limit(front: Front, axes: _Axes) -> Iterator[str]:
     """A line at the memory of a device, if it lies in the figure."""
     if front.limit is None or not axes.small <= front.limit <= axes.large:
         return
-    x = axes.place(front.limit, axes.fast)[0]
-    yield _path("limit", f"M{x:.1f} {TOP:g}V{HEIGHT - BOTTOM:g}")
+    x = axes.x(front.limit)
+    yield _path("limit", f"M{x:.1f} {TOP:g}V{FLOOR:g}")
     words = "memory of a device"
     yield _text(words, x - 5, TOP - 8, class_="tick", text_anchor="end")
 
@@ -184,35 +209,48 @@ def _front_line(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
         x, y = axes.place(dot.size, dot.time)
         line += f"H{x:.1f}V{y:.1f}" if line else f"M{x:.1f} {TOP:g}V{y:.1f}"
     if line:
-        yield _path("line", f"{line}H{WIDTH - RIGHT:g}")
+        yield _path("line", f"{line}H{END:g}")
 
 
 def _in_front(dots: list[Dot]) -> list[Dot]:
-    return sorted((dot for dot in dots if dot.place), key=lambda dot: dot.place)
+    """The dots of the front, in the order of their places."""
+    placed = [dot for dot in dots if dot.place]
+    return sorted(placed, key=lambda dot: dot.place)
 
 
-def _badge_places(axes: _Axes, dots: list[Dot]) -> list[tuple[float, float, int]]:
+@dataclass(frozen=True, slots=True)
+class _Badge:
+    """A number on the front and where it stands, in pixels."""
+
+    right: float
+    base: float
+    number: int
+
+    def near(self, other: _Badge) -> bool:
+        """Whether two numbers would be hard to tell apart."""
+        across = abs(self.right - other.right)
+        up = abs(self.base - other.base)
+        return max(across, up) < BADGE_DISTANCE
+
+
+def _badge_places(axes: _Axes, dots: list[Dot]) -> list[_Badge]:
     """Where the numbers of the front stand: below and left of their dots, if they have room."""
-    placed: list[tuple[float, float, int]] = []
+    placed: list[_Badge] = []
     for dot in _in_front(dots):
         x, y = axes.place(dot.size, dot.time)
-        right, base = x - 6, y + 15
-        near = any(
-            max(abs(right - other), abs(base - other_base)) < BADGE_DISTANCE
-            for other, other_base, _ in placed
-        )
-        if not near:
-            placed.append((right, base, dot.place))
+        badge = _Badge(x - 6, y + 15, dot.place)
+        if not any(badge.near(other) for other in placed):
+            placed.append(badge)
     return placed
 
 
 def _badges(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
     """The numbers of the front."""
-    for right, base, place in _badge_places(axes, dots):
+    for badge in _badge_places(axes, dots):
         yield _text(
-            str(place),
-            right,
-            base,
+            str(badge.number),
+            badge.right,
+            badge.base,
             class_="halo",
             text_anchor="end",
             font_weight="600",
@@ -241,15 +279,9 @@ class _Box:
 
 def _labels(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
     """The names of a few dots, where they cover neither each other nor a dot or number of the front."""
-    taken = []
-    for right, base, place in _badge_places(axes, dots):
-        width = LABEL_WIDTH * len(str(place))
-        taken.append(_Box(right - width, base - 9, right, base))
-    for dot in dots:
-        if dot.place or dot.label:
-            x, y = axes.place(dot.size, dot.time)
-            taken.append(_Box(x - 6, y - 6, x + 6, y + 6))
-    for dot in sorted((dot for dot in dots if dot.label), key=lambda dot: dot.time):
+    taken = _taken_boxes(axes, dots)
+    named = [dot for dot in dots if dot.label]
+    for dot in sorted(named, key=lambda dot: dot.time):
         x, y = axes.place(dot.size, dot.time)
         width = LABEL_WIDTH * len(dot.label)
         for left, base in _label_places(x, y, width):
@@ -260,16 +292,38 @@ def _labels(axes: _Axes, dots: list[Dot]) -> Iterator[str]:
         yield _text(dot.label, left, base, class_="halo")
 
 
+def _taken_boxes(axes: _Axes, dots: list[Dot]) -> list[_Box]:
+    """What labels must not cover: the numbers of the front, its dots, and dots with a label."""
+    taken = []
+    for badge in _badge_places(axes, dots):
+        width = LABEL_WIDTH * len(str(badge.number))
+        left = badge.right - width
+        taken.append(_Box(left, badge.base - 9, badge.right, badge.base))
+    for dot in dots:
+        if dot.place or dot.label:
+            x, y = axes.place(dot.size, dot.time)
+            taken.append(_Box(x - 6, y - 6, x + 6, y + 6))
+    return taken
+
+
 def _label_places(x: float, y: float, width: float) -> Iterator[tuple[float, float]]:
-    """Where a label of a dot may begin, the best place first: above it, beside it, below it, further above."""
-    last = WIDTH - RIGHT - width
+    """Where a label of a dot may begin, the best place first.
+
+       5        further above
+       1
+    3  ●  2
+       4
+    """
+    last = END - width
 
     def inside(left: float) -> float:
         return min(max(left, LEFT + 4), last)
 
-    yield inside(x - width / 2), y - 11
+    centred = inside(x - width / 2)
+    above = y - 11
+    yield centred, above
     yield inside(x + 13), y + 4
     yield inside(x - 13 - width), y + 4
-    yield inside(x - width / 2), y + 23
+    yield centred, y + 23
     for lines in range(1, MAX_LABEL_LINES):
-        yield inside(x - width / 2), y - 11 - 14 * lines
+        yield centred, above - 14 * lines

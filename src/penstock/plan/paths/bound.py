@@ -27,8 +27,9 @@ the replicas of a part, which come after its last backward.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,10 +50,11 @@ VISIT_ROUNDING = 1e-9  # by which a number of visits may miss a whole number
 
 def pass_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
     """Return a lower bound on the mean time of a pass: only the last of them sums gradients."""
-    bound = path_bound(problem, sizes, labels)
+    last = path_bound(problem, sizes, labels)
     if problem.passes == 1 or not problem.has_sums:
-        return bound
-    return problem.mean_pass(path_bound(problem.without_sums(), sizes, labels), bound)
+        return last
+    other = path_bound(problem.without_sums(), sizes, labels)
+    return problem.mean_pass(other, last)
 
 
 def path_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
@@ -67,13 +69,16 @@ def path_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
 
 
 # ---------------------------------------------------------------- one data node
-def _data_node_end(
-    problem: Problem, work: LeastWork, node: int, trip: float, there: float, back: float
-) -> float:
-    """Return the least end of a data node whose shortest trip takes `trip` seconds.
+class Ways(NamedTuple):
+    """The shortest ways of a micro-batch from a data node, in seconds."""
 
-    there, back: the shortest way to the head and from the head.
-    """
+    trip: float  # there and back, with all work
+    there: float  # to the head
+    back: float  # from the head
+
+
+def _data_node_end(problem: Problem, work: LeastWork, node: int, ways: Ways) -> float:
+    """Return the least end of a data node."""
     traffic = problem.traffic
     policy = problem.policy
     slow = traffic.slow[node]
@@ -89,25 +94,27 @@ def _data_node_end(
 
     def end_with(held: int) -> float:
         """Return the bound s T >= q trip + (f + b) s (s-1) / 2 for this number of slots."""
-        return float(trip * count / held + (forward + backward) * (held - 1) / 2)
+        full = ways.trip * count / held
+        ramp = (forward + backward) * (held - 1) / 2
+        return float(full + ramp)
 
     slots = int(min(traffic.slots[node], count))
+    own_work = count * work.whole_data * slow
     tasks = 3 * problem.slices * count
     bounds = [
         min(map(end_with, range(1, slots + 1))),
-        trip + (count - 1) * longer,
-        count * work.whole_data * slow + (tasks - 1) * least_gap,
+        ways.trip + (count - 1) * longer,
+        own_work + (tasks - 1) * least_gap,
     ]
     if policy.reserved:
-        bounds.append(policy.rounds * trip + (problem.units - 1) * longer)
+        in_a_row = policy.rounds * ways.trip
+        bounds.append(in_a_row + (problem.units - 1) * longer)
     if unsliced and not problem.waves:
-        bounds.append(_exact_data_node_end(problem, node, there, back))
+        bounds.append(_exact_data_node_end(problem, node, ways))
     return float(max(bounds))
 
 
-def _exact_data_node_end(
-    problem: Problem, node: int, there: float, back: float
-) -> float:
+def _exact_data_node_end(problem: Problem, node: int, ways: Ways) -> float:
     """Return the least end over all orders of a data node's tasks."""
     traffic = problem.traffic
     slow = float(traffic.slow[node])
@@ -118,8 +125,8 @@ def _exact_data_node_end(
         head=round_down(float(forward[-1])),
         head_back=round_down(float(backward[-1])),
         backward=round_down(float(backward[0])),
-        there=round_down(float(there)),
-        back=round_down(float(back)),
+        there=round_down(ways.there),
+        back=round_down(ways.back),
         pause=round_down(float(traffic.gap)),
         first_pause=round_down(float(traffic.first_gap)),
     )
@@ -137,11 +144,8 @@ def _bound_for_labels(problem: Problem, labels: Ints) -> float:
     data = np.flatnonzero(labels == 0)
     trips = shortest_trips(problem, work, labels, data)
     ends = []
-    for number, node in enumerate(data.tolist()):
-        trip = float(trips.trip[number])
-        there = float(trips.there[number])
-        back = float(trips.back[number])
-        ends.append(_data_node_end(problem, work, node, trip, there, back))
+    for node, *ways in zip(data, trips.trip, trips.there, trips.back, strict=True):
+        ends.append(_data_node_end(problem, work, int(node), _ways(*ways)))
     bounds = [max(ends), _least_end_of_sums(problem, labels, data, np.array(ends), 0)]
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
     # places on the paths, each of which is used in all rounds
@@ -149,16 +153,19 @@ def _bound_for_labels(problem: Problem, labels: Ints) -> float:
     visits = places // max(len(alive), 1) * problem.policy.rounds
     for part in alive:
         nodes = np.flatnonzero(labels == part)
+        service = _Service(problem, work, nodes, part, visits)
         outside = trips.outside[nodes]
-        stay = trips.stay[nodes]
-        bounds.append(
-            _least_service_time(problem, work, nodes, part, visits, outside, stay)
-        )
+        bounds.append(service.least_time(outside, trips.stay[nodes]))
         if visits and problem.has_sums:
             at_once = np.zeros(len(nodes))
-            served = _least_service_time(problem, work, nodes, part, visits, at_once)
+            served = service.least_time(at_once)
             bounds.append(_least_end_after(problem, labels, nodes, served, part))
     return max(bounds)
+
+
+def _ways(trip: float, there: float, back: float) -> Ways:
+    """The ways as plain numbers, which a cache can compare."""
+    return Ways(float(trip), float(there), float(back))
 
 
 def _least_end_of_sums(
@@ -191,40 +198,51 @@ def _least_end_after(
     return min(ends)
 
 
-def _least_service_time(
-    problem: Problem,
-    work: LeastWork,
-    nodes: Ints,
-    part: int,
-    visits: int,
-    outside: Floats,
-    stay: Floats | None = None,
-) -> float:
-    """Return the least time in which these nodes can serve the visits.
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """Nodes of one part, and the visits that they have to serve together."""
 
-    outside: seconds before the first visit of each node and after its last.
-    stay: seconds that a visit occupies a slot, at least.
-    """
-    traffic = problem.traffic
-    usable = np.isfinite(outside)
-    if not usable.any() or not visits:
-        return 0.0
-    slow = traffic.slow[nodes]
-    each = (work.whole_part[part] * slow + work.tasks_per_hop * traffic.gap)[usable]
-    slots = traffic.slots[nodes][usable]
-    longest_stay = 0 if stay is None else stay.max()
+    problem: Problem
+    work: LeastWork
+    nodes: Ints
+    part: int
+    visits: int
 
-    def is_enough(time: float) -> bool:
-        inside = np.maximum(time - outside[usable], 0.0)
-        by_work = (inside + traffic.gap) / np.maximum(each, LEAST_SECONDS)
-        counts = np.floor(by_work + VISIT_ROUNDING)
-        if stay is not None:
-            by_slots = slots * inside / np.maximum(stay[usable], LEAST_SECONDS)
-            counts = np.minimum(counts, np.floor(by_slots + VISIT_ROUNDING))
-        return int(counts.sum()) >= visits
+    def least_time(self, outside: Floats, stay: Floats | None = None) -> float:
+        """Return the least time in which the nodes can serve all visits.
 
-    high = float(outside[usable].max() + visits * (each.max() + longest_stay))
-    return bisect_times(high, is_enough, TIME_BISECTIONS).low
+        outside: seconds before the first visit of each node and after its last.
+        stay: seconds that a visit occupies a slot, at least.
+        """
+        usable = np.isfinite(outside)
+        if not usable.any() or not self.visits:
+            return 0.0
+        traffic = self.problem.traffic
+        gaps = self.work.tasks_per_hop * traffic.gap
+        slow = traffic.slow[self.nodes]
+        each = (self.work.whole_part[self.part] * slow + gaps)[usable]
+        slots = traffic.slots[self.nodes][usable].astype(float)
+        longest_stay = 0 if stay is None else stay.max()
+
+        def is_enough(time: float) -> bool:
+            inside = np.maximum(time - outside[usable], 0.0)
+            counts = _whole_visits(inside + traffic.gap, each)
+            if stay is not None:
+                by_slots = _whole_visits(slots * inside, stay[usable])
+                counts = np.minimum(counts, by_slots)
+            return int(counts.sum()) >= self.visits
+
+        one_by_one = self.visits * (each.max() + longest_stay)
+        high = float(outside[usable].max() + one_by_one)
+        return bisect_times(high, is_enough, TIME_BISECTIONS).low
+
+
+def _whole_visits(seconds: Floats | float, each: Floats) -> Floats:
+    """How many visits that take `each` seconds fit into some seconds."""
+    visits: Floats = np.floor(
+        seconds / np.maximum(each, LEAST_SECONDS) + VISIT_ROUNDING
+    )
+    return visits
 
 
 # ---------------------------------------------------------------- any arrangement
@@ -234,34 +252,40 @@ def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
     traffic = problem.traffic
     data = int(sizes[0])
     hop = work.trip_part[1:].min() if len(work.trip_part) > 1 else 0.0
-    link = work.inner * work.pair + hop * traffic.slow[None, :]
-    home = work.close * work.pair
-    trip = shortest_cycles(link, home, problem.hops) + work.data * traffic.slow
+    trip = _cycles(problem, work, hop) + work.data * traffic.slow
     there, back = _shortest_ways_from_any_node(problem, work, trip)
     ends = []
-    for node in range(traffic.nodes):
-        ways = (float(trip[node]), float(there[node]), float(back[node]))
-        ends.append(_data_node_end(problem, work, node, *ways))
-    last_end = sorted(ends)[data - 1]
+    for node, ways in enumerate(zip(trip, there, back, strict=True)):
+        ends.append(_data_node_end(problem, work, node, _ways(*ways)))
+    last_ends = [sorted(ends)[data - 1]]
     if _all_slots_are_reserved(problem, data):
-        # Then every node is on a path, also the one with the longest trip.
-        least_work = min(hop, work.data)
-        extra = (work.data - least_work) * float(traffic.slow.min())
-        link = work.inner * work.pair + least_work * traffic.slow[None, :]
-        cycles = shortest_cycles(link, home, problem.hops)
-        through_any = cycles + least_work * traffic.slow + extra
-        last_end = max(last_end, problem.policy.rounds * float(through_any.max()))
+        last_ends.append(_end_through_any_node(problem, work, hop))
     if problem.hops:
-        last_end = max(
-            last_end, price_bound(_market(problem, work, trip, np.array(ends)), data)
-        )
+        market = _market(problem, work, trip, np.array(ends))
+        last_ends.append(price_bound(market, data))
     sums = least_sum_seconds(problem, 0, data)
     slot_seconds = problem.microbatches * data * _least_slot_seconds(work, problem)
     return max(
-        last_end + sums,
+        max(last_ends) + sums,
         _least_hop_time(problem, work, data),
         slot_seconds / int(traffic.slots.sum()),
     )
+
+
+def _cycles(problem: Problem, work: LeastWork, hop: float) -> Floats:
+    """The shortest way from each node over other nodes and home again, on which each hop works this long."""
+    link = work.inner * work.pair + hop * problem.traffic.slow[None, :]
+    home = work.close * work.pair
+    return shortest_cycles(link, home, problem.hops)
+
+
+def _end_through_any_node(problem: Problem, work: LeastWork, hop: float) -> float:
+    """Return the least end if every node is on a path, also the one with the longest trip."""
+    slow = problem.traffic.slow
+    least_work = min(hop, work.data)
+    extra = (work.data - least_work) * float(slow.min())
+    trips = _cycles(problem, work, least_work) + least_work * slow + extra
+    return problem.policy.rounds * float(trips.max())
 
 
 def _all_slots_are_reserved(problem: Problem, data: int) -> bool:
@@ -284,10 +308,11 @@ def _least_hop_time(problem: Problem, work: LeastWork, data: int) -> float:
     each = np.sort(each)[: traffic.nodes - data]
 
     def is_enough(time: float) -> bool:
-        counts = (time + traffic.gap) / np.maximum(each, LEAST_SECONDS)
-        return bool(np.floor(counts + VISIT_ROUNDING).sum() >= visits)
+        counts = _whole_visits(time + traffic.gap, each)
+        return bool(counts.sum() >= visits)
 
-    return bisect_times(float(visits * each.max()), is_enough, TIME_BISECTIONS).low
+    one_by_one = float(visits * each.max())
+    return bisect_times(one_by_one, is_enough, TIME_BISECTIONS).low
 
 
 def _shortest_ways_from_any_node(
@@ -323,17 +348,8 @@ def _market(problem: Problem, work: LeastWork, trip: Floats, ends: Floats) -> Ma
     window = np.minimum(traffic.slots, count).astype(float)
     head = 0.0 if problem.waves else work.data - work.own
     hop = float(work.trip_part[1:].min())
-    first_and_last = np.zeros(traffic.nodes)
-    if problem.slices == 1:
-        first_and_last = (work.first_forward + work.first_backward) * traffic.slow
-    ramp = first_and_last * window * (window - 1) / 2
+    ramp = _ramp(problem, work, window)
     ramp[count * trip < ramp] = 0.0  # then fewer slots might do better
-    apart = work.one_way.copy()
-    np.fill_diagonal(apart, np.inf)
-    first_forward = traffic.forward[0].min() * traffic.slow
-    last_backward = traffic.backward[0].min() * traffic.slow
-    before = (first_forward[:, None] + apart).min(axis=0)
-    after = (apart + last_backward[None, :]).min(axis=1)
     whole_hop = work.whole_part[1:].min() * traffic.slow
     return Market(
         link=work.inner * work.pair + hop * traffic.slow[None, :],
@@ -343,13 +359,36 @@ def _market(problem: Problem, work: LeastWork, trip: Floats, ends: Floats) -> Ma
         work=whole_hop + work.tasks_per_hop * traffic.gap,
         gap=traffic.gap,
         ramp=ramp,
-        outside=before + after,
+        outside=_seconds_outside(problem, work),
         least_end=ends,
         window=window,
         slots=traffic.slots.astype(float),
         microbatches=count,
         hops=problem.hops,
     )
+
+
+def _ramp(problem: Problem, work: LeastWork, window: Floats) -> Floats:
+    """The seconds in which the slots of each data node are not yet all in use, or no longer."""
+    slow = problem.traffic.slow
+    first_and_last = np.zeros(problem.traffic.nodes)
+    if problem.slices == 1:
+        first_and_last = (work.first_forward + work.first_backward) * slow
+    ramp: Floats = first_and_last * window * (window - 1) / 2
+    return ramp
+
+
+def _seconds_outside(problem: Problem, work: LeastWork) -> Floats:
+    """The least seconds before the first visit of each node, and after its last."""
+    traffic = problem.traffic
+    apart = work.one_way.copy()
+    np.fill_diagonal(apart, np.inf)
+    first_forward = traffic.forward[0].min() * traffic.slow
+    last_backward = traffic.backward[0].min() * traffic.slow
+    before = (first_forward[:, None] + apart).min(axis=0)
+    after = (apart + last_backward[None, :]).min(axis=1)
+    outside: Floats = before + after
+    return outside
 
 
 def _least_slot_seconds(work: LeastWork, problem: Problem) -> float:

@@ -93,19 +93,28 @@ class LaneSearch(MoveSearch[PathTimes]):
         self.stride = 2 * self.length * self.slices
         self.slots = problem.traffic.slots_with(self.labels)
         _, self.release = start_conditions(problem, self.rows, solution.stagger)
-        self.needs = [
-            [self._leader(need) for need in rule_needs(own, self.length, self.slices)]
-            for own in range(self.stride)
-        ]
-        self.replicas: dict[int, list[int]] = {}
-        for node in sorted(set(self.rows[:, 1:].ravel().tolist())):
-            self.replicas.setdefault(int(self.labels[node]), []).append(node)
+        self.needs = [self._needs_of(task) for task in range(self.stride)]
+        self.replicas = self._replicas_in_use()
         self.turns = np.full((len(self.rows), self.stride), NO_TURN, dtype=np.int64)
         self.lanes = self._lanes_of(simulate_solution(problem, own))
         for node in range(len(self.lanes)):
             self._number(node)
         self.best = solution
         self.value, self.end, self.times = self._simulate()
+
+    def _needs_of(self, own: int) -> list[int]:
+        """Return what a task needs from the same micro-batch."""
+        needs = rule_needs(own, self.length, self.slices)
+        return [self._leader(need) for need in needs]
+
+    def _replicas_in_use(self) -> dict[int, list[int]]:
+        """Return the nodes of each part that some path visits after its data node."""
+        replicas: dict[int, list[int]] = {}
+        visited = set(self.rows[:, 1:].ravel().tolist())
+        for node in sorted(visited):
+            part = int(self.labels[node])
+            replicas.setdefault(part, []).append(node)
+        return replicas
 
     def _leader(self, own: int) -> int:
         """Return the task itself, or the forward of the head if its backward follows at once."""
@@ -129,11 +138,13 @@ class LaneSearch(MoveSearch[PathTimes]):
         return own // (2 * self.slices)
 
     def _node_of(self, number: int, own: int) -> int:
+        """Return the node that runs a task."""
         return int(self.nodes[number, self._position(own)])
 
     def _number(self, node: int) -> None:
         """Write down the places of the tasks of a lane."""
-        self.turns.ravel()[self.lanes[node]] = range(len(self.lanes[node]))
+        lane = self.lanes[node]
+        self.turns.ravel()[lane] = range(len(lane))
 
     def solution(self) -> Solution:
         """Return the whole solution with the current lanes of these units."""
@@ -198,11 +209,12 @@ class LaneSearch(MoveSearch[PathTimes]):
     def _ends(self) -> list[float]:
         """Return when each task ends; the forward of the head ends with its backward if that follows at once."""
         traffic = self.problem.traffic
+        starts = self.times.start
         slow = traffic.slow[self.nodes][:, :, None]
-        seconds = np.empty(self.times.start.shape)
+        seconds = np.empty(starts.shape)
         seconds[..., 0] = traffic.forward[self.parts] * slow
         seconds[..., 1] = traffic.backward[self.parts] * slow
-        ends: Floats = (self.times.start + seconds).reshape(len(self.rows), -1)
+        ends: Floats = (starts + seconds).reshape(len(self.rows), -1)
         if self.slices == 1:
             ends[:, -2] = ends[:, -1]
         found: list[float] = ends.ravel().tolist()
@@ -251,20 +263,24 @@ class LaneSearch(MoveSearch[PathTimes]):
         b = self.nodes[number, target]
         if a == b:
             return ends[needed]
-        size = traffic.message[self.parts[number, min(position, target)]].max()
-        return ends[needed] + float(traffic.latency[a, b] + traffic.byte[a, b] * size)
+        part = self.parts[number, min(position, target)]
+        size = traffic.message[part].max()
+        seconds = traffic.latency[a, b] + traffic.byte[a, b] * size
+        return ends[needed] + float(seconds)
 
     def _last_task(self) -> int:
         """Return the last backward of the step, or one whose sum of gradients ends last."""
         times = self.times
+        summed: list[int] = []
         if self.problem.has_sums and times.makespan < self.end:
-            used = self._nodes_of_the_last_sum()
-            if used:
-                node = max(used, key=lambda member: times.last[member])
-                if self.random.random() < 0.5:
-                    node = self.random.choice(used)
-                return self.lanes[node][-1]
-        return int(times.finish.argmax()) * self.stride + 1
+            summed = self._nodes_of_the_last_sum()
+        if not summed:
+            last = int(times.finish.argmax())
+            return last * self.stride + 1  # its backward on the data node
+        node = max(summed, key=lambda member: times.last[member])
+        if self.random.random() < 0.5:
+            node = self.random.choice(summed)
+        return self.lanes[node][-1]
 
     def _nodes_of_the_last_sum(self) -> list[int]:
         """Return the nodes with tasks among those whose sum of gradients ends last."""
@@ -281,6 +297,7 @@ class LaneSearch(MoveSearch[PathTimes]):
 
     # ------------------------------------------------------------ moves: each registers how to undo it
     def _move(self) -> bool:
+        """Change the lanes or a path at a random place of the critical path; return whether anything changed."""
         pick = self.random.random()
         place = self.random.randrange(len(self.critical))
         node, task = self.critical[place]
@@ -310,10 +327,14 @@ class LaneSearch(MoveSearch[PathTimes]):
         """Let a task change places with the one before it."""
         lane = self.lanes[node]
         place = lane.index(task)
-        if place == 0 or lane[place - 1] // self.stride == task // self.stride:
+        if place == 0:
+            return False
+        before = lane[place - 1]
+        same_microbatch = before // self.stride == task // self.stride
+        if same_microbatch:
             return False
         self._keep(node)
-        lane[place - 1], lane[place] = lane[place], lane[place - 1]
+        lane[place - 1 : place + 1] = [task, before]
         self._number(node)
         return True
 
@@ -321,8 +342,10 @@ class LaneSearch(MoveSearch[PathTimes]):
         """Move a task some places forward or back."""
         lane = self.lanes[node]
         place = lane.index(task)
-        by = self.random.randint(1, MAX_SHIFT) * self.random.choice((-1, 1))
-        target = min(max(place + by, 0), len(lane) - 1)
+        places = self.random.randint(1, MAX_SHIFT)
+        direction = self.random.choice((-1, 1))
+        last = len(lane) - 1
+        target = min(max(place + places * direction, 0), last)
         if target == place:
             return False
         self._keep(node)
@@ -331,13 +354,16 @@ class LaneSearch(MoveSearch[PathTimes]):
         return True
 
     def _tasks(self, number: int, position: int) -> list[int]:
-        first = number * self.stride + position * 2 * self.slices
-        return list(range(first, first + 2 * self.slices))
+        """Return the tasks of one visit: a forward and a backward of each slice."""
+        count = 2 * self.slices
+        first = number * self.stride + position * count
+        return list(range(first, first + count))
 
     def _redirect(self, number: int, position: int) -> bool:
         """Send a micro-batch over another replica of the same part."""
         old = int(self.nodes[number, position])
-        new = self.random.choice(self.replicas[int(self.labels[old])])
+        part = int(self.labels[old])
+        new = self.random.choice(self.replicas[part])
         if new == old:
             return False
         tasks = self._tasks(number, position)
@@ -353,6 +379,7 @@ class LaneSearch(MoveSearch[PathTimes]):
         return True
 
     def _set_node(self, number: int, position: int, node: int) -> None:
+        """Let another node serve a visit."""
         old = int(self.nodes[number, position])
 
         def undo() -> None:
@@ -389,5 +416,6 @@ class LaneSearch(MoveSearch[PathTimes]):
         return True
 
     def _exchange_parts(self, number: int, position: int) -> None:
+        """Let the parts of a visit and the next one change places."""
         row = self.parts[number]
         row[position], row[position + 1] = row[position + 1], row[position]

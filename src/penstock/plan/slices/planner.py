@@ -183,7 +183,7 @@ def sliced_plans(
     if not fitting:
         name, peak = too_large[0]
         raise ShapeError(
-            f"nothing fits into a memory of {memory:g}; the least is {name} with {peak:g}"
+            f"nothing fits into a memory of {memory:g}; the smallest plan needs {peak:g}: {name}"
         )
     fitting.sort(key=lambda row: (row[0].makespan, len(row[1]), row[0].peak))
     for index, (candidate, cuts) in enumerate(fitting[:SLICED_FINALISTS]):

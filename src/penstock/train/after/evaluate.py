@@ -167,10 +167,9 @@ def _questions(
             raise ShapeError(
                 f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
             )
-    if batches < 1 or draws < 1:
-        raise ShapeError(
-            f"batches and draws must be at least 1, not {batches} and {draws}"
-        )
+    for name, count in (("batches", batches), ("draws", draws)):
+        if count < 1:
+            raise ShapeError(f"{name} must be at least 1, not {count}")
     return _Questions(shares, layers, tuple(exits), draws)
 
 

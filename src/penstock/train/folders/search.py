@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from penstock.errors import RunError
 from penstock.runtime import Comm
@@ -43,6 +44,7 @@ from penstock.train.folders.travel import Passage, pass_files
 from penstock.train.remote import Storage, fetch_files, fetch_step, tell_mended
 
 _log = logging.getLogger(__name__)
+StoredNote: TypeAlias = tuple[int, Fingerprint]  # the number of a storage; its note
 ROOM_HINT = "make room on this machine, or name another run.folder"
 
 
@@ -83,21 +85,33 @@ class SeparateCheckpoints:
     def survey(self) -> Survey:
         """What every folder has, by the sizes of files, and which storages have which steps."""
         own: dict[int, dict[str, object]] = {}
-        stored: dict[int, list[tuple[int, Fingerprint]]] = {}
+        stored: dict[int, list[StoredNote]] = {}
         with failing_together(self.comm):
             if self.folders.keeps(self.comm.rank):
                 own = {step: asdict(one) for step, one in take_stock(self.folder)}
             if self.comm.rank == 0:
-                for number, storage in enumerate(self.storages):
-                    for step, note in read_notes(storage):
-                        stored.setdefault(step, []).append((number, note))
-        told = gather_texts(self.comm, json.dumps([own, stored]))
+                stored = self._read_storages()
+        told = self._tell([own, stored])
         stocks: dict[int, dict[int, Stock]] = {}
         for rank in self.folders.keepers:
-            for key, one in json.loads(told[rank])[0].items():
-                stocks.setdefault(int(key), {})[rank] = Stock(**one)
-        found = json.loads(told[0])[1]
-        return Survey(stocks, {int(key): ones for key, ones in found.items()})
+            stocks_of_rank, _ = told[rank]
+            for step, stock in stocks_of_rank.items():
+                stocks.setdefault(int(step), {})[rank] = Stock(**stock)
+        _, stored_notes = told[0]
+        return Survey(stocks, {int(step): ones for step, ones in stored_notes.items()})
+
+    def _read_storages(self) -> dict[int, list[StoredNote]]:
+        """The numbers of the storages that have a step, and the fingerprints of its description there."""
+        stored: dict[int, list[StoredNote]] = {}
+        for number, storage in enumerate(self.storages):
+            for step, note in read_notes(storage):
+                stored.setdefault(step, []).append((number, note))
+        return stored
+
+    def _tell(self, facts: object) -> list[Any]:
+        """Tell all ranks something, as JSON; return what each of them has told."""
+        texts = gather_texts(self.comm, json.dumps(facts))
+        return [json.loads(text) for text in texts]
 
     # ------------------------------------------------------------ completing one
     def complete(self, step: int, survey: Survey, receivers: Sequence[int]) -> bool:
@@ -108,6 +122,7 @@ class SeparateCheckpoints:
         return any(self._complete(step, one, receivers) for one in versions)
 
     def _complete(self, step: int, version: Version, receivers: Sequence[int]) -> bool:
+        """The same for one version of the step."""
         every = {rank: list(one.files) for rank, one in version.holders.items()}
         holders = self._verify(step, version.holders, every)
         wrong: dict[str, dict[str, str]] = {}  # in storages
@@ -125,27 +140,23 @@ class SeparateCheckpoints:
     def _verify(
         self, step: int, holders: Holders, wanted: Mapping[int, Sequence[str]]
     ) -> dict[int, Stock]:
-        """Read files, and return the stocks with the damage that was found; the ranks of a machine divide its files."""
-        rank = self.comm.rank
-        owner = self.folders.owners[rank]
-        neighbours = self.folders.neighbours(rank)
+        """Read files, and return the stocks with the damage that was found.
+
+        The ranks of a machine divide its files:
+
+            a.safetensors  b.safetensors  c.safetensors  d.safetensors
+               rank 0         rank 1         rank 0         rank 1
+        """
         faults: dict[str, str] = {}
 
         def read() -> None:
-            if owner not in holders:
-                return
-            stock = holders[owner]
-            here = sorted(name for name in wanted.get(owner, ()) if stock.has(name))
-            for name in here[neighbours.index(rank) :: len(neighbours)]:
-                file = self.folder / step_name(step) / name
-                fault = file_fault(file, stock.files[name])
-                if fault:
-                    faults[name] = fault
+            owner = self.folders.owners[self.comm.rank]
+            if owner in holders:
+                names = self._own_share(holders[owner], wanted.get(owner, ()))
+                faults.update(self._read_faults(step, holders[owner], names))
 
         work_together(self.comm, read)
-        told = [
-            json.loads(text) for text in gather_texts(self.comm, json.dumps(faults))
-        ]
+        told = self._tell(faults)
         found = {}
         for keeper, stock in holders.items():
             merged = dict(stock.faults)
@@ -153,6 +164,25 @@ class SeparateCheckpoints:
                 merged |= told[neighbour]
             found[keeper] = replace(stock, faults=merged)
         return found
+
+    def _own_share(self, stock: Stock, wanted: Iterable[str]) -> list[str]:
+        """The files of this machine that this rank reads."""
+        neighbours = self.folders.neighbours(self.comm.rank)
+        here = sorted(name for name in wanted if stock.has(name))
+        first = neighbours.index(self.comm.rank)
+        return here[first :: len(neighbours)]
+
+    def _read_faults(
+        self, step: int, stock: Stock, names: Iterable[str]
+    ) -> dict[str, str]:
+        """What is wrong with files, by name, according to their checksums."""
+        faults = {}
+        for name in names:
+            file = self.folder / step_name(step) / name
+            fault = file_fault(file, stock.files[name])
+            if fault:
+                faults[name] = fault
+        return faults
 
     def _fetch(
         self, step: int, number: int, holders: Holders, receivers: Sequence[int]
@@ -169,16 +199,12 @@ class SeparateCheckpoints:
         def fetch() -> None:
             nonlocal own
             if own is not None:
-                wanted = {name: own.files[name] for name in lost_everywhere(holders)}
-                path = self.folder / step_name(step)
-                faults.update(fetch_files(storage, step, path, wanted))
-                for name in wanted.keys() - faults.keys():
-                    tell_mended(path / name, own.faults[name], storage.place)
-                left = {
-                    name: fault
-                    for name, fault in own.faults.items()
-                    if name not in wanted or name in faults
-                }
+                lost = lost_everywhere(holders)
+                faults.update(self._fetch_lost(storage, step, own, lost))
+                mended = set(lost) - faults.keys()
+                left = dict(own.faults)
+                for name in mended:
+                    left.pop(name, None)
                 own = replace(own, faults=left)
             elif not holders and self.comm.rank in receivers:
                 faults.update(fetch_step(storage, step, self.folder))
@@ -186,13 +212,25 @@ class SeparateCheckpoints:
                     own = dict(take_stock(self.folder))[step]
 
         work_together(self.comm, fetch, ROOM_HINT)
-        text = json.dumps([asdict(own) if own else None, faults])
-        told = [json.loads(one) for one in gather_texts(self.comm, text)]
-        stocks = {rank: Stock(**one[0]) for rank, one in enumerate(told) if one[0]}
+        told = self._tell([asdict(own) if own else None, faults])
+        stocks: dict[int, Stock] = {}
         wrong: dict[str, str] = {}
-        for _, one in told:
-            wrong |= one
+        for rank, (stock, faults_of_rank) in enumerate(told):
+            wrong |= faults_of_rank
+            if stock:
+                stocks[rank] = Stock(**stock)
         return stocks, wrong
+
+    def _fetch_lost(
+        self, storage: Storage, step: int, own: Stock, lost: Iterable[str]
+    ) -> dict[str, str]:
+        """Fetch files from a storage; return those that are wrong there, too."""
+        path = self.folder / step_name(step)
+        wanted = {name: own.files[name] for name in lost}
+        faults = fetch_files(storage, step, path, wanted)
+        for name in wanted.keys() - faults.keys():
+            tell_mended(path / name, own.faults[name], storage.place)
+        return faults
 
     def _exchange(self, step: int, holders: Holders, receivers: Sequence[int]) -> bool:
         """Send intact files from machines that have them to those that lack them, the description last.
@@ -201,34 +239,52 @@ class SeparateCheckpoints:
         """
         path = self.folder / step_name(step)
         files = next(iter(holders.values())).files
-        arriving: dict[int, list[str]] = {rank: [] for rank in receivers}
+        chains = _chains(files, holders, receivers)
         with failing_together(self.comm, ROOM_HINT):
             if self.comm.rank in receivers:
-                if self.comm.rank not in holders:
-                    shutil.rmtree(path, ignore_errors=True)
-                for left in path.glob(f"*{PART}"):
-                    # An error would keep this rank away from what all of them do next.
-                    with suppress(OSError):
-                        left.unlink()
+                self._make_place(path, holders)
+            self._tell_of_mended(path, holders, chains)
             passages = []
-            for name in sorted(files, key=lambda name: (name == NOTE, name)):
-                having = [rank for rank, one in holders.items() if one.has(name)]
-                wanting = [rank for rank in receivers if rank not in having]
-                for rank in wanting:
-                    arriving[rank].append(name)
-                if wanting:
-                    chain = [having[0], *wanting]
-                    size = files[name]["bytes"]
-                    passages.append(Passage(path / name, size, chain))
-                if self.comm.rank in wanting and self.comm.rank in holders:
-                    fault = holders[self.comm.rank].faults[name]
-                    if fault != MISSING:  # Each machine lacks the files of others.
-                        source = self.folders.place(having[0])
-                        tell_mended(path / name, fault, source)
+            for name, chain in chains.items():
+                passages.append(Passage(path / name, files[name]["bytes"], chain))
             pass_files(self.comm, passages)
-        if not any(arriving.values()):
-            return True
-        complete = {rank: Stock(files, {}, {}) for rank in receivers}
+        arriving: dict[int, list[str]] = {rank: [] for rank in receivers}
+        for name, (_, *wanting) in chains.items():
+            for rank in wanting:
+                arriving[rank].append(name)
+        return not chains or self._arrived_intact(step, files, arriving)
+
+    def _make_place(self, path: Path, holders: Holders) -> None:
+        """Remove what is left of earlier tries where files of a checkpoint will arrive."""
+        if self.comm.rank not in holders:
+            shutil.rmtree(path, ignore_errors=True)
+        for left in path.glob(f"*{PART}"):
+            # An error would keep this rank away from what all of them do next.
+            with suppress(OSError):
+                left.unlink()
+
+    def _tell_of_mended(
+        self, path: Path, holders: Holders, chains: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Log which damaged files of this rank are replaced, and by whose."""
+        own = holders.get(self.comm.rank)
+        if own is None:
+            return
+        for name, (source, *wanting) in chains.items():
+            if self.comm.rank not in wanting:
+                continue
+            fault = own.faults[name]
+            if fault != MISSING:  # Each machine lacks the files of others.
+                tell_mended(path / name, fault, self.folders.place(source))
+
+    def _arrived_intact(
+        self,
+        step: int,
+        files: dict[str, Fingerprint],
+        arriving: Mapping[int, Sequence[str]],
+    ) -> bool:
+        """Whether the files that have arrived on each rank are without damage; notes the first one that is not."""
+        complete = {rank: Stock(files, {}, {}) for rank in arriving}
         arrived = self._verify(step, complete, arriving)
         for rank, stock in arrived.items():
             for name, fault in stock.faults.items():
@@ -253,9 +309,9 @@ class SeparateCheckpoints:
         self, step: int, holders: Holders, wrong: Mapping[str, Mapping[str, str]]
     ) -> None:
         """Note a file that nobody has intact, with what is `wrong` with it in each folder and storage."""
-        lost = (
-            set(lost_everywhere(holders)) if holders else set().union(*wrong.values())
-        )
+        lost = lost_everywhere(holders)
+        if not holders:
+            lost = [name for faults in wrong.values() for name in faults]
         name = min(lost)
         places: dict[str, list[str]] = {}  # by what is wrong there
         for place, faults in wrong.items():
@@ -293,3 +349,16 @@ class SeparateCheckpoints:
         return RunError(
             f"no checkpoint is complete on the machines of this run: {self.faults[0]}\n  {hint}"
         )
+
+
+def _chains(
+    files: Iterable[str], holders: Holders, receivers: Sequence[int]
+) -> dict[str, list[int]]:
+    """The way of each file that travels, the description last: from a rank that has it through those that lack it."""
+    chains = {}
+    for name in sorted(files, key=lambda name: (name == NOTE, name)):
+        having = [rank for rank, one in holders.items() if one.has(name)]
+        wanting = [rank for rank in receivers if rank not in having]
+        if wanting:
+            chains[name] = [having[0], *wanting]
+    return chains
