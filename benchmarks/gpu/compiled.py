@@ -11,7 +11,8 @@ Weights are float32, products bfloat16, and the optimizer is AdamW.
 `pipeline` is 8 workers on one GPU with 4 layers each, in bfloat16: torch's pipelining with compiled layers (without
 split backwards, which it cannot compile), and ours compiled, and compiled and recorded.
 With `--depth 8 --only "hanayo W=4,hanayo W=2,zb-v"` each worker has 8 layers, enough for four waves. With
-`--candidates ours` or `--candidates recorded` a pipeline runs by itself, which shows the memory that it reserves.
+`--candidates ours` or `--candidates recorded`, and `--only` one schedule, a pipeline runs by itself, which shows the
+memory that it reserves.
 
 Steps of all candidates alternate, and ratios are taken within a round.
 """
@@ -354,6 +355,10 @@ def run_pipeline(
         if schedule.parts > size.config.layers:
             continue  # too few layers for so many parts
         row = compare_pipelines(comm, size, label, schedule, options)
+        # What is left of a schedule would count as memory of the next one.
+        gc.collect()
+        if size.device == "cuda":
+            torch.cuda.empty_cache()
         rows.append(row)
         if comm.rank == 0:
             write(
@@ -423,9 +428,6 @@ def compare_pipelines(
     machines.clear()
     ours.clear()
     stages.clear()
-    gc.collect()
-    if size.device == "cuda":
-        torch.cuda.empty_cache()
     return row
 
 

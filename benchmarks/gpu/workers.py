@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments, write
-from trained import penstock, trained
+from trained import Training, penstock, trained
 
 from penstock.formats import write_plan
 
@@ -58,6 +58,21 @@ def multiprocessors(workers: int = 0) -> int:
     return int(done.stdout.split()[-1])
 
 
+def row_of(name: str, ranks: int, share: int, done: Training) -> dict[str, Any]:
+    """What the table has about a run on this many multiprocessors."""
+    figures = done.figures
+    speed = figures["tokens"] / figures["seconds"]
+    return {
+        "model": name,
+        "ranks": ranks,
+        "multiprocessors": share,
+        **figures,
+        "microbatches": len(done.summary.plan.schedule.microbatches),
+        "bound": dict(done.summary.plan.why).get("lower_bound"),
+        "speed": speed / share,
+    }
+
+
 def compare(
     name: str, model: str, folder: Path, plans: Path, steps: int, dry: bool
 ) -> list[Any]:
@@ -74,9 +89,7 @@ def compare(
             plans.mkdir(parents=True, exist_ok=True)
             write_plan(done.summary.plan, plan)
         share = 1 if dry else multiprocessors(testbed) * ranks
-        row = {"model": name, "ranks": ranks, "multiprocessors": share, **done.figures}
-        row["microbatches"] = len(done.summary.plan.schedule.microbatches)
-        row["speed"] = row["tokens"] / row["seconds"] / share
+        row = row_of(name, ranks, share, done)
         rows.append(row)
         sys.stdout.write(
             f"{name}, {ranks} ranks: {1e3 * row['seconds']:.1f} ms, predicted {1e3 * (row['predicted'] or 0):.1f}, "
