@@ -25,8 +25,12 @@ their way, too. So at most 1 + (cap - g) / f micro-batches, rounded down, are on
 the (n+1)-th micro-batch starts its F only after some micro-batch has got to the end of that way, the (n+2)-th after
 another one, and so on: each start comes at least the time of that way after the n-th start before it.
 
-The bound ignores that ranks wait for each other beyond a single chain of needs, and what two ranks do to each other
-when both are short of memory.
+**Messages that wait for each other.** If the messages of a rank share channels, as over NCCL, a channel carries one
+message after the other. So it is bounded in the same way as a rank: the head of a message ends with the action that
+sends it, and its tail begins with the actions that need it.
+
+The bound ignores that ranks wait for each other beyond a single chain of needs, what two ranks do to each other when
+both are short of memory, and that a message waits for the actions before it.
 """
 
 from __future__ import annotations
@@ -84,7 +88,9 @@ class _Chains:
         self.hops = np.where(costs.link >= 0, costs.latency + costs.wire, 0.0)
         self.user_start, self.users = users_of(table.needs)
         self.heads = self.longest(np.zeros(len(table)))
-        self.tails = self._tails()
+        from_start = longest_tails(schedule, costs)
+        self.tails = from_start - costs.seconds
+        self.channels = _channels(schedule, cost.channels, from_start)
 
     def longest(self, earliest: Floats) -> Floats:
         """Return when each action can start if it cannot start before `earliest` and its needs have arrived."""
@@ -100,12 +106,8 @@ class _Chains:
             earliest,
         )
 
-    def _tails(self) -> Floats:
-        """Return the time from the end of each action to the end of the longest chain that needs it."""
-        return longest_tails(self.schedule, self.costs) - self.costs.seconds
-
     def bound(self, heads: Floats) -> float:
-        """Return the largest head, work and tail of any set of actions of a rank."""
+        """Return the largest head, work and tail of any set of actions of a rank, or of messages on a channel."""
         table = self.schedule.table
         run = compile_if_large(_run_preemptive, len(table) * PASSES)
         bound = 0.0
@@ -117,6 +119,11 @@ class _Chains:
             pause = self.costs.pause[mine]
             busy = self.costs.seconds[mine] + pause
             bound = max(bound, run(heads[mine], busy, self.tails[mine] - pause))
+        for senders, tails in self.channels:
+            ready = heads[senders] + self.costs.seconds[senders]
+            order = np.argsort(ready, kind="stable")
+            hops = self.hops[senders[order]]
+            bound = max(bound, run(ready[order], hops, tails[order]))
         return float(bound)
 
     def split_by_microbatch(self) -> list[bytes]:
@@ -149,6 +156,33 @@ class _Chains:
         earliest = np.zeros(len(table))
         earliest[numbers] = starts
         return self.longest(earliest)
+
+
+def _channels(
+    schedule: Schedule, channels: int | None, from_start: Floats
+) -> list[tuple[Ints, Floats]]:
+    """Return the actions whose messages share a channel, and the time from each arrival to the end.
+
+    There is a pair for each channel of each rank. `from_start` has the longest chain that each action begins.
+    """
+    if channels is None:
+        return []
+    table = schedule.table
+    target = table.target()
+    tails = np.zeros(len(table))
+    for needed in table.needs.T:
+        user = np.flatnonzero(needed >= 0)
+        user = user[table.rank[needed[user]] != table.rank[user]]
+        np.maximum.at(tails, needed[user], from_start[user])
+    channel = np.where(table.rank < target, 1 % channels, 0)
+    found: list[tuple[Ints, Floats]] = []
+    for rank in range(schedule.ranks):
+        is_here = (target >= 0) & ((table.rank == rank) | (target == rank))
+        for number in range(channels):
+            senders = np.flatnonzero(is_here & (channel == number))
+            if len(senders):
+                found.append((senders, tails[senders]))
+    return found
 
 
 def longest_tails(schedule: Schedule, costs: Columns) -> Floats:

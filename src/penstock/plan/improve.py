@@ -7,6 +7,9 @@ search is still warm, only a little slower:
     before  rank 1 | F0 F1 F2 I0 W0 I1 ...        the chain that ends last waits for I0, and I0 for F2:
     after   rank 1 | F0 F1 I0 F2 W0 I1 ...        move I0 to the left, or F2 to the right
 
+If the messages of a rank wait for each other, as over NCCL, lanes are timed by the rule of `penstock.sim.in_order`. A
+test expects the same times from both.
+
 Most moves touch the critical path, because no other move can make the step shorter. The others let ranks that are not
 critical drift, which opens new ways. A move is dropped at once if a rank would hold more than its cap, or if the lanes
 could then wait for each other for ever.
@@ -95,6 +98,10 @@ class OrderProblem:
     costs: Columns
     caps: Floats  # the most bytes of activations on each rank
     serial: bool
+    channels: (
+        int  # that the messages of a rank share; 0 if they do not wait for each other
+    )
+    receiver: Ints  # the rank that receives each result; -1 if the result stays
     user_start: Ints
     users: Ints
     needs: Ints  # how many actions each action needs
@@ -123,6 +130,8 @@ def problem_of(
         columns(schedule, cost),
         np.broadcast_to(given, (schedule.ranks,)).copy(),
         cost.serial,
+        cost.channels or 0,
+        table.target(),
         user_start,
         users,
         (table.needs >= 0).sum(axis=1),
@@ -275,6 +284,8 @@ def _call_loop(
             costs.latency,
             costs.wire,
             problem.serial,
+            problem.channels,
+            problem.receiver,
             costs.gain,
             costs.loss,
             caps,
@@ -323,6 +334,8 @@ def _run_moves(  # noqa: PLR0912, PLR0915
     latency: Floats,
     wire: Floats,
     serial: bool,
+    channels: int,
+    receiver: Ints,
     gain: Floats,
     loss: Floats,
     caps: Floats,
@@ -347,6 +360,11 @@ def _run_moves(  # noqa: PLR0912, PLR0915
     now_time = 0.0  # of the current order
     now_excess = 0.0
     over = np.empty(size, np.float64)
+    tick = np.empty(size, np.int64)
+    cursor = np.empty(ranks, np.int64)  # place of the next action of each rank
+    busy = np.empty((ranks, max(channels, 1)), np.float64)  # until when a channel is
+    blamed = np.empty((ranks, max(channels, 1)), np.int64)  # the action that delayed it
+    hop = latency + wire
     for here in range(ranks):
         level = 0.0
         for place in range(first[here], first[here + 1]):
@@ -355,6 +373,154 @@ def _run_moves(  # noqa: PLR0912, PLR0915
             over[place] = max(level + gain[lane[place]] - caps[here], 0.0)
             now_excess += over[place]
             level += gain[lane[place]] - loss[lane[place]]
+
+    def time_at_once() -> tuple[float, int]:  # noqa: PLR0912, PLR0915
+        """Time the lanes if messages leave at once: each action waits for its needs and for the action before it.
+
+        Returns the makespan and the action that ends last; -1 if the lanes wait for each other.
+        """
+        makespan = 0.0
+        last = -1
+        for a in range(size):
+            waiting[a] = need_counts[a] + 1
+            ready[a] = 0.0
+            cause[a] = -1
+        free[:] = 0.0
+        top = 0
+        for here in range(ranks):
+            if first[here] < first[here + 1]:
+                head = lane[first[here]]
+                waiting[head] -= 1
+                if waiting[head] == 0:
+                    stack[top] = head
+                    top += 1
+        done = 0
+        while top > 0:
+            top -= 1
+            a = stack[top]
+            done += 1
+            finish = ready[a] + seconds[a]
+            end[a] = finish
+            if finish > makespan or last < 0:
+                makespan = finish
+                last = a
+            arrival = finish
+            if link[a] >= 0:
+                if serial:
+                    leave = max(finish, free[link[a]])
+                    free[link[a]] = leave + wire[a]
+                    arrival = leave + wire[a] + latency[a]
+                else:
+                    arrival = finish + wire[a] + latency[a]
+            here = rank[a]
+            for index in range(user_start[a], user_start[a + 1]):
+                user = users[index]
+                there = finish if rank[user] == here else arrival
+                # If the action before it ends at the same time, the need is the cause.
+                if there >= ready[user]:
+                    ready[user] = there
+                    cause[user] = a
+                waiting[user] -= 1
+                if waiting[user] == 0:
+                    stack[top] = user
+                    top += 1
+            place = where[a] + 1
+            if place < first[here + 1]:
+                user = lane[place]
+                there = finish + pause[a]
+                if there > ready[user]:
+                    ready[user] = there
+                    cause[user] = a
+                waiting[user] -= 1
+                if waiting[user] == 0:
+                    stack[top] = user
+                    top += 1
+        if done < size:
+            return -1.0, -1
+        return makespan, last
+
+    def time_in_order() -> tuple[float, int]:  # noqa: PLR0912, PLR0915
+        """Time the lanes if messages wait for each other, as `penstock.sim.in_order` does; returns the same.
+
+        In each tick every rank runs the next action of its lane if all that it needs has run in earlier ticks. Then the
+        messages of this tick leave.
+        """
+        makespan = 0.0
+        last = -1
+        for a in range(size):
+            tick[a] = 0
+        for here in range(ranks):
+            cursor[here] = first[here]
+            for channel in range(channels):
+                busy[here, channel] = 0.0
+                blamed[here, channel] = -1
+        done = 0
+        now = 0
+        while done < size:
+            now += 1
+            count = 0
+            for here in range(ranks):
+                place = cursor[here]
+                if place == first[here + 1]:
+                    continue
+                a = lane[place]
+                can_run = True
+                for column in range(needs.shape[1]):
+                    need = needs[a, column]
+                    if need >= 0 and (tick[need] == 0 or tick[need] == now):
+                        can_run = False
+                        break
+                if not can_run:
+                    continue
+                start = 0.0
+                cause[a] = -1
+                if place > first[here]:
+                    before = lane[place - 1]
+                    start = end[before] + pause[before]
+                    cause[a] = before
+                for column in range(needs.shape[1]):
+                    need = needs[a, column]
+                    if need >= 0:
+                        is_here = rank[need] == here
+                        there = end[need] if is_here else ready[need]
+                        if there >= start:
+                            start = there
+                            cause[a] = need if is_here else waiting[need]
+                end[a] = start + seconds[a]
+                if end[a] > makespan or last < 0:
+                    makespan = end[a]
+                    last = a
+                tick[a] = now
+                cursor[here] = place + 1
+                done += 1
+                stack[count] = a
+                count += 1
+            if count == 0:
+                return -1.0, -1
+            for index in range(count):
+                a = stack[index]
+                there = receiver[a]
+                if there < 0:
+                    continue
+                here = rank[a]
+                channel = 1 % channels if here < there else 0
+                leave = end[a]
+                blame = a
+                if cursor[there] > first[there]:
+                    before = lane[cursor[there] - 1]
+                    if end[before] > leave:
+                        leave = end[before]
+                        blame = before
+                for one in (here, there):
+                    if busy[one, channel] > leave:
+                        leave = busy[one, channel]
+                        blame = blamed[one, channel]
+                ready[a] = leave + hop[a]  # when its message has arrived
+                waiting[a] = blame  # the action for which its message waited
+                for one in (here, there):
+                    busy[one, channel] = ready[a]
+                    blamed[one, channel] = blame
+        return makespan, last
 
     for step in range(-1, len(random)):
         source = 0
@@ -433,67 +599,14 @@ def _run_moves(  # noqa: PLR0912, PLR0915
         makespan = 0.0
         goal = 0.0
         if fits:
-            # Time the lanes. Each action waits for its needs and for the action before it.
             for place in range(low, high + 1):
                 where[lane[place]] = place
-            for a in range(size):
-                waiting[a] = need_counts[a] + 1
-                ready[a] = 0.0
-                cause[a] = -1
-            free[:] = 0.0
-            top = 0
-            for here in range(ranks):
-                if first[here] < first[here + 1]:
-                    head = lane[first[here]]
-                    waiting[head] -= 1
-                    if waiting[head] == 0:
-                        stack[top] = head
-                        top += 1
-            done = 0
-            last = -1
-            while top > 0:
-                top -= 1
-                a = stack[top]
-                done += 1
-                finish = ready[a] + seconds[a]
-                end[a] = finish
-                if finish > makespan or last < 0:
-                    makespan = finish
-                    last = a
-                arrival = finish
-                if link[a] >= 0:
-                    if serial:
-                        leave = max(finish, free[link[a]])
-                        free[link[a]] = leave + wire[a]
-                        arrival = leave + wire[a] + latency[a]
-                    else:
-                        arrival = finish + wire[a] + latency[a]
-                here = rank[a]
-                for index in range(user_start[a], user_start[a + 1]):
-                    user = users[index]
-                    there = finish if rank[user] == here else arrival
-                    # If the action before it ends at the same time, the need is the cause.
-                    if there >= ready[user]:
-                        ready[user] = there
-                        cause[user] = a
-                    waiting[user] -= 1
-                    if waiting[user] == 0:
-                        stack[top] = user
-                        top += 1
-                place = where[a] + 1
-                if place < first[here + 1]:
-                    user = lane[place]
-                    there = finish + pause[a]
-                    if there > ready[user]:
-                        ready[user] = there
-                        cause[user] = a
-                    waiting[user] -= 1
-                    if waiting[user] == 0:
-                        stack[top] = user
-                        top += 1
-            if done < size:
+            if channels == 0:
+                makespan, last = time_at_once()
+            else:
+                makespan, last = time_in_order()
+            if makespan < 0.0:
                 fits = False
-                makespan = -1.0
             else:
                 goal = 0.0
                 for here in range(ranks):

@@ -10,6 +10,10 @@ memory counts:
 
 The rungs, and the work on each of them, follow from the placement, its cuts and its cost. So all orders that are found
 in some memory are also found in more memory. A rung is left out only if no order under its cap can beat the best plan.
+
+If messages wait for each other, as over NCCL, bounds are farther below what is possible, and few rungs are left out.
+So the order of the highest rung is searched first, and is also the order of every rung that holds it. The other rungs
+get less work. This, too, follows from the placement, its cuts and its cost.
 """
 
 from __future__ import annotations
@@ -21,10 +25,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.columns import columns
+from penstock.cost.cost import Cost
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT, device_memory
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.ir.table import Floats
 from penstock.plan.candidates import ROUNDING, Judge
+from penstock.plan.improve import fits_caps, problem_of
 from penstock.plan.orders import LIST_WORK, OrderSearch
 from penstock.schedules.list_scheduling import (
     held_by_one,
@@ -41,6 +47,8 @@ WORK_PER_ACTION = 100  # simulations on a rung, of small schedules
 RUNG_ACTIONS = 12_000_000  # actions in all simulations on a rung, of large schedules
 UNEVEN_GRANULES = 4  # of a slice on a stage, where ranks differ
 MIN_LISTINGS = 2  # orders that are listed on a rung, of very large schedules
+# If messages wait for each other, the rungs below the highest get this part of the work.
+SHARE_OF_LOWER_RUNGS = 1 / 16
 # A bound that knows the cap takes long for more actions than this.
 MAX_BOUND_ACTIONS = 2_000
 
@@ -116,14 +124,30 @@ def orders_on_ladder(
     `cannot_win` says whether no order that takes at least this long can be chosen.
     """
     size = search.size
-    work = rung_work(size)
     free = search.bound()
+    work = rung_work(size)
+    less_work = max(int(SHARE_OF_LOWER_RUNGS * work), MIN_LISTINGS * LIST_WORK)
+    highest: Schedule | None = None  # the order of the highest rung
     for rung in reversed(rungs):
         if cannot_win(free):
             return
         if memory is not None and rung.memory > memory * (1 + ROUNDING):
             continue
-        caps = list(rung.caps)
-        bound = search.bound(caps) if size <= MAX_BOUND_ACTIONS else free
-        if not cannot_win(bound):
-            yield search.best(caps, work, bound=bound)
+        bound = search.bound(rung.caps) if size <= MAX_BOUND_ACTIONS else free
+        if cannot_win(bound):
+            continue
+        if search.cost.channels is None:
+            yield search.best(rung.caps, work, bound=bound)
+            continue
+        if highest is None:
+            highest = search.best(rungs[-1].caps, work, bound=free)
+        if _fits(highest, search.cost, rung):
+            yield highest
+        else:
+            yield search.best(rung.caps, less_work, bound=bound)
+
+
+def _fits(schedule: Schedule, cost: Cost, rung: Rung) -> bool:
+    """Whether a rung holds the activations of a schedule."""
+    problem = problem_of(schedule, cost, rung.caps)
+    return fits_caps(problem, np.arange(len(problem)))

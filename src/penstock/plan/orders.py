@@ -1,7 +1,8 @@
 """Finds a good order of the lanes for given stages, micro-batches, cost and memory.
 
-The search begins with the schedules of the registry for these stages. Then many orders are listed, each with another
-rule of the list scheduler:
+The search begins with the schedules of the registry for these stages. With slices they are tried only if messages wait
+for each other, as over NCCL: the list scheduler does not know that. Then many orders are listed, each with another rule
+of the list scheduler:
 
     priority   which of the ready actions a rank starts: backwards first, the oldest micro-batch first, or the one with
                the longest way to the end still before it
@@ -46,7 +47,7 @@ from penstock.schedules.list_scheduling import (
     schedule_with_lanes,
     sequential_schedule,
 )
-from penstock.schedules.transforms import split_backward
+from penstock.schedules.transforms import slice_tokens, split_backward
 
 LIST_WORK = 50  # listing takes about as long as this many simulations
 # How many orders take part in each round of moves; later rounds have one.
@@ -146,6 +147,8 @@ class OrderSearch:
             Draft(sequential_schedule(stages, microbatches, way), cost) for way in ways
         ]
         self.known = list(registry_orders(stages, microbatches))
+        if cost.channels is not None:
+            self.known += sliced_orders(stages, microbatches)
         self.size = self.drafts[0].size
 
     def bound(self, cap: float | Sequence[float] | None = None) -> float:
@@ -214,6 +217,21 @@ def registry_orders(
             m.path == every_stage for m in made.microbatches
         ):
             yield schedule_of(stages, microbatches, made.lanes)
+
+
+def sliced_orders(
+    stages: Sequence[Stage], microbatches: Sequence[MicroBatch]
+) -> Iterator[Schedule]:
+    """Yield the schedules of the registry that have these stages, cut into the slices of the micro-batches.
+
+    There are none for micro-batches that are not cut, differ, or do not visit all stages.
+    """
+    if len(set(microbatches)) > 1 or microbatches[0].slices == 1:
+        return
+    cuts = microbatches[0].cuts
+    whole = [replace(one, cuts=(0, one.tokens)) for one in microbatches]
+    for known in registry_orders(stages, whole):
+        yield slice_tokens(known, cuts)
 
 
 def has_split_backwards(schedule: Schedule) -> bool:

@@ -27,10 +27,13 @@ room for, times the seconds from when it is reached to the end.
 **Sums of gradients.** A rank takes part in one sum at a time. Its first sum begins when all backwards of one of its
 parts are done, which is after all forwards of the step. Its last sum begins after all its work.
 
-The bounds ignore what collides: that two micro-batches want a rank at the same time, and that links are busy. All hops
-take as long as the fastest one. Of the memory they ignore what exists for a moment only, keys and values that slices
-carry on, and recordings. If cuts can lie at more than `CUT_POINTS` places, the least work is that of cuts at
-`CUT_POINTS` of them.
+**Messages that wait for each other.** If the messages of a rank share channels, as over NCCL, each channel carries all
+of its messages one after the other, beginning when a first slice is sent to its rank.
+
+The bounds ignore what collides: that two micro-batches want a rank at the same time, and that links are busy, unless
+messages share channels. All hops take as long as the fastest one. Of the memory they ignore what exists for a moment
+only, keys and values that slices carry on, and recordings. If cuts can lie at more than `CUT_POINTS` places, the least
+work is that of cuts at `CUT_POINTS` of them.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ class CellLoad:
     turn: float  # seconds that a rank rests after an action
     sum_latency: float = 0.0  # seconds of a sum of gradients
     sum_byte: float = 0.0
+    channels: int | None = None  # that the messages of a rank share
 
 
 def placed_bounds(
@@ -177,6 +181,7 @@ class _Bound:
             with_all_sums.max(axis=1),
             with_memory.max(axis=1),
             turned + self.returned(),
+            self.carried(),
         ]
         least: Floats = np.max(bounds, axis=0)
         return least
@@ -201,6 +206,18 @@ class _Bound:
         long = (int(layers.sum()) - ends) * layer.long_back
         long += repeated * layer.long_forward + embed.long_back + head.long_back
         return long + ends * layer.back + self.long_hops()
+
+    def carried(self) -> Floats:
+        """Return the least time until all channels have carried their messages; 0 if messages share none."""
+        times, load = self.times, self.load
+        if load.channels is None:
+            return np.zeros(len(times.longest))
+        messages = load.microbatches * self.layout.messages(load.channels)
+        microbatch = times.fewest * load.hop.latency + times.tokens * load.hop.token
+        begin = np.maximum(self.reached - self.short_hop, 0.0)
+        ends = begin + np.multiply.outer(microbatch, messages)
+        latest: Floats = ends.max(axis=1)
+        return latest
 
     def long_hops(self) -> Floats:
         """Return the seconds of all hops of the longest slice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,6 +34,17 @@ class PlacedLayers:
         self.hops = int(self.hops_before[-1])
         self.is_on: Bools = self.rank[:, None] == np.arange(self.ranks)
         self.stages_on: Ints = self.is_on.sum(axis=0)
+
+    def messages(self, channels: int) -> Ints:
+        """Return the messages of a micro-batch on the fuller of each rank's channels, there and back."""
+        counts = np.zeros((self.ranks, channels), dtype=np.int64)
+        for one, other in pairwise(self.rank.tolist()):
+            if one != other:
+                # One message goes there and one back, so there is one in each direction.
+                for channel in (0, 1 % channels):
+                    counts[[one, other], channel] += 1
+        fullest: Ints = counts.max(axis=1)
+        return fullest
 
     def on_ranks(self, values: Floats) -> Floats:
         """Add up a quantity of the stages on each rank."""

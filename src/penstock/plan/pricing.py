@@ -343,6 +343,7 @@ class ProfilePricing:
             process.turn,
             latency,
             byte,
+            self.profile(cell).network.channels,
         )
         bounds: Floats = placed_bounds(layout, self._slice_times(cell), room, load)
         bounds /= max(self.speeds(cell), default=1.0)
