@@ -401,6 +401,33 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
+def workers_table() -> str:
+    """One process beside eight workers, with what was predicted and what no plan can beat."""
+    lines: list[list[str]] = []
+    alone: dict[str, float] = {}
+    for row in rows_of("workers.json"):
+        name, share = row["model"], row["multiprocessors"]
+        alone.setdefault(name, row["speed"])
+        who = f"{name}, one process" if row["ranks"] == 1 else "eight workers"
+        count = row["microbatches"]
+        plan = f"{count} micro-batch{'es' if count > 1 else ''}"
+        if row["ranks"] > 1:
+            plan = f"{row['schedule']}, {plan}"
+        times = {f"{who}: {plan}": row["seconds"]}
+        if row["ranks"] > 1:
+            times["the same, predicted"] = row["predicted"]
+            times["no plan can be faster than"] = row["bound"]
+        for label, seconds in times.items():
+            speed = row["tokens"] / seconds
+            each = f"{speed / share:,.0f}"
+            if row["ranks"] > 1:
+                each += f" ({speed / share / alone[name]:.2f})"
+            cells = [label, str(share), f"{1e3 * seconds:.0f} ms"]
+            lines.append([*cells, f"{speed:,.0f}", each])
+    heads = ["", "multiprocessors", "step", "tokens/s", "a multiprocessor"]
+    return table(heads, lines)
+
+
 # ---------------------------------------------------------------- compiled
 def gains_table() -> str:
     """Torch and ours, both compiled, in one process and in eight."""
@@ -490,6 +517,7 @@ def pages() -> tuple[list[str], Model]:
         "gain_4": wave_gain(4),
         "slices": slices_table(),
         "training": training_table(),
+        "workers": workers_table(),
     }
     texts = [(Path(__file__).parent / name).read_text() for name in PAGES]
     return [text.format(**values) for text in texts], model

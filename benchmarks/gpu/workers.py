@@ -34,18 +34,23 @@ COMMON = (
 )
 DRY = (
     "--set data.tokens=32 --set data.batch=4 --set run.device=cpu --set run.log=100 --set run.evaluate=0 "
-    "--set run.save=0 --set run.timed=4"
+    "--set run.save=0 --set run.timed=4 --set run.prove=false"
 )
 COUNT = "import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)"
 
 
 def settings_of(model: str, ranks: int, plan: Path, dry: bool) -> str:
-    """The options of `penstock train` for a model and its workers; auto plans what is open if there is no plan yet."""
+    """The options of `penstock train` for a model and its workers.
+
+    If there is no plan yet, auto plans what is open; a dry run takes 1F1B, because planning takes long.
+    """
     sizes = " ".join(f"--set model.{word}" for word in f"{model} {DATA}".split())
-    microbatches = 2 * ranks if ranks > 1 else 0
+    microbatches = 2 * ranks if ranks > 1 or dry else 0
     shape = f"--set schedule.ranks={ranks} --set schedule.microbatches={microbatches}"
     if plan.is_file():
         shape = f"--set schedule.name={plan}"
+    elif dry:
+        shape += " --set schedule.name=1f1b"
     return f"{sizes} {DRY if dry else COMMON} {shape}"
 
 

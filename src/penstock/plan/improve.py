@@ -98,9 +98,7 @@ class OrderProblem:
     costs: Columns
     caps: Floats  # the most bytes of activations on each rank
     serial: bool
-    channels: (
-        int  # that the messages of a rank share; 0 if they do not wait for each other
-    )
+    channels: int  # shared by a rank's messages; 0 if they do not wait for each other
     receiver: Ints  # the rank that receives each result; -1 if the result stays
     user_start: Ints
     users: Ints
