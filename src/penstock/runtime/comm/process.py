@@ -352,14 +352,15 @@ class ProcessComm:
         """Start receiving the next tensor from a rank."""
         turn = (self.requested[source] + 1) & TAG_TURNS
         self.requested[source] = turn
-        message = PendingMessage("receive", (source,), turn, shape, dtype)
         if isinstance(self.world, IpcGroup):
+            message = PendingMessage("receive", (source,), turn, shape, dtype)
             return _RingReceive(self, self.world, message)
         buffer = self.buffer(shape, dtype)
         try:
             channel = self.channel(source, self._rank)
             work = channel.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
+            message = PendingMessage("receive", (source,), turn, shape, dtype)
             raise self.failed_wait(message, error) from None
         return _ReceiveWork(_Work(self, work, "receive", (source,), turn, buffer))
 
