@@ -142,7 +142,7 @@ class Messages:
         if isinstance(arriving, ArrivingBundle):
             return self.arrived_bundle(arriving, specs, places or ())
         spec = specs[0]
-        place = places[0] if places and spec.travels_as_it_is else None
+        place = _place_for(spec, 0, places or ())
         received = arriving.wait(place)
         if received is place:
             return received
@@ -161,7 +161,7 @@ class Messages:
         tensors = []
         buffers = self.values.buffers
         for number, (one, spec) in enumerate(zip(arriving.tensors, specs, strict=True)):
-            place = places[number] if places and spec.travels_as_it_is else None
+            place = _place_for(spec, number, places)
             received = one.wait(place)
             if received is place:
                 tensors.append(received)
@@ -178,6 +178,13 @@ class Messages:
         """Wait for all sends."""
         while self.sends:
             self.sends.popleft().wait()
+
+
+def _place_for(
+    spec: TensorSpec, number: int, places: Sequence[Tensor]
+) -> Tensor | None:
+    """Where a tensor with this number can arrive; None if there is no place, or it travels in another type."""
+    return places[number] if places and spec.travels_as_it_is else None
 
 
 def unpacked(received: Tensor, spec: TensorSpec) -> Tensor:

@@ -285,8 +285,11 @@ class ComputedActions:
         if self.stages.takes_turns:
             with DRAWING_LOCK:
                 return self.apply_autocast(step, x, piece)
+        locks = self.stages.locks[step.stage]
+        if not locks:
+            return self.apply_autocast(step, x, piece)
         with ExitStack() as held:
-            for lock in self.stages.locks[step.stage]:
+            for lock in locks:
                 held.enter_context(lock)
             return self.apply_autocast(step, x, piece)
 
