@@ -42,7 +42,7 @@ from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
 from penstock.measure.links import measured_network
 from penstock.measure.rows import gather_rows
-from penstock.measure.sums import groups_that_sum
+from penstock.measure.sums import groups_that_sum, settle
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
@@ -295,7 +295,7 @@ def mean_hop(
         has_peer = 0 <= peer < comm.ranks
         for counted in (1, HOP_ROUNDS):  # The first message connects two ranks.
             comm.barrier()
-            settle_device(device)
+            settle(device)
             begun = work() if work is not None and counted > 1 else None
             stream = torch.cuda.Stream() if on_gpu else None
             began = time.perf_counter()
@@ -307,7 +307,7 @@ def mean_hop(
             took = time.perf_counter() - began
             if begun is not None:
                 begun.wait()
-            settle_device(device)
+            settle(device)
         if has_peer:
             rows[comm.rank, shift] = torch.tensor([took / (2 * HOP_ROUNDS), 1.0])
     total, count = gather_rows(comm, rows).sum((0, 1)).tolist()
@@ -358,11 +358,6 @@ def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
         else:
             received = comm.receive((len(payload),), payload.dtype, peer).wait()
             comm.give_back(received)
-
-
-def settle_device(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

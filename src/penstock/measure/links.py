@@ -29,7 +29,7 @@ import torch
 from penstock.cost.fit import least_squares
 from penstock.cost.network import Network
 from penstock.measure.rows import gather_rows
-from penstock.measure.sums import measured_sum_bandwidth
+from penstock.measure.sums import measured_sum_bandwidth, settle
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import ProcessComm
 
@@ -222,8 +222,7 @@ def _time_trip(comm: Comm, other: int, size: int, device: torch.device | str) ->
     reply = comm.receive((1,), torch.float64, other).wait()
     comm.give_back(reply)
     sent.wait()
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()  # under NCCL it is the GPU that waits
+    settle(device)  # under NCCL it is the GPU that waits
     return time.perf_counter() - begin
 
 

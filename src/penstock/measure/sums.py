@@ -33,7 +33,8 @@ LEAST_BYTES = 1 << 16
 MOST_BYTES = 1 << 26
 GROWTH = 4
 LONG_SECONDS = 0.03  # a sum that takes as long is timed well
-ROUNDS = 5  # of each size; their median counts, because single sums are sometimes delayed
+# Sums of each size; their median counts, because single ones are sometimes delayed.
+ROUNDS = 5
 
 Group = tuple[int, ...]
 
@@ -108,16 +109,17 @@ def _timed_sums(
     """The seconds that each rank takes to sum `size` bytes with its group, while all others do the same."""
     gradients = torch.ones(size // FLOAT32_BYTES, device=device)
     comm.barrier()
-    _settle(device)
+    settle(device)
     begin = time.perf_counter()
     comm.add(gradients, group).wait()
-    _settle(device)  # under NCCL it is the GPU that waits
+    settle(device)  # under NCCL it is the GPU that waits
     seconds = torch.zeros(comm.ranks, dtype=torch.float64)
     seconds[comm.rank] = time.perf_counter() - begin
     return gather_rows(comm, seconds)
 
 
-def _settle(device: torch.device | str) -> None:
+def settle(device: torch.device | str) -> None:
+    """Let the host wait until a GPU has done everything that was launched; do nothing for a CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
 
