@@ -27,7 +27,6 @@ MODELS = {
     "31 layers of width 2,048": "layers=31 width=2048 heads=16 kv_heads=16 inner=5632",
 }
 DRY_MODELS = {"4 layers of width 32": "layers=4 width=32 heads=2 kv_heads=2 inner=48"}
-DATA = "vocab=8192"
 COMMON = (
     "--set data.tokens=1024 --set data.batch=32 --set run.precision=bfloat16 --set optimizer.rate=3e-4 "
     "--set run.log=100 --set run.evaluate=0 --set run.save=0 --set run.timed=10"
@@ -44,7 +43,8 @@ def settings_of(model: str, ranks: int, plan: Path, dry: bool) -> str:
 
     If there is no plan yet, auto plans what is open; a dry run takes 1F1B, because planning takes long.
     """
-    sizes = " ".join(f"--set model.{word}" for word in f"{model} {DATA}".split())
+    sizes = " ".join(f"--set model.{word}" for word in model.split())
+    sizes += " --set model.vocab=8192"
     microbatches = 2 * ranks if ranks > 1 or dry else 0
     shape = f"--set schedule.ranks={ranks} --set schedule.microbatches={microbatches}"
     if plan.is_file():
@@ -73,7 +73,7 @@ def row_of(name: str, ranks: int, share: int, done: Training) -> dict[str, Any]:
         "multiprocessors": share,
         **figures,
         "microbatches": len(done.summary.plan.schedule.microbatches),
-        "bound": dict(done.summary.plan.why).get("lower_bound"),
+        "bound": done.summary.plan.facts.get("lower_bound"),
         "speed": speed / share,
     }
 
