@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from commands import environment
 from forked import Command
-from machines import limit, two_machines
+from machines import is_busy, limit, two_machines
 from penstock import Network
 from penstock.formats import dump_cluster, load_cluster, read_cluster
 from penstock.measure.links import disjoint_pairs, measured_network
 from penstock.measure.survey import cluster_of
 from penstock.runtime import ShapedComm, run_threads, spawn
 from penstock.runtime.comm import ThreadComm
+from virtual_time import run_in_virtual_time
 
-MILLISECOND, MEGABYTE = 1e-3, 1e6
+MEGABYTE = 1e6
 LATENCY = ((0.0, 5e-3, 15e-3), (5e-3, 0.0, 10e-3), (15e-3, 10e-3, 0.0))
 # Not the same both ways.
 BANDWIDTH = ((1e9, 40e6, 80e6), (20e6, 1e9, 60e6), (80e6, 30e6, 1e9))
 PAIRS = [(a, b) for a in range(3) for b in range(3) if a != b]
 
 
-def close(found, latency: float, bandwidth: float, source: int, target: int) -> bool:
-    """Within a millisecond and 10%, since a sleeping thread wakes up a little late, never early."""
-    late = found.latency[source][target] - latency
-    return -0.2 * MILLISECOND < late < MILLISECOND and found.bandwidth[source][
-        target
-    ] == pytest.approx(bandwidth, rel=0.1)
+def test_both_directions_of_emulated_links_are_measured_and_saved(monkeypatch):
+    run_in_virtual_time(monkeypatch)
 
-
-def test_both_directions_of_emulated_links_are_measured_and_saved():
     def work(comm: ThreadComm):
         return cluster_of(ShapedComm(comm, Network(LATENCY, BANDWIDTH)), slots=2)
 
-    for _ in range(4):  # others use this machine
-        found = run_threads(3, work, patience=60)[0]
-        good = [close(found, LATENCY[a][b], BANDWIDTH[a][b], a, b) for a, b in PAIRS]
-        if all(good):
-            break
-    if not all(good) and os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
-        pytest.skip(f"this machine is too busy to sleep on time: {found.latency}")
-    assert all(good), (found.latency, found.bandwidth)
+    found = run_threads(3, work, patience=60)[0]
+    for a, b in PAIRS:
+        # A trip also has a reply of 8 bytes, which the fit takes for latency.
+        assert found.latency[a][b] == pytest.approx(LATENCY[a][b], abs=1e-6)
+        assert found.bandwidth[a][b] == pytest.approx(BANDWIDTH[a][b], rel=1e-6)
     assert load_cluster(dump_cluster(found)) == found
     assert found.serial
     assert {node.slots for node in found.nodes} == {2}
@@ -51,7 +41,8 @@ def test_both_directions_of_emulated_links_are_measured_and_saved():
     assert all(node.memory > 1e6 for node in found.nodes)
 
 
-def test_one_number_for_all_links_is_the_median_of_neighbors():
+def test_one_number_for_all_links_is_the_median_of_neighbors(monkeypatch):
+    run_in_virtual_time(monkeypatch)
     network = Network(((0.0, 2e-3, 0.1), (2e-3, 0.0, 2e-3), (0.1, 2e-3, 0.0)), 100e6)
 
     def work(comm: ThreadComm) -> Network:
@@ -59,7 +50,8 @@ def test_one_number_for_all_links_is_the_median_of_neighbors():
 
     # The slow pair, 0 and 2, are no neighbours.
     found = run_threads(3, work, patience=60)[0]
-    assert 1.8e-3 < found.latency < 10e-3
+    assert found.latency == pytest.approx(2e-3, abs=1e-6)
+    assert found.bandwidth == pytest.approx(100e6, rel=1e-6)
     assert found.serial
 
 
@@ -138,6 +130,9 @@ def test_two_machines_measure_the_limit_of_the_cable_between_them(tmp_path):
     assert [one.returncode for one in started] == [0, 0], said
     assert said[1][0] == ""  # the first rank speaks
     found = read_cluster(tmp_path / "cluster.toml")
-    for a, b in ((0, 1), (1, 0)):
-        assert found.bandwidth[a][b] == pytest.approx(megabits * MEGABYTE / 8, rel=0.15)
-        assert found.latency[a][b] < 0.05
+    rate = megabits * MEGABYTE / 8
+    ways = [found.bandwidth[0][1], found.bandwidth[1][0]]
+    assert max(ways) < 1.15 * rate
+    if min(ways) <= 0.85 * rate and is_busy():
+        pytest.skip(f"this machine is too busy to send at full speed: {ways}")
+    assert min(ways) > 0.85 * rate
