@@ -12,8 +12,10 @@ tried with three layouts of communicators:
 
 A step is compared with simulated ones: the median times of its own actions, and the links as they were measured
 before. `simulated` lets every message leave at once, `in_order` lets the messages of a rank wait for each other. Links
-are measured with one message at a time, `crowded` with messages between all ranks, `busy` while all compute, too, and
-`summing` while all sum gradients.
+are measured with one message at a time, as profiles do it, with a fit over several sizes; `lone` is the mean of many
+messages of this size between two ranks, `crowded` between all ranks, `busy` while all compute, too, and `summing` while
+all sum gradients. `late_send` and `late_receive` are the two ends of a message whose receiver comes
+`LATE_SECONDS` after its sender: they show how much of it travels before the receiver is there.
 
 These are the ends of the last actions. Replicas then still sum gradients, so the whole step is compared with
 `simulated_with_sums` and `in_order_with_sums`: the ends of the last sums, which send with the bandwidth that sums had
@@ -61,6 +63,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
 HOP_ROUNDS = 20
+LATE_ROUNDS = 5
 # Work that lasts longer than the messages that are timed beside it: about 0.15 ms for two products on an eighth of
 # an H200.
 WORK_PRODUCTS = 100
@@ -68,6 +71,9 @@ WORK_REPLAYS = 20
 # A sum that lasts longer than the messages beside it: about 0.2 s on eight workers.
 SUM_BYTES = 1 << 28
 DRY_SUM_BYTES = 1 << 20
+# How long a late receiver lets its sender wait, and how fast an H200 counts clock ticks.
+LATE_SECONDS = 0.02
+TICKS_PER_SECOND = 1.9e9
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,15 @@ def describe(row: dict[str, Any]) -> str:
     )
     hops = ", ".join(
         f"{key} {1e3 * row[key]:.2f}"
-        for key in ("hop", "crowded_hop", "busy_hop", "summing_hop")
+        for key in (
+            "hop",
+            "lone_hop",
+            "crowded_hop",
+            "busy_hop",
+            "summing_hop",
+            "late_send",
+            "late_receive",
+        )
     )
     return (
         f"{row['name']}, {row['messages']}: {times} ms; "
@@ -189,10 +203,12 @@ def one(
     device = torch.device(size.device)
     hops = {
         "hop": float(network.latency) + message / float(network.bandwidth),  # type: ignore[arg-type]
+        "lone_hop": mean_hop(comm, message, device, None, talking=2),
         "crowded_hop": mean_hop(comm, message, device, None),
         "busy_hop": mean_hop(comm, message, device, busy_work(device)),
         "summing_hop": mean_hop(comm, message, device, sum_work(comm, device)),
     }
+    late_send, late_receive = late_hop(comm, message, device)
     gradients = gradient_bytes(comm, schedule, stages)
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
@@ -212,6 +228,8 @@ def one(
         "sum_bandwidth": network.sum_bandwidth,
         "gradient_bytes": gradients,
         **hops,
+        "late_send": late_send,
+        "late_receive": late_receive,
         "step": statistics.median(times),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
@@ -285,14 +303,19 @@ def mean_hop(
     message: int,
     device: torch.device,
     work: Callable[[], Pending | None] | None,
+    talking: int | None = None,
 ) -> float:
-    """The mean seconds of a message between neighbours while all ranks talk at once, and work or do not."""
+    """The mean seconds of a message between neighbours while all ranks talk at once, and work or do not.
+
+    If `talking` is given, only so many ranks talk.
+    """
+    talking = talking or comm.ranks
     payload = torch.ones(message // 4, device=device)
     rows = torch.zeros(comm.ranks, 2, 2, dtype=torch.float64)
     on_gpu = device.type == "cuda"
     for shift in (0, 1):
         peer = ((comm.rank + shift) ^ 1) - shift
-        has_peer = 0 <= peer < comm.ranks
+        has_peer = max(comm.rank, peer) < talking and peer >= 0
         for counted in (1, HOP_ROUNDS):  # The first message connects two ranks.
             comm.barrier()
             settle(device)
@@ -312,6 +335,69 @@ def mean_hop(
             rows[comm.rank, shift] = torch.tensor([took / (2 * HOP_ROUNDS), 1.0])
     total, count = gather_rows(comm, rows).sum((0, 1)).tolist()
     return float(total / count)
+
+
+def late_hop(
+    comm: ProcessComm, message: int, device: torch.device
+) -> tuple[float, float]:
+    """The median seconds of a message at its sender and at its receiver, if the receiver comes `LATE_SECONDS` later.
+
+    rank 0   ├─ late_send ─┤
+    rank 1   ........ late ........ ├─ late_receive ─┤
+    """
+    payload = torch.ones(message // 4, device=device)
+    took = []
+    peer = comm.rank ^ 1
+    for counted in (False, *[True] * LATE_ROUNDS):  # The first one connects two ranks.
+        comm.barrier()
+        settle(device)
+        if peer >= comm.ranks:
+            continue
+        if comm.rank > peer:
+            rest(device)
+        begin = moment(device)
+        if comm.rank < peer:
+            comm.send(payload, peer).wait()
+        else:
+            received = comm.receive((len(payload),), payload.dtype, peer).wait()
+        end = moment(device)
+        settle(device)
+        if comm.rank > peer:
+            comm.give_back(received)
+        if counted:
+            took.append(seconds_between(begin, end))
+    rows = torch.zeros(comm.ranks, dtype=torch.float64)
+    rows[comm.rank] = statistics.median(took or [0.0])
+    found = gather_rows(comm, rows).tolist()
+    paired = comm.ranks // 2 * 2  # The last one of an odd number has no peer.
+    senders, receivers = found[0:paired:2], found[1:paired:2]
+    return statistics.median(senders), statistics.median(receivers)
+
+
+def rest(device: torch.device) -> None:
+    """Let a rank's device do nothing for `LATE_SECONDS`."""
+    if device.type == "cuda":
+        torch.cuda._sleep(int(LATE_SECONDS * TICKS_PER_SECOND))
+    else:
+        time.sleep(LATE_SECONDS)
+
+
+def moment(device: torch.device) -> torch.cuda.Event | float:
+    """This moment on a device, behind all work that it was given."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(
+    begin: torch.cuda.Event | float, end: torch.cuda.Event | float
+) -> float:
+    """The seconds between two moments, once they are over."""
+    if isinstance(begin, float):
+        return end - begin
+    return 1e-3 * begin.elapsed_time(end)
 
 
 def busy_work(device: torch.device) -> Callable[[], None] | None:
