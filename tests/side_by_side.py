@@ -31,7 +31,6 @@ LONG_FILES = (
     "test_guides.py",
     "test_docs.py",
     "test_train_cli.py",
-    "test_shaped.py",
     "test_gpu_benchmarks.py",
     "test_models.py",
     "test_mesh.py",
