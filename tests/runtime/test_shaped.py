@@ -19,6 +19,7 @@ from penstock.ir import schedule_of
 from penstock.measure.sleeping import Sleeping
 from penstock.runtime import Executor, ShapedComm, batch_of, run_threads
 from penstock.runtime.comm import ThreadComm
+from penstock.runtime.recorder import clock_offset
 from virtual_time import run_in_virtual_time
 
 KILOBYTE = torch.zeros(1, 1, 256)
@@ -86,6 +87,12 @@ def test_each_direction_of_each_pair_has_its_own_link(clock):
         return clock()
 
     assert run_threads(2, work) == pytest.approx([0.05, 0.01])
+
+
+def test_clocks_agree_whatever_an_emulated_link_takes(clock):
+    network = Network(((0.0, 0.01), (0.05, 0.0)))
+    ahead = run_threads(2, lambda comm: clock_offset(ShapedComm(comm, network)))
+    assert ahead == [0.0, 0.0]
 
 
 def test_a_sum_takes_as_long_as_a_ring(clock):
