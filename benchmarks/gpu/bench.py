@@ -10,6 +10,7 @@ Without a GPU, `--dry` runs a script on CPU workers with small sizes. That tests
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -27,6 +28,7 @@ from torch.distributed.pipelining import schedules as peer
 from penstock import Schedule, lower
 from penstock.cost import Profile
 from penstock.measure.rows import gather_rows as rows_of_all
+from penstock.measure.sums import settle
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
@@ -89,9 +91,11 @@ def note(comm: Comm, text: str) -> None:
         sys.stderr.flush()
 
 
-def settle(size: Size) -> None:
-    if size.device == "cuda":
-        torch.cuda.synchronize()
+def free_memory(device: str) -> None:
+    """Give back what earlier work has left, which would count as memory of what comes next."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def stages_of(
@@ -201,7 +205,7 @@ class Torchs:
             self.runtime.step(*inputs, target=self.tokens, losses=losses)
         else:
             self.runtime.step(*inputs)
-        settle(self.size)
+        settle(self.size.device)
         if not losses:
             return 0.0
         detached = [loss.detach() for loss in losses]
@@ -292,7 +296,7 @@ def warm(stages: dict[int, nn.Module], size: Size) -> None:
             else:
                 loss.backward()
         part.zero_grad(set_to_none=True)
-    settle(size)
+    settle(size.device)
 
 
 def clocked(
@@ -301,11 +305,11 @@ def clocked(
     """Seconds of a step, of the slowest rank; and the loss."""
     for part in stages.values():
         part.zero_grad(set_to_none=True)  # as training does
-    settle(size)
+    settle(size.device)
     comm.barrier()
     begin = time.perf_counter()
     loss = step()
-    settle(size)
+    settle(size.device)
     took = time.perf_counter() - begin
     return most(comm, took, size), loss
 

@@ -19,7 +19,6 @@ Steps of all candidates alternate, and ratios are taken within a round.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable
@@ -37,11 +36,11 @@ from bench import (
     Torchs,
     arguments,
     clocked,
+    free_memory,
     gathered,
     memory,
     note,
     quartiles,
-    settle,
     stages_of,
     write,
 )
@@ -51,6 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock import Schedule, lower, make, simulate
 from penstock.ir.action import Op
+from penstock.measure.sums import settle
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import (
     ChunkedLoss,
@@ -247,7 +247,7 @@ def compare_alone(
         began = time.perf_counter()
         for _ in range(COLD):
             losses[who] = one.run()
-        finish(options)
+        settle(options.device)
         say(f"  {who} runs, after {time.perf_counter() - began:.0f} s")
         candidates[who] = one
         held[who] = allocated(options) - before
@@ -255,12 +255,12 @@ def compare_alone(
     peaks: dict[str, int] = {}
     for _ in range(options.rounds):
         for who, one in candidates.items():
-            finish(options)
+            settle(options.device)
             base = allocated(options)
             reset_peak(options)
             began = time.perf_counter()
             one.run()
-            finish(options)
+            settle(options.device)
             times[who].append(time.perf_counter() - began)
             peaks[who] = peak(options) - base + held[who]
     if options.device == "cuda":
@@ -279,7 +279,7 @@ def compare_alone(
         }
     candidates.clear()
     del one
-    collect(options)
+    free_memory(options.device)
     return {"microbatches": count, "tokens": tokens.numel(), "candidates": figures}
 
 
@@ -292,7 +292,7 @@ def kernel_seconds(one: Alone, options: Options) -> float:
         return 0.0
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         one.run()
-        finish(options)
+        settle(options.device)
     total = 0.0
     end = 0.0
     spans = sorted(
@@ -317,17 +317,6 @@ def peak(options: Options) -> int:
 def reset_peak(options: Options) -> None:
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-
-
-def finish(options: Options) -> None:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def collect(options: Options) -> None:
-    gc.collect()
-    if options.device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def say(text: str) -> None:
@@ -355,10 +344,7 @@ def run_pipeline(
         if schedule.parts > size.config.layers:
             continue  # too few layers for so many parts
         row = compare_pipelines(comm, size, label, schedule, options)
-        # What is left of a schedule would count as memory of the next one.
-        gc.collect()
-        if size.device == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(size.device)
         rows.append(row)
         if comm.rank == 0:
             write(
@@ -486,7 +472,7 @@ def warm_alone(stages: dict[int, nn.Module], size: Size) -> None:
         loss = token_loss(y, words) if part.last else y.float().sum()
         loss.backward()
         part.zero_grad(set_to_none=True)
-    settle(size)
+    settle(size.device)
 
 
 # ---------------------------------------------------------------- the command

@@ -10,7 +10,6 @@ within a round. `--graphs` adds ours with recorded actions (CUDA graphs). `page.
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from bench import (
     Torchs,
     arguments,
     clocked,
+    free_memory,
     memory,
     note,
     quartiles,
@@ -196,9 +196,7 @@ def one(
     if comm.rank == 0 and label in ("1f1b", "hanayo W=2", "zb-v"):
         row["spans"] = [(str(a), s, e) for _, a, s, e in timeline.spans()]
     del ours, theirs, machines, machine, stages
-    gc.collect()
-    if size.device == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(size.device)
     return row
 
 

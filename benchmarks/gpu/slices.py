@@ -12,7 +12,6 @@ are work, so slicing can gain at most (M + P - 1) / M.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from bench import (
     Size,
     arguments,
     clocked,
+    free_memory,
     gathered,
     memory,
     note,
@@ -155,9 +155,7 @@ def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[st
             (str(a), round(s, 6), round(e, 6)) for _, a, s, e in timeline.spans()
         ]
     del ours, stages
-    gc.collect()
-    if size.device == "cuda":
-        torch.cuda.empty_cache()
+    free_memory(size.device)
     return row
 
 

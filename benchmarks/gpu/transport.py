@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import DRY, REAL, Size, arguments, gathered, note, quartiles, settle, write
+from bench import DRY, REAL, Size, arguments, gathered, note, quartiles, write
 from torch import Tensor
 
+from penstock.measure.sums import settle
 from penstock.runtime import Comm, spawn
 
 ROWS, CHUNKS, ROUNDS = 512, 200, 5
@@ -71,7 +72,7 @@ def hops(comm: Comm, size: Size) -> dict[int, float]:
         x = torch.zeros(count // 4, device=size.device)
         took = []
         for _ in range(3):
-            settle(size)
+            settle(size.device)
             comm.barrier()
             begin = time.perf_counter()
             for _ in range(50):
@@ -82,7 +83,7 @@ def hops(comm: Comm, size: Size) -> dict[int, float]:
                     came = comm.receive((count // 4,), torch.float32, 0).wait()
                     comm.send(came, 0).wait()
                     comm.give_back(came)
-            settle(size)
+            settle(size.device)
             took.append((time.perf_counter() - begin) / 100)
         found[count] = min(took)
     return found
@@ -105,12 +106,12 @@ def chunks(comm: Comm, size: Size, products: int) -> dict[str, Any]:
     chunk(x, weight, products)
     alone, through, share = [], [], []
     for _ in range(1 + ROUNDS):
-        settle(size)
+        settle(size.device)
         comm.barrier()
         begin = time.perf_counter()
         for _ in range(count):
             chunk(x, weight, products)
-        settle(size)
+        settle(size.device)
         alone.append(max(gathered(comm, (time.perf_counter() - begin) / count, size)))
         comm.barrier()
         begin, used = time.perf_counter(), time.process_time()
@@ -124,7 +125,7 @@ def chunks(comm: Comm, size: Size, products: int) -> dict[str, Any]:
                 out.append(comm.send(y, rank + 1))
                 if len(out) > 16:
                     out.pop(0).wait()
-        settle(size)
+        settle(size.device)
         took = time.perf_counter() - begin
         through.append(max(gathered(comm, took, size)))
         share.append(max(gathered(comm, (time.process_time() - used) / took, size)))
@@ -141,7 +142,7 @@ def chunks(comm: Comm, size: Size, products: int) -> dict[str, Any]:
 
 def waiting(comm: Comm, size: Size) -> float:
     """The share of a core that a rank takes while it waits a second for a message."""
-    settle(size)
+    settle(size.device)
     comm.barrier()
     used, begin = time.process_time(), time.perf_counter()
     if comm.rank == 0:
@@ -149,7 +150,7 @@ def waiting(comm: Comm, size: Size) -> float:
         comm.send(torch.zeros(1, device=size.device), 1).wait()
     elif comm.rank == 1:
         comm.receive((1,), torch.float32, 0).wait()
-    settle(size)
+    settle(size.device)
     share = (time.process_time() - used) / (time.perf_counter() - begin)
     return gathered(comm, share, size)[1]
 

@@ -24,7 +24,6 @@ while all ranks summed.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import DRY, REAL, Size, arguments, clocked, data, note, stages_of, write
+from bench import (
+    DRY,
+    REAL,
+    Size,
+    arguments,
+    clocked,
+    data,
+    free_memory,
+    note,
+    stages_of,
+    write,
+)
 from torch import nn
 
 from penstock import Schedule, lower, make, simulate
@@ -48,6 +58,7 @@ from penstock.measure.sums import groups_that_sum, settle
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
+from penstock.runtime.recorder import Clock
 from penstock.sim.in_order import simulate_in_order
 from penstock.sim.own_times import own_cost
 
@@ -130,9 +141,7 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
                 note(comm, f"no time for {label}, {dtype}")
                 continue
             row = one(comm, setting, network, label, dtype)
-            gc.collect()
-            if setting.size.device == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(setting.size.device)
             rows.append({"transport": layout, **row})
             note(comm, f"  {describe(row)}  [{time.perf_counter() - begin:.0f} s]")
     return rows
@@ -208,7 +217,8 @@ def one(
         "busy_hop": mean_hop(comm, message, device, busy_work(device)),
         "summing_hop": mean_hop(comm, message, device, sum_work(comm, device)),
     }
-    late_send, late_receive = late_hop(comm, message, device)
+    clock = Clock(stages.values())
+    late_send, late_receive = late_hop(comm, message, device, clock)
     gradients = gradient_bytes(comm, schedule, stages)
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
@@ -338,7 +348,7 @@ def mean_hop(
 
 
 def late_hop(
-    comm: ProcessComm, message: int, device: torch.device
+    comm: ProcessComm, message: int, device: torch.device, clock: Clock
 ) -> tuple[float, float]:
     """The median seconds of a message at its sender and at its receiver, if the receiver comes `LATE_SECONDS` later.
 
@@ -350,22 +360,22 @@ def late_hop(
     peer = comm.rank ^ 1
     for counted in (False, *[True] * LATE_ROUNDS):  # The first one connects two ranks.
         comm.barrier()
-        settle(device)
+        clock.begin()
         if peer >= comm.ranks:
             continue
         if comm.rank > peer:
             rest(device)
-        begin = moment(device)
+        begin = clock.now()
         if comm.rank < peer:
             comm.send(payload, peer).wait()
         else:
             received = comm.receive((len(payload),), payload.dtype, peer).wait()
-        end = moment(device)
-        settle(device)
+        end = clock.now()
+        began, ended = clock.seconds([begin, end])
         if comm.rank > peer:
             comm.give_back(received)
         if counted:
-            took.append(seconds_between(begin, end))
+            took.append(ended - began)
     rows = torch.zeros(comm.ranks, dtype=torch.float64)
     rows[comm.rank] = statistics.median(took or [0.0])
     found = gather_rows(comm, rows).tolist()
@@ -380,24 +390,6 @@ def rest(device: torch.device) -> None:
         torch.cuda._sleep(int(LATE_SECONDS * TICKS_PER_SECOND))
     else:
         time.sleep(LATE_SECONDS)
-
-
-def moment(device: torch.device) -> torch.cuda.Event | float:
-    """This moment on a device, behind all work that it was given."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(
-    begin: torch.cuda.Event | float, end: torch.cuda.Event | float
-) -> float:
-    """The seconds between two moments, once they are over."""
-    if isinstance(begin, float):
-        return end - begin
-    return 1e-3 * begin.elapsed_time(end)
 
 
 def busy_work(device: torch.device) -> Callable[[], None] | None:
