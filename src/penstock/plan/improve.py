@@ -372,7 +372,15 @@ def _run_moves(  # noqa: PLR0912, PLR0915
             now_excess += over[place]
             level += gain[lane[place]] - loss[lane[place]]
 
-    def time_at_once() -> tuple[float, int]:  # noqa: PLR0912, PLR0915
+    def count_down(user: int, top: int) -> int:
+        """Note that an action waits for one less; return the height of the stack, on which it is once it can run."""
+        waiting[user] -= 1
+        if waiting[user] == 0:
+            stack[top] = user
+            return top + 1
+        return top
+
+    def time_at_once() -> tuple[float, int]:  # noqa: PLR0912
         """Time the lanes if messages leave at once: each action waits for its needs and for the action before it.
 
         Returns the makespan and the action that ends last; -1 if the lanes wait for each other.
@@ -387,11 +395,7 @@ def _run_moves(  # noqa: PLR0912, PLR0915
         top = 0
         for here in range(ranks):
             if first[here] < first[here + 1]:
-                head = lane[first[here]]
-                waiting[head] -= 1
-                if waiting[head] == 0:
-                    stack[top] = head
-                    top += 1
+                top = count_down(lane[first[here]], top)
         done = 0
         while top > 0:
             top -= 1
@@ -418,10 +422,7 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                 if there >= ready[user]:
                     ready[user] = there
                     cause[user] = a
-                waiting[user] -= 1
-                if waiting[user] == 0:
-                    stack[top] = user
-                    top += 1
+                top = count_down(user, top)
             place = where[a] + 1
             if place < first[here + 1]:
                 user = lane[place]
@@ -429,10 +430,7 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                 if there > ready[user]:
                     ready[user] = there
                     cause[user] = a
-                waiting[user] -= 1
-                if waiting[user] == 0:
-                    stack[top] = user
-                    top += 1
+                top = count_down(user, top)
         if done < size:
             return -1.0, -1
         return makespan, last
