@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -130,6 +130,14 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
         process.wait()
     assert process.returncode is not None
     return process.returncode, err
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something is so, which must not take longer than this."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def wait_for(folder: Path, steps: int, seconds: float = 600.0) -> None:

@@ -11,6 +11,7 @@ import pytest
 from penstock import ModelCost, Network, PartCost, make, simulate
 from penstock.cost import Seconds
 from penstock.cost.profile import Point, Profile, block
+from penstock.cost.row_profiles import RowProfiles
 from penstock.errors import ScheduleError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.schedule import Schedule, schedule_of
@@ -18,9 +19,10 @@ from penstock.plan.bound import lower_bound
 from penstock.plan.improve import improve_order, problem_of, time_lanes
 from penstock.plan.portfolio import rank_setting
 from penstock.plan.pricing import ProfilePricing
+from penstock.plan.question import profile_workload
 from penstock.plan.recipes import Limits, StagePlacement
 from penstock.plan.search import Landscape, search
-from penstock.plan.workload import Cell, Fixed, Workload
+from penstock.plan.workload import Cell
 from random_schedules import random_schedule
 
 TOKENS = 256
@@ -65,23 +67,11 @@ def random_profile(rng: np.random.Generator, channels: int | None) -> Profile:
 def pricing_of(
     profile: Profile, microbatches: int, memory: float | None = None, ranks: int = 2
 ) -> ProfilePricing:
-    fixed = Fixed(
-        ranks=ranks,
-        microbatches=microbatches,
-        copies=1,
-        tensor=1,
-        shard=1,
-        recompute=False,
+    workload = profile_workload(
+        RowProfiles((profile,)), ranks, microbatches, TOKENS, memory, granularity=64
     )
-    workload = Workload(
-        layers=profile.layers,
-        tokens=TOKENS,
-        batch=microbatches,
-        devices=ranks,
-        memory=memory,
-        granularity=64,
-        fixed=fixed,
-    )
+    fixed = replace(workload.fixed, recompute=False)
+    workload = replace(workload, fixed=fixed)
     return ProfilePricing(workload, lambda rows: profile, Limits(stages=2, slices=2))
 
 

@@ -6,20 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from commands import called
+from commands import called, wait_until
 from penstock.runtime.process.gpu_share import (
     highest_good_share,
     products_are_complete,
 )
 from penstock.runtime.process.mps import be_own_host, environment, workers_of_a_gpu
 
+PATIENCE = 240.0  # seconds for a process to start or to end on a busy machine
 DAEMON = """#!/bin/sh
 if [ "$1" = "-d" ]; then
     echo "start $CUDA_MPS_PIPE_DIRECTORY" >> "$TOLD"
@@ -132,21 +131,13 @@ def test_a_signal_reaches_the_command_and_no_process_stays(
     ]
     process = subprocess.Popen(line)
     file = tmp_path / "pid"
-    wait_until(file.exists)
+    wait_until(file.exists, PATIENCE)
     process.send_signal(number)
     assert process.wait(300) == code
     assert lines(told) == ["start", "quit"]
     command = Path(f"/proc/{file.read_text().strip()}/cmdline")
     # A process that nobody has waited for yet is there, without a command line.
-    wait_until(lambda: not command.exists() or not command.read_bytes())
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    """Wait, on a busy machine for minutes, until something is so."""
-    end = time.monotonic() + 240
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not command.exists() or not command.read_bytes(), PATIENCE)
 
 
 def test_a_testbed_names_its_backend_to_the_processes(

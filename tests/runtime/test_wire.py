@@ -7,7 +7,6 @@ import socket
 import ssl
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from commands import wait_until
 from penstock.errors import ConfigError, FileError, PeerLostError
 from penstock.ir.sum_plan import SumKind, SumPlan
 from penstock.runtime.cell_format import CellFormat
@@ -63,13 +63,6 @@ def echo(address: tuple[str, int], key: Path) -> dict[str, Any]:
     with dial(address, context_of(key, server=False)) as connection:
         send_frame(connection, {"a": [1, "b"]})
         return receive_frame(connection)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------- keys

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from commands import wait_until
 from penstock import Plan, make
 from penstock.errors import PeerLostError, RunError
 from penstock.formats import write_plan
@@ -73,13 +73,6 @@ def ask_for_place(gate: Gate, folder):
     control = worker.ask("place", version="1", name="far\x1b[1m")
     worker.token = receive_frame(control)["token"]
     return worker, control
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_path):
