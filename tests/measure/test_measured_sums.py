@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock import Network, make, simulate
 from penstock.config import ModelConfig
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.gpus import analytic_profile
 from penstock.formats import dump_profile, load_profile, read_profile, write_profile
 from penstock.measure.links import measured_network
@@ -76,6 +77,7 @@ def test_one_rank_has_no_sums():
 
 
 # ---------------------------------------------------------------- the file
+BUFFERS = (BufferedMessage(1e6, 1e-4, 2e-4), BufferedMessage(4e6, math.inf, 1e-3))
 ROWS = ((math.inf, 2e8), (3e8, math.inf))
 PAIRS = Network(
     ((0.0, 1e-4), (2e-4, 0.0)), ((math.inf, 1e9), (2e9, math.inf)), sum_bandwidth=ROWS
@@ -86,12 +88,13 @@ PAIRS = Network(
     "network",
     [
         Network(1e-4, 1e9, serial=True, channels=1, sum_bandwidth=4e8),
+        Network(1e-4, 1e9, serial=True, channels=2, buffers=BUFFERS),
         Network(1e-4, 1e9, serial=True, sum_bandwidth=math.inf),
         PAIRS,
     ],
-    ids=["one", "unlimited", "pairs"],
+    ids=["one", "buffers", "unlimited", "pairs"],
 )
-def test_the_bandwidth_of_sums_comes_back_from_its_file(network):
+def test_everything_about_links_comes_back_from_its_file(network):
     made = replace(analytic_profile(ModelConfig(vocab=512), 64), network=network)
     assert load_profile(dump_profile(made)) == made
 

@@ -10,6 +10,7 @@ import pytest
 
 from penstock import ModelCost, Network, PartCost, make, simulate
 from penstock.cost import Seconds
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.profile import Point, Profile, block
 from penstock.cost.row_profiles import RowProfiles
 from penstock.errors import ScheduleError
@@ -30,16 +31,29 @@ ROUNDING = 1 + 1e-9
 PRINTED = 1 + 1e-3  # Of plans that print as the same number, the steadiest is chosen.
 
 
+def random_buffers(rng: np.random.Generator, scale: float, size: float = 1.0):
+    """Two sizes; sometimes the larger one, or both, keep their sender until they have arrived."""
+    send, receive = scale * rng.uniform(0, 1, (2, 2))
+    send[rng.integers(3) :] = np.inf
+    sizes = (size, 2 * size)
+    return tuple(map(BufferedMessage, sizes, send.tolist(), receive.tolist()))
+
+
 def random_cost(rng: np.random.Generator, parts: int, channels: int | None):
+    """A cost whose messages are held by buffers, as if they were of the smaller size, or are not."""
     costs = []
     for _ in range(parts):
         forward, back, weights = (Seconds(base=one) for one in rng.uniform(0.5, 2, 3))
         costs.append(PartCost(forward, back, weights))
-    network = Network(float(rng.uniform(0, 1.5)), serial=True, channels=channels)
+    latency = float(rng.uniform(0, 1.5))
+    buffers = random_buffers(rng, latency) if rng.integers(4) else ()
+    network = Network(latency, serial=True, channels=channels, buffers=buffers)
     return ModelCost(tuple(costs), network)
 
 
-def random_profile(rng: np.random.Generator, channels: int | None) -> Profile:
+def random_profile(
+    rng: np.random.Generator, channels: int | None, buffered: bool = False
+) -> Profile:
     """A profile of NCCL: a layer of 0.5 to 2 ms, messages of 2 to 8 MB at 3 GB/s after 0.1 ms."""
 
     def random_block(seconds: float):
@@ -51,6 +65,7 @@ def random_profile(rng: np.random.Generator, channels: int | None) -> Profile:
             points.append(Point(tokens, prefix, F, 2 * F, 1.1 * F, F))
         return block(points, held=2e4, kept=1e4, weights=1e7)
 
+    buffers = random_buffers(rng, 1e-3, size=5e6) if buffered else ()
     return Profile(
         layers=4,
         tokens=TOKENS,
@@ -59,7 +74,7 @@ def random_profile(rng: np.random.Generator, channels: int | None) -> Profile:
         embed=random_block(1e-4),
         layer=random_block(float(rng.uniform(5e-4, 2e-3))),
         head=random_block(5e-4),
-        network=Network(1e-4, 3e9, serial=True, channels=channels),
+        network=Network(1e-4, 3e9, serial=True, channels=channels, buffers=buffers),
         turn=2e-5,
     )
 
@@ -152,10 +167,17 @@ def test_long_messages_raise_the_bound_to_the_time_of_their_channel():
 
 
 @pytest.mark.parametrize("channels", [1, 2])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_candidate_beats_the_bound_of_its_placement(seed, channels):
-    profile = random_profile(np.random.default_rng(seed), channels)
-    profile = replace(profile, message=20 * profile.message)
+    rng = np.random.default_rng(seed)
+    profile = random_profile(rng, channels, buffered=seed % 2 == 1)
+    network = profile.network
+    buffers = tuple(
+        BufferedMessage(20 * one.bytes, 20 * one.send, 20 * one.receive)
+        for one in network.buffers
+    )
+    network = replace(network, buffers=buffers)
+    profile = replace(profile, message=20 * profile.message, network=network)
     cell = Cell(1, 2, 1, 1, 4, 1, 0.0)
     pricing = pricing_of(profile, 4)
     with many_schedules():
@@ -173,7 +195,25 @@ def test_no_candidate_beats_the_bound_of_its_placement(seed, channels):
         assert least <= one.step * ROUNDING
     assert pricing.close_bound(cell) <= found[0].step * ROUNDING
     at_once = replace(profile, network=replace(profile.network, channels=None))
-    assert pricing_of(at_once, 4).close_bound(cell) < pricing.close_bound(cell)
+    assert pricing_of(at_once, 4).close_bound(cell) <= pricing.close_bound(cell)
+    if not buffers:
+        assert pricing_of(at_once, 4).close_bound(cell) < pricing.close_bound(cell)
+
+
+@pytest.mark.parametrize("channels", [None, 1])
+def test_the_bound_knows_that_messages_travel_in_fewer_bytes(channels):
+    profile = random_profile(np.random.default_rng(3), channels)
+    profile = replace(profile, message=40 * profile.message)
+    halved = replace(profile, device=(("messages", "bfloat16"),))
+    cell = Cell(1, 2, 1, 1, 4, 1, 0.0)
+    whole = pricing_of(profile, 4).close_bound(cell)
+    pricing = pricing_of(halved, 4)
+    with many_schedules():
+        found = rank_setting(
+            pricing.setting(cell), pricing.judge(cell), pricing.limits
+        ).candidates
+    assert pricing.close_bound(cell) <= found[0].step * ROUNDING
+    assert pricing.close_bound(cell) < whole
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -181,7 +221,8 @@ def test_no_candidate_beats_the_bound_of_its_placement(seed, channels):
 def test_a_plan_for_channels_is_never_slower_there_than_a_plan_without_them(
     seed, channels
 ):
-    profile = random_profile(np.random.default_rng(seed), channels)
+    rng = np.random.default_rng(seed)
+    profile = random_profile(rng, channels, buffered=seed == 1)
     at_once = replace(profile, network=replace(profile.network, channels=None))
     mine = plan_of(pricing_of(profile, 4))
     other = plan_of(pricing_of(at_once, 4)).best

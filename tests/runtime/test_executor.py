@@ -27,6 +27,7 @@ from penstock.runtime import (
     run_threads,
 )
 from penstock.runtime.backward import record_in
+from penstock.runtime.comm import ThreadComm
 from penstock.runtime.stage_actions import ComputedActions
 from penstock.runtime.visits import Visits
 from penstock.runtime.walk import Walk
@@ -96,6 +97,36 @@ def test_gradients_of_replicas_add_up_over_steps_and_are_not_summed_twice(name):
         worst(piped(schedule, whole, batches), unsplit(schedule, whole, batches)[1])
         < 1e-12
     )
+
+
+@pytest.mark.parametrize("channels", [None, 1])
+def test_sums_wait_for_the_last_message_of_their_rank_if_all_share_a_channel(
+    monkeypatch, channels
+):
+    done: dict[int, list[str]] = {}  # by rank
+    send, add = ThreadComm.send, ThreadComm.add
+
+    def note_send(comm, tensor, target):
+        done.setdefault(comm.rank, []).append("message")
+        return send(comm, tensor, target)
+
+    def note_sum(comm, tensor, group):
+        if tensor.numel() > 1:  # not that of the loss
+            done.setdefault(comm.rank, []).append("sum")
+        return add(comm, tensor, group)
+
+    monkeypatch.setattr(ThreadComm, "send", note_send)
+    monkeypatch.setattr(ThreadComm, "add", note_sum)
+    monkeypatch.setattr(ThreadComm, "channels", property(lambda comm: channels))
+    schedule = make("chimera", ranks=4, microbatches=4)
+    whole, batch = gpt(schedule.parts, tied=True), data(4)
+    ours = piped(schedule, whole, [batch])
+    assert worst(ours, unsplit(schedule, whole, [batch])[1]) < 1e-12
+    sums_come_last = []
+    for what in done.values():
+        steps_end = what.index("sum")
+        sums_come_last.append("message" not in what[steps_end:])
+    assert all(sums_come_last) == (channels == 1)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "chimera", "zb-v"])

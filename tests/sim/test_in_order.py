@@ -9,6 +9,7 @@ import pytest
 
 from penstock import ModelCost, Network, PartCost, UnitCost, lower, make, simulate
 from penstock.cost import NoisyCost, Seconds
+from penstock.cost.buffers import BufferedMessage
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.program import Receive, RunAction, Send
@@ -46,6 +47,66 @@ def test_a_message_waits_for_the_action_before_its_receive():
     assert start[Action(Op.B, 0, 1)] == 11
     assert timeline.makespan == 13
     assert simulate(schedule, cost).makespan == 11
+
+
+def test_buffers_let_a_sender_go_on_and_shorten_late_receives():
+    """Worked out by hand: F takes 1, B takes 2, a message 1. Its sender goes on after 0.25, a late receiver needs 0.5.
+
+    0F1 ends at 2, but rank 1 runs 1F0 until 3, so that it has 0F1 at 3.5 instead of 4:
+
+    rank 0 | F0 F0 F1 F1 .  .  .  .  .  .  .  .  .  .  .  B0 B0 B0 B0 .  B1 B1 B1 B1     in steps of 0.5
+    rank 1 | .  .  .  .  F0 F0 .  F1 F1 B0 B0 B0 B0 B1 B1 B1 B1
+    """
+    schedule = make("gpipe", ranks=2, microbatches=2)
+    part = PartCost(Seconds(base=1.0), Seconds(base=1.0), Seconds(base=1.0))
+    buffers = (BufferedMessage(1.0, send=0.25, receive=0.5),)
+    network = Network(latency=1.0, channels=1, buffers=buffers)
+    timeline = simulate(schedule, ModelCost((part,) * 2, network))
+    start = dict(
+        zip((a for lane in schedule.lanes for a in lane), timeline.start, strict=True)
+    )
+    assert start[Action(Op.F, 1, 0)] == 2
+    assert start[Action(Op.F, 1, 1)] == 3.5
+    first, second = schedule.lanes[1][2:]
+    assert start[first] == 4.5
+    # The first result leaves at 6.5 and is there at 7.5; the other one leaves at 8.5, and rank 0
+    # computes until 9.5, so that it finds it there but for the last half.
+    assert start[Action(Op.B, 0, first.microbatch)] == 7.5
+    assert start[Action(Op.B, 0, second.microbatch)] == 10.0
+    assert timeline.makespan == 12.0
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_buffers_never_make_a_step_slower(name, shape, channels):
+    schedule = schedule_of(name, shape)
+    part = PartCost(Seconds(base=1.0), Seconds(base=1.0), Seconds(base=1.0))
+    network = Network(0.4, channels=channels)
+    cost = ModelCost((part,) * schedule.parts, network)
+    before = simulate(schedule, cost).makespan
+    for send, receive in ((np.inf, 0.4), (np.inf, 0.2), (0.2, 0.2), (0.0, 0.0)):
+        buffers = (BufferedMessage(1.0, send, receive),)
+        buffered = replace(cost, network=replace(network, buffers=buffers))
+        takes = simulate(schedule, buffered).makespan
+        assert takes <= before
+        before = takes
+    at_once = replace(cost, network=replace(network, channels=None))
+    assert simulate(schedule, at_once).makespan <= before
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ([(2.0, 0.1, 0.1), (1.0, 0.1, 0.1)], "from the smallest to the largest"),
+        ([(0.0, 0.1, 0.1)], "from the smallest to the largest"),
+        ([(1.0, -0.1, 0.1)], "at least 0"),
+        ([(1.0, 0.1, np.inf)], "the second finite"),
+        ([(1.0, np.nan, 0.1)], "at least 0"),
+    ],
+)
+def test_buffers_that_make_no_sense_are_refused(points, said):
+    with pytest.raises(ShapeError, match=said):
+        Network(channels=1, buffers=tuple(BufferedMessage(*one) for one in points))
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES)

@@ -127,6 +127,21 @@ def test_a_step_over_nccl_ends_with_its_sums():
     assert timeline.makespan > alone.makespan + 8.0
 
 
+def test_sums_wait_for_the_last_action_of_their_ranks_if_all_messages_share_a_channel():
+    schedule = make("chimera", ranks=4, microbatches=8)
+    begins = {}
+    for channels in (1, 2):
+        links = {"latency": 1e-3, "bandwidth": 1e9, "channels": channels}
+        timeline = simulate(schedule, model(4, gradients=8e6, **links))
+        begins[channels] = min(one.start for one in timeline.sums)
+        lanes = pairwise(schedule.table.first.tolist())
+        ends = [timeline.end[begin:end].max() for begin, end in lanes]
+        if channels == 1:
+            for one in timeline.sums:
+                assert one.start >= max(ends[rank] for rank in one.ranks)
+    assert begins[2] < begins[1]
+
+
 def test_planned_sums_send_messages_over_the_links():
     links = {"latency": 1e-3, "bandwidth": 1e9}
     slow = model(2, gradients=8e6, sum_bandwidth=1e6, **links)

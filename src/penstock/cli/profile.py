@@ -528,6 +528,7 @@ def _notes(profile: Profile) -> str:
 
 
 def _link_note(profile: Profile) -> str:
+    from penstock.cost.buffers import held_whole
     from penstock.view.numbers import write_size, write_time
 
     network = profile.network
@@ -549,4 +550,7 @@ def _link_note(profile: Profile) -> str:
         note += "; the messages of a rank wait for each other"
     if network.channels == 2:
         note += "; the messages of a rank wait for others in the same direction"
+    held = held_whole(network.buffers)
+    if held:
+        note += f"; buffers hold messages of up to {write_size(held[-1].bytes)}"
     return note

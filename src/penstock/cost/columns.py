@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.cost.buffers import busy_seconds
 from penstock.cost.cost import Cost
 from penstock.ir.action import OP_CODES, Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
@@ -41,6 +42,10 @@ class Columns:
     link: Ints  # number of the link that its message takes; -1 if it sends none
     latency: Floats
     wire: Floats  # seconds that its message occupies the link
+    # If messages share channels, the seconds that its message keeps its sender, infinite if
+    # until it has arrived, and a receiver that comes late.
+    send: Floats
+    receive: Floats
     pause: Floats  # seconds that its rank rests afterwards
     switch: float  # how much longer a forward takes after a backward, as a share of its time
 
@@ -78,6 +83,7 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     message = _ask(schedule, _classes_by_path(schedule, classes), cost.message)
     size = np.where(target >= 0, message, 0.0)
     links = _links(schedule, cost, target, size)
+    send, receive = busy_seconds(cost.buffers, size, links.latency + links.wire)
     return Columns(
         seconds=_ask(schedule, classes, cost.seconds),
         gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
@@ -86,6 +92,8 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         link=links.number,
         latency=links.latency,
         wire=links.wire,
+        send=send,
+        receive=receive,
         pause=_ask(schedule, classes, cost.pause),
         switch=cost.switch,
     )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.cost.allreduce import ring_seconds
+from penstock.cost.buffers import BufferedMessage
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import REAL_UNITS, Units
@@ -129,6 +130,11 @@ class Cost(ABC):
     def channels(self) -> int | None:
         """How many channels the messages of a rank share; None if they do not wait for each other."""
         return None
+
+    @property
+    def buffers(self) -> tuple[BufferedMessage, ...]:
+        """How long messages that share channels keep their ranks busy, by size; empty if until they have arrived."""
+        return ()
 
     @property
     def handover(self) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cost.allreduce import sum_over_network
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, sum_curves
 from penstock.cost.network import Network, value_of_pair
@@ -208,6 +209,11 @@ class ModelCost(Cost):
     def channels(self) -> int | None:
         """How many channels the messages of a rank share."""
         return self.network.channels
+
+    @property
+    def buffers(self) -> tuple[BufferedMessage, ...]:
+        """How long messages that share channels keep their ranks busy."""
+        return self.network.buffers
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""

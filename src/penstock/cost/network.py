@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from penstock.cost.buffers import BufferedMessage, check_buffers
 from penstock.errors import ShapeError
 
 PerPair = float | tuple[tuple[float, ...], ...]  # the same for all, or [source][target]
@@ -16,7 +17,9 @@ class Network:
     """Latency in seconds and bandwidth in bytes per second.
 
     A `serial` link carries one message at a time. With `channels`, all messages of a rank wait for each other, as over
-    NCCL: 1 if they share a channel, 2 if each direction has its own (`penstock.sim.in_order`).
+    NCCL: 1 if they share a channel, 2 if each direction has its own (`penstock.sim.in_order`). `buffers` says how much
+    earlier than a message arrives its sender goes on, by measured sizes (`penstock.cost.buffers`); without them, a
+    message keeps both of its ranks until it has arrived.
 
     `bandwidth` is that of a message. A sum of gradients sends with `sum_bandwidth`, which was measured while all ranks
     summed, because they share sockets and cores then; if it was not measured, a sum is as fast as messages are.
@@ -27,9 +30,11 @@ class Network:
     serial: bool = False
     channels: int | None = None
     sum_bandwidth: PerPair | None = None
+    buffers: tuple[BufferedMessage, ...] = ()
 
     def __post_init__(self) -> None:
         check_channels(self.channels)
+        check_buffers(self.buffers)
         _check_pairs("latency", self.latency, least=0.0)
         _check_pairs("bandwidth", self.bandwidth, least=MIN_BANDWIDTH)
         _check_pairs("bandwidth of sums", sum_bandwidth(self), least=MIN_BANDWIDTH)
@@ -51,6 +56,15 @@ def check_channels(channels: int | None) -> None:
         )
 
 
+def sums_wait(channels: int | None) -> bool:
+    """Return whether replicas begin to sum gradients only after the last action of their rank.
+
+    Where all messages of a rank share one channel, a rank has few cores. A sum beside messages would then slow them
+    down by a factor that nobody can predict, and the step would not end earlier (docs/results/nccl.md).
+    """
+    return channels == 1
+
+
 def sum_bandwidth(network: Network) -> PerPair:
     """Return the bandwidth with which sums of gradients send, between all pairs or between each.
 
@@ -67,10 +81,16 @@ def slowest_sum_link(network: Network) -> Link:
     >>> slowest_sum_link(Network(0.5, ((0.0, 8.0), (4.0, 0.0))))
     Link(latency=0.5, bandwidth=4.0)
     """
-    return Link(
-        max(_values(network.latency), default=0.0),
-        min(_values(sum_bandwidth(network)), default=math.inf),
-    )
+    return _slowest(network.latency, sum_bandwidth(network))
+
+
+def slowest_link(network: Network) -> Link:
+    """Return the longest latency and the least bandwidth of all pairs.
+
+    >>> slowest_link(Network(0.5, ((0.0, 8.0), (4.0, 0.0))))
+    Link(latency=0.5, bandwidth=4.0)
+    """
+    return _slowest(network.latency, network.bandwidth)
 
 
 def fastest_link(network: Network) -> Link:
@@ -82,6 +102,13 @@ def fastest_link(network: Network) -> Link:
     return Link(
         min(_values(network.latency), default=0.0),
         max(_values(network.bandwidth), default=math.inf),
+    )
+
+
+def _slowest(latency: PerPair, bandwidth: PerPair) -> Link:
+    return Link(
+        max(_values(latency), default=0.0),
+        min(_values(bandwidth), default=math.inf),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.cost.allreduce import sum_over_network
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.fit import Fit, fit_curve
@@ -427,6 +428,11 @@ class LayeredCost(Cost):
     def channels(self) -> int | None:
         """How many channels the messages of a rank share."""
         return self.profile.network.channels
+
+    @property
+    def buffers(self) -> tuple[BufferedMessage, ...]:
+        """How long messages that share channels keep their ranks busy."""
+        return self.profile.network.buffers
 
     @property
     def handover(self) -> float:

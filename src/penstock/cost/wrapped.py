@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.allreduce import planned_sum_end
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.cost import Cost
 from penstock.cost.planned_sum import quickest_sum, rounds_end
 from penstock.ir.action import Action, Op
@@ -108,6 +109,11 @@ class WrappedCost(Cost):
     def channels(self) -> int | None:
         """How many channels the messages of a rank share."""
         return self.cost.channels
+
+    @property
+    def buffers(self) -> tuple[BufferedMessage, ...]:
+        """How long messages that share channels keep their ranks busy."""
+        return self.cost.buffers
 
     @property
     def handover(self) -> float:

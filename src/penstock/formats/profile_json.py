@@ -20,7 +20,10 @@
       "network": {                                         a number, or rows; null means unlimited
         "latency": 2e-05, "bandwidth": 1e9, "serial": true,
         "channels": 1,                                     1 or 2; only over NCCL
-        "sum_bandwidth": 4e8                               of sums while all ranks sum; not in old files
+        "sum_bandwidth": 4e8,                              of sums while all ranks sum; not in old files
+        "buffers": [                                       how long messages keep their ranks busy; only over NCCL
+          {"bytes": 1e6, "send": 1e-4, "receive": 2e-4}    "send" is null if the sender waits for its receiver
+        ]
       }
     }
 
@@ -43,6 +46,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.curve import CorrectedCurve, Curve, Seconds
 from penstock.cost.fit import Fit
 from penstock.cost.network import Network, PerPair
@@ -104,6 +108,15 @@ def dump_row_profiles(profiles: RowProfiles) -> str:
         network["channels"] = first.network.channels
     if first.network.sum_bandwidth is not None:
         network["sum_bandwidth"] = _infinity_as_null(first.network.sum_bandwidth)
+    if first.network.buffers:
+        network["buffers"] = [
+            {
+                "bytes": one.bytes,
+                "send": _infinity_as_null(one.send),
+                "receive": one.receive,
+            }
+            for one in first.network.buffers
+        ]
     lines = [
         '"penstock": "profile"',
         f'"version": {PROFILE_VERSION}',
@@ -359,9 +372,12 @@ def _table(
 
 def _network(page: Page, steps: Steps, value: Value) -> Network:
     needed = ("latency", "bandwidth", "serial")
-    entry = read_entry(page, steps, value, needed, ("channels", "sum_bandwidth"))
+    known = ("channels", "sum_bandwidth", "buffers")
+    entry = read_entry(page, steps, value, needed, known)
     latency = _per_pair(page, (*steps, "latency"), entry["latency"], read_number)
-    bandwidth = _per_pair(page, (*steps, "bandwidth"), entry["bandwidth"], _bandwidth)
+    bandwidth = _per_pair(
+        page, (*steps, "bandwidth"), entry["bandwidth"], _null_or_number
+    )
     serial = read_flag(page, (*steps, "serial"), entry["serial"])
     channels = None
     if "channels" in entry:
@@ -370,9 +386,13 @@ def _network(page: Page, steps: Steps, value: Value) -> Network:
     sums = None
     if "sum_bandwidth" in entry:
         place = (*steps, "sum_bandwidth")
-        sums = _per_pair(page, place, entry["sum_bandwidth"], _bandwidth)
+        sums = _per_pair(page, place, entry["sum_bandwidth"], _null_or_number)
+    buffers: tuple[BufferedMessage, ...] = ()
+    if "buffers" in entry:
+        place = (*steps, "buffers")
+        buffers = read_list(page, place, entry["buffers"], _buffered_message)
     try:
-        return Network(latency, bandwidth, serial, channels, sums)
+        return Network(latency, bandwidth, serial, channels, sums, buffers)
     except ShapeError as error:
         advice = "give one number, or a row of numbers for each rank"
         fail(page, steps, str(error), advice)
@@ -390,5 +410,15 @@ def _per_pair(
     return tuple(rows)
 
 
-def _bandwidth(page: Page, steps: Steps, value: Value) -> float:
+def _null_or_number(page: Page, steps: Steps, value: Value) -> float:
+    """A number, or infinity, for which JSON has null."""
     return math.inf if value is None else read_number(page, steps, value)
+
+
+def _buffered_message(page: Page, steps: Steps, value: Value) -> BufferedMessage:
+    entry = read_entry(page, steps, value, ("bytes", "send", "receive"), ())
+    return BufferedMessage(
+        read_number(page, (*steps, "bytes"), entry["bytes"]),
+        _null_or_number(page, (*steps, "send"), entry["send"]),
+        read_number(page, (*steps, "receive"), entry["receive"]),
+    )

@@ -26,12 +26,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.fit import least_squares
 from penstock.cost.network import Network
+from penstock.measure.buffers import measured_buffers
 from penstock.measure.rows import gather_rows
 from penstock.measure.sums import measured_sum_bandwidth, settle
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.comm.process import ProcessComm
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
 FLOAT32_BYTES_ON_LINK = 4
@@ -56,14 +57,18 @@ class MeasuredLink(NamedTuple):
 def measured_network(
     comm: Comm, every: bool = False, device: torch.device | str = "cpu"
 ) -> Network:
-    """Measure the links between all ranks, and how fast sums are; all ranks must call this.
+    """Measure the links between all ranks, how fast sums are, and over NCCL its buffers; all ranks must call this.
 
     `every` is that of `measured_links`.
     """
     links = measured_links(comm, every, device)
     if comm.ranks == 1:
         return links
-    return replace(links, sum_bandwidth=measured_sum_bandwidth(comm, links, device))
+    sums = measured_sum_bandwidth(comm, links, device)
+    buffers: tuple[BufferedMessage, ...] = ()
+    if links.channels is not None:
+        buffers = measured_buffers(comm, links, device)
+    return replace(links, sum_bandwidth=sums, buffers=buffers)
 
 
 def measured_links(
@@ -77,7 +82,7 @@ def measured_links(
     """
     if comm.ranks == 1:
         return Network()
-    channels = comm.channels if isinstance(comm, ProcessComm) else None
+    channels = comm.channels
     if not every:
         links = _measure_links(comm, list(pairwise(range(comm.ranks))), device)
         latency = statistics.median(link.latency for link in links.values())

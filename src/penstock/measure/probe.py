@@ -29,7 +29,6 @@ from penstock.runtime.executor import Loss
 from penstock.runtime.tape import Tape
 from penstock.runtime.torch_internals import original_module, sleep_on_gpu, walk_back
 
-GPU_CYCLES_PER_SECOND = 2e9  # at most
 # The first launch of a kernel loads it, which takes far longer than any sleep should.
 MAX_SLEEP_SECONDS = 0.1
 WARM_UP_SECONDS = 0.15  # of work before recorded actions are timed
@@ -317,7 +316,7 @@ class Probe:
         if self.device.type != "cuda":
             action()
             return time.perf_counter() - begin
-        sleep_on_gpu(int(GPU_CYCLES_PER_SECOND * max(self.launches)))
+        sleep_on_gpu(max(self.launches))
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()

@@ -27,7 +27,11 @@ another one, and so on: each start comes at least the time of that way after the
 
 **Messages that wait for each other.** If the messages of a rank share channels, as over NCCL, a channel carries one
 message after the other. So it is bounded in the same way as a rank: the head of a message ends with the action that
-sends it, and its tail begins with the actions that need it.
+sends it, and its tail begins with the actions that need it. Where buffers hold messages, one takes less of its sender's
+channel, and travels on afterwards, and less of its receiver's, where it cannot be before it has travelled:
+
+    sender     head ├─ send ─┤ the rest of its way, and tail
+    receiver   head, and its way but for the last part of it ├─ receive ─┤ tail
 
 The bound ignores that ranks wait for each other beyond a single chain of needs, what two ranks do to each other when
 both are short of memory, and that a message waits for the actions before it.
@@ -90,7 +94,7 @@ class _Chains:
         self.heads = self.longest(np.zeros(len(table)))
         from_start = longest_tails(schedule, costs)
         self.tails = from_start - costs.seconds
-        self.channels = _channels(schedule, cost.channels, from_start)
+        self.channels = _channels(schedule, cost.channels, self.costs, from_start)
 
     def longest(self, earliest: Floats) -> Floats:
         """Return when each action can start if it cannot start before `earliest` and its needs have arrived."""
@@ -119,11 +123,12 @@ class _Chains:
             pause = self.costs.pause[mine]
             busy = self.costs.seconds[mine] + pause
             bound = max(bound, run(heads[mine], busy, self.tails[mine] - pause))
-        for senders, tails in self.channels:
-            ready = heads[senders] + self.costs.seconds[senders]
+        for channel in self.channels:
+            sender = channel.sender
+            ready = heads[sender] + self.costs.seconds[sender] + channel.wait
             order = np.argsort(ready, kind="stable")
-            hops = self.hops[senders[order]]
-            bound = max(bound, run(ready[order], hops, tails[order]))
+            channel_busy = channel.busy[order]
+            bound = max(bound, run(ready[order], channel_busy, channel.tail[order]))
         return float(bound)
 
     def split_by_microbatch(self) -> list[bytes]:
@@ -158,13 +163,20 @@ class _Chains:
         return self.longest(earliest)
 
 
-def _channels(
-    schedule: Schedule, channels: int | None, from_start: Floats
-) -> list[tuple[Ints, Floats]]:
-    """Return the actions whose messages share a channel, and the time from each arrival to the end.
+@dataclass(frozen=True, slots=True)
+class _ChannelLoad:
+    """The messages on one channel of one rank, which sends some of them and receives the others."""
 
-    There is a pair for each channel of each rank. `from_start` has the longest chain that each action begins.
-    """
+    sender: Ints  # the action whose result a message is
+    wait: Floats  # from the end of that action to when the message can occupy the channel
+    busy: Floats  # how long it occupies the channel
+    tail: Floats  # from then to the end of the step
+
+
+def _channels(
+    schedule: Schedule, channels: int | None, costs: Columns, from_start: Floats
+) -> list[_ChannelLoad]:
+    """Return the messages on each channel of each rank. `from_start` has the longest chain that each action begins."""
     if channels is None:
         return []
     table = schedule.table
@@ -175,14 +187,22 @@ def _channels(
         user = user[table.rank[needed[user]] != table.rank[user]]
         np.maximum.at(tails, needed[user], from_start[user])
     channel = np.where(table.rank < target, 1 % channels, 0)
-    found: list[tuple[Ints, Floats]] = []
+    hop = costs.latency + costs.wire
+    sending = np.minimum(costs.send, hop)
+    loads = []
     for rank in range(schedule.ranks):
         is_here = (target >= 0) & ((table.rank == rank) | (target == rank))
         for number in range(channels):
-            senders = np.flatnonzero(is_here & (channel == number))
-            if len(senders):
-                found.append((senders, tails[senders]))
-    return found
+            sender = np.flatnonzero(is_here & (channel == number))
+            if not len(sender):
+                continue
+            is_sent = table.rank[sender] == rank
+            on_its_way = hop[sender]
+            busy = np.where(is_sent, sending[sender], costs.receive[sender])
+            wait = np.where(is_sent, 0.0, on_its_way - busy)
+            tail = tails[sender] + np.where(is_sent, on_its_way - busy, 0.0)
+            loads.append(_ChannelLoad(sender, wait, busy, tail))
+    return loads
 
 
 def longest_tails(schedule: Schedule, costs: Columns) -> Floats:

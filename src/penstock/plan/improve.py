@@ -281,6 +281,8 @@ def _call_loop(
             costs.link,
             costs.latency,
             costs.wire,
+            costs.send,
+            costs.receive,
             problem.serial,
             problem.channels,
             problem.receiver,
@@ -331,6 +333,8 @@ def _run_moves(  # noqa: PLR0912, PLR0915
     link: Ints,
     latency: Floats,
     wire: Floats,
+    send: Floats,
+    receive: Floats,
     serial: bool,
     channels: int,
     receiver: Ints,
@@ -502,20 +506,29 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                 channel = 1 % channels if here < there else 0
                 leave = end[a]
                 blame = a
+                if busy[here, channel] > leave:
+                    leave = busy[here, channel]
+                    blame = blamed[here, channel]
+                goes_on = leave + send[a]
+                blamed[here, channel] = blame
+                take = busy[there, channel]
+                late = blamed[there, channel]
                 if cursor[there] > first[there]:
                     before = lane[cursor[there] - 1]
-                    if end[before] > leave:
-                        leave = end[before]
-                        blame = before
-                for one in (here, there):
-                    if busy[one, channel] > leave:
-                        leave = busy[one, channel]
-                        blame = blamed[one, channel]
+                    if end[before] > take:
+                        take = end[before]
+                        late = before
                 ready[a] = leave + hop[a]  # when its message has arrived
+                if take - (hop[a] - receive[a]) > leave:
+                    ready[a] = take + receive[a]
+                    blame = late
                 waiting[a] = blame  # the action for which its message waited
-                for one in (here, there):
-                    busy[one, channel] = ready[a]
-                    blamed[one, channel] = blame
+                busy[here, channel] = goes_on
+                if goes_on >= ready[a]:
+                    busy[here, channel] = ready[a]
+                    blamed[here, channel] = blame
+                busy[there, channel] = ready[a]
+                blamed[there, channel] = blame
         return makespan, last
 
     for step in range(-1, len(random)):

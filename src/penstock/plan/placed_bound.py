@@ -58,6 +58,15 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
+class Channels:
+    """How many channels the messages of a rank share, and the least seconds of one on those of its two ranks."""
+
+    count: int
+    sent: Hop
+    received: Hop
+
+
+@dataclass(frozen=True, slots=True)
 class CellLoad:
     """What a cell asks of a placement: micro-batches, recomputed stages, links and sums."""
 
@@ -67,7 +76,7 @@ class CellLoad:
     turn: float  # seconds that a rank rests after an action
     sum_latency: float = 0.0  # seconds of a sum of gradients
     sum_byte: float = 0.0
-    channels: int | None = None  # that the messages of a rank share
+    channels: Channels | None = None  # that the messages of a rank share
 
 
 def placed_bounds(
@@ -209,13 +218,20 @@ class _Bound:
 
     def carried(self) -> Floats:
         """Return the least time until all channels have carried their messages; 0 if messages share none."""
-        times, load = self.times, self.load
-        if load.channels is None:
+        times, channels = self.times, self.load.channels
+        if channels is None:
             return np.zeros(len(times.longest))
-        messages = load.microbatches * self.layout.messages(load.channels)
-        microbatch = times.fewest * load.hop.latency + times.tokens * load.hop.token
+
+        def seconds(hop: Hop) -> Floats:
+            """Of all slices of a micro-batch, for each class of cuts."""
+            slices: Floats = times.fewest * hop.latency + times.tokens * hop.token
+            return slices
+
+        sent, received = self.layout.messages(channels.count)
+        busy = np.multiply.outer(seconds(channels.sent), sent)
+        busy += np.multiply.outer(seconds(channels.received), received)
         begin = np.maximum(self.reached - self.short_hop, 0.0)
-        ends = begin + np.multiply.outer(microbatch, messages)
+        ends = begin + self.load.microbatches * busy.max(axis=-1)
         latest: Floats = ends.max(axis=1)
         return latest
 

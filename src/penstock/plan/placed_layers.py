@@ -35,16 +35,18 @@ class PlacedLayers:
         self.is_on: Bools = self.rank[:, None] == np.arange(self.ranks)
         self.stages_on: Ints = self.is_on.sum(axis=0)
 
-    def messages(self, channels: int) -> Ints:
-        """Return the messages of a micro-batch on the fuller of each rank's channels, there and back."""
-        counts = np.zeros((self.ranks, channels), dtype=np.int64)
+    def messages(self, channels: int) -> tuple[Ints, Ints]:
+        """Return the messages of a micro-batch that each rank sends and receives on each of its channels."""
+        sent = np.zeros((self.ranks, channels), dtype=np.int64)
+        received = np.zeros((self.ranks, channels), dtype=np.int64)
         for one, other in pairwise(self.rank.tolist()):
-            if one != other:
-                # One message goes there and one back, so there is one in each direction.
-                for channel in (0, 1 % channels):
-                    counts[[one, other], channel] += 1
-        fullest: Ints = counts.max(axis=1)
-        return fullest
+            if one == other:
+                continue
+            for source, target in ((one, other), (other, one)):  # there and back
+                channel = 1 % channels if source < target else 0
+                sent[source, channel] += 1
+                received[target, channel] += 1
+        return sent, received
 
     def on_ranks(self, values: Floats) -> Floats:
         """Add up a quantity of the stages on each rank."""

@@ -12,6 +12,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
+from penstock.cost.buffers import least_byte_seconds
 from penstock.cost.cluster import Cluster
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import Link, Network, fastest_link, slowest_sum_link
@@ -27,7 +28,7 @@ from penstock.plan.partial import (
     partial_unit_bound,
     visited_layers,
 )
-from penstock.plan.placed_bound import CellLoad, Hop, placed_bounds
+from penstock.plan.placed_bound import CellLoad, Channels, Hop, placed_bounds
 from penstock.plan.placed_layers import PlacedLayers, Room
 from penstock.plan.recipes import (
     Cuts,
@@ -339,11 +340,11 @@ class ProfilePricing:
         load = CellLoad(
             cell.microbatches,
             count_of_share(cell.recomputed, layout.size),
-            Hop(link.latency, process.message / link.bandwidth),
+            Hop(link.latency, process.sent / link.bandwidth),
             process.turn,
             latency,
             byte,
-            self.profile(cell).network.channels,
+            self._channels(cell, process.sent),
         )
         bounds: Floats = placed_bounds(layout, self._slice_times(cell), room, load)
         bounds /= max(self.speeds(cell), default=1.0)
@@ -355,6 +356,22 @@ class ProfilePricing:
         bounds = self.gather(cell) + self.workload.passes * bounds + float(update.max())
         self.placed[cell, placement] = bounds
         return bounds
+
+    def _channels(self, cell: Cell, message: float) -> Channels | None:
+        """Return what a message costs the channels of its ranks at least, if messages share channels.
+
+        message: bytes of a token.
+        """
+        network = self.profile(cell).network
+        if network.channels is None:
+            return None
+        link = self._fastest_hop(cell)
+        if not network.buffers:
+            hop = Hop(link.latency, message / link.bandwidth)
+            return Channels(network.channels, hop, hop)
+        least = least_byte_seconds(network.buffers, link.latency, link.bandwidth)
+        sent, received = (Hop(0.0, message * seconds) for seconds in least)
+        return Channels(network.channels, sent, received)
 
     def _layout(self, cell: Cell, placement: StagePlacement) -> PlacedLayers:
         """Return a placement with its layers, which depend neither on micro-batches nor on shards."""
@@ -504,7 +521,7 @@ class ProfilePricing:
     def least_hop(self, cell: Cell) -> float:
         """Return the least time of a message between two ranks of a cell."""
         link = self._fastest_hop(cell)
-        shortest = self.process(cell).message * self.workload.granularity
+        shortest = self.process(cell).sent * self.workload.granularity
         return link.latency + shortest / link.bandwidth
 
     def _fastest_hop(self, cell: Cell) -> Link:

@@ -5,6 +5,9 @@ A sum begins as soon as this rank's last contribution is complete, and runs whil
     rank 0 | 0F0 4F1 ... 4B1 0B0 [sum of part 0 ......]
     rank 1 | 1F0 5F1 ... 1B0 5B1        [sum of part 1]      both are awaited at the end of the step
 
+If the messages of a rank share one channel, it begins its sums after its last action instead, because they would slow
+its messages down (`penstock.cost.network.sums_wait`).
+
 All ranks of a group must begin their sums in the same order, although each may finish its parts in another order. They
 use the order in which the parts are complete on all ranks, by the clock of the schedule.
 
@@ -22,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from penstock.cost.network import sums_wait
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import SumPlan
@@ -66,6 +70,7 @@ class Replicas:
         messages: torch.dtype | None = None,
     ) -> None:
         self.comm = comm
+        self.wait = sums_wait(comm.channels)
         ties = tied or {}
         shared = [
             *_shared_parts(schedule, modules, comm.rank, ties),
@@ -120,6 +125,11 @@ class Replicas:
     def after(self, action: int) -> None:
         """Note that an action is done, and begin the sums that are due, in their order."""
         self.complete.add(action)
+        if not self.wait:
+            self.start_complete()
+
+    def start_complete(self) -> None:
+        """Begin the sums that are complete on this rank, in their order."""
         while self.next < len(self.order):
             shared = self.order[self.next]
             if shared.last not in self.complete:
@@ -152,6 +162,7 @@ class Replicas:
 
     def finish(self) -> None:
         """Wait for the sums and make them the gradients."""
+        self.start_complete()
         assert self.next == len(self.order), "a sum was never begun"
         for pending, flat, shared in self.sums:
             pending.wait()

@@ -84,6 +84,7 @@ __all__ = [
 
 # The first optimizer of a process loads this, which takes half a second.
 MODULE_OF_OPTIMIZERS = "torch._dynamo"
+MAX_GPU_CYCLES_PER_SECOND = 2e9
 
 
 # ---------------------------------------------------------------- autograd
@@ -354,9 +355,9 @@ def supports_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def sleep_on_gpu(cycles: int) -> None:
-    """Keep the current stream of the GPU busy for a number of clock cycles, so that launches queue up behind it."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+def sleep_on_gpu(seconds: float) -> None:
+    """Keep the current stream of the GPU busy for at least this long, so that launches queue up behind it."""
+    torch.cuda._sleep(int(seconds * MAX_GPU_CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
 
 
 def recording_bytes() -> int:

@@ -2,13 +2,15 @@
 
 Replicas of a part sum their gradients once the last backward of that part is done on all of them.
 The sum runs beside the remaining actions and takes nothing from them, but a rank takes part in one
-sum at a time. A cost may let ranks send their gradients before the last one is ready (`sum_end`);
-the sum is then shorter. The step ends with the last action or sum.
+sum at a time. With `sums_wait`, a rank begins its sums only after its last action. A cost may let
+ranks send their gradients before the last one is ready (`sum_end`); the sum is then shorter. The step
+ends with the last action or sum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.cost.columns import Columns, levels
@@ -29,6 +31,7 @@ def complete_timeline(
     sent: Floats,
     arrived: Floats,
     cause: Ints,
+    sums_wait: bool = False,
 ) -> Timeline:
     """A timeline with these times, and the memory in use meanwhile."""
     return Timeline(
@@ -42,7 +45,7 @@ def complete_timeline(
         costs.bytes,
         cause,
         cost.units,
-        sums_of(schedule, cost, end),
+        sums_of(schedule, cost, end, sums_wait),
     )
 
 
@@ -58,10 +61,12 @@ class SumTurn(NamedTuple):
     cause: int  # the action for which it waited last; -1 if there is none
 
 
-def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
+def sums_of(
+    schedule: Schedule, cost: Cost, end: Floats, wait: bool = False
+) -> tuple[Sum, ...]:
     """The sums of gradients of a step whose actions end at these times. Those that take no time are left out."""
     sums = []
-    for turn in sum_turns(schedule, cost, end):
+    for turn in sum_turns(schedule, cost, end, wait):
         start = max(turn.ready)
         if turn.end > start:
             sums.append(
@@ -70,10 +75,12 @@ def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
     return tuple(sums)
 
 
-def sum_turns(schedule: Schedule, cost: Cost, end: Floats) -> Iterator[SumTurn]:
+def sum_turns(
+    schedule: Schedule, cost: Cost, end: Floats, wait: bool = False
+) -> Iterator[SumTurn]:
     """All sums of gradients of a step whose actions end at these times.
 
-    A rank begins its sums in the order of `shared_gradients`, one after the other.
+    A rank begins its sums in the order of `shared_gradients`, one after the other; with `wait`, after its last action.
     """
     tied_bytes = cost.tied_gradients(schedule)
     shared = shared_gradients(schedule, tied_bytes > 0)
@@ -83,6 +90,11 @@ def sum_turns(schedule: Schedule, cost: Cost, end: Floats) -> Iterator[SumTurn]:
     last = last_backwards(schedule)
     free = [0.0] * schedule.ranks  # when each rank can take part in its next sum
     delayed_by = [-1] * schedule.ranks  # the action for which it waits until then
+    if wait:
+        for rank, lane in enumerate(pairwise(schedule.table.first.tolist())):
+            if lane[0] < lane[1]:
+                delayed_by[rank] = lane[1] - 1
+                free[rank] = float(end[delayed_by[rank]])
     for name, parts, ranks, _ in shared:
         size = tied_bytes
         if len(parts) == 1:

@@ -1,15 +1,18 @@
 """Predicts a step whose messages wait for each other, as they do over NCCL.
 
-`simulate` lets a message leave as soon as its action ends. Over NCCL it occupies both of its ranks, and
-each of them has done everything that comes before the message in its program: its actions, because
-torch lets a message wait for what was launched before, and its messages, because a communicator carries
-one after the other.
+`simulate` lets a message leave as soon as its action ends, and the rank that needs it finds it there.
+Over NCCL each of its two ranks must first have done everything that comes before the message in its
+program: its actions, because torch lets a message wait for what was launched before, and its messages,
+because a communicator carries one after the other.
 
-    rank 0   ▓▓▓ 0F1 ▓▓▓ ........... 0F1>1 ──►        0F1 is ready to go, but rank 1 still computes, and then
-    rank 1   ▓▓▓▓▓▓▓ 1F0 ▓▓▓▓▓▓▓ 2B0<2 ──► 0F1<0      receives 2B0 first, because its program has it first
-    rank 2               ▓▓▓▓▓▓▓ 2B0 ▓▓▓▓▓
+    rank 0   ▓▓▓ 0F1 ▓▓▓ 0F1>1 ──►                        0F1 has left, but rank 1 still computes, and then
+    rank 1   ▓▓▓▓▓▓▓▓▓ 1F0 ▓▓▓▓▓▓▓▓▓ 2B0<2 ──► 0F1<0      receives 2B0 first, because its program has it first
+    rank 2                   ▓▓▓▓▓▓▓ 2B0 ▓▓▓▓▓
 
-With two channels, messages to higher ranks and messages to lower ranks do not wait for each other.
+A sender goes on before its message has arrived, and a late receiver takes it in less than its whole
+way, as far as the buffers between them hold it (`penstock.cost.buffers`). Without buffers a message
+keeps both of its ranks until it has arrived. With two channels, messages to higher ranks and messages
+to lower ranks do not wait for each other. With one, sums of gradients wait for the end of a lane.
 
 A profile that was measured over NCCL says how many channels its network has. `simulate` then
 predicts this way, and so does everything that calls it: plans, forecasts, reports.
@@ -21,7 +24,7 @@ import numpy as np
 
 from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
-from penstock.cost.network import check_channels
+from penstock.cost.network import check_channels, sums_wait
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.program import moments
 from penstock.ir.schedule import Schedule
@@ -58,6 +61,8 @@ def simulate_in_order(schedule: Schedule, cost: Cost, channels: int = 1) -> Time
         seconds_in_lanes(schedule, costs),
         costs.pause,
         costs.latency + costs.wire,
+        costs.send,
+        costs.receive,
         start,
         end,
         sent,
@@ -65,7 +70,17 @@ def simulate_in_order(schedule: Schedule, cost: Cost, channels: int = 1) -> Time
         cause,
         np.zeros((schedule.ranks, channels)),
     )
-    return complete_timeline(schedule, cost, costs, start, end, sent, arrived, cause)
+    return complete_timeline(
+        schedule,
+        cost,
+        costs,
+        start,
+        end,
+        sent,
+        arrived,
+        cause,
+        sums_wait(channels),
+    )
 
 
 def _run(
@@ -76,6 +91,8 @@ def _run(
     seconds: Floats,
     pause: Floats,
     hop: Floats,
+    send: Floats,
+    receive: Floats,
     start: Floats,
     end: Floats,
     sent: Floats,
@@ -109,10 +126,17 @@ def _run(
             there = target[number]
             channel = 1 % channels if source < there else 0
             # A rank's own last action has ended by then, because torch lets a message wait for it.
-            leave = max(free[source, channel], free[there, channel], end[last[source]])
+            leave = max(free[source, channel], end[last[source]])
+            take = free[there, channel]
             if last[there] >= 0:
-                leave = max(leave, end[last[there]])
-            sent[number] = leave
-            arrived[number] = leave + hop[number]
-            free[source, channel] = arrived[number]
+                take = max(take, end[last[there]])
+            saved = hop[number] - receive[number]  # if the receiver comes late
+            if take - saved > leave:
+                # The buffers hold it meanwhile, as if it left just in time.
+                sent[number] = take - saved
+                arrived[number] = take + receive[number]
+            else:
+                sent[number] = leave
+                arrived[number] = leave + hop[number]
+            free[source, channel] = min(leave + send[number], arrived[number])
             free[there, channel] = arrived[number]

@@ -72,6 +72,11 @@ class Comm(Protocol):
         """
         ...
 
+    @property
+    def channels(self) -> int | None:
+        """How many channels carry the messages of a rank in order; None if messages do not wait for each other."""
+        ...
+
     def send(self, tensor: Tensor, target: int) -> Pending:
         """Start sending a tensor to a rank."""
         ...

@@ -58,6 +58,11 @@ class ShapedComm:
         """Whether the underlying `Comm` reads in order."""
         return self.inner.reads_in_order
 
+    @property
+    def channels(self) -> int | None:
+        """The channels of the underlying `Comm`."""
+        return self.inner.channels
+
     def wire_seconds(self, tensor: Tensor, target: int) -> float:
         """How long a tensor occupies the link to a rank."""
         size = tensor.nbytes * self.inflate

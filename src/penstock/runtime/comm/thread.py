@@ -85,6 +85,11 @@ class ThreadComm:
         """False: the other thread reads the tensor itself, at any time."""
         return False
 
+    @property
+    def channels(self) -> int | None:
+        """None: messages do not wait for each other."""
+        return None
+
     def send(self, tensor: Tensor, target: int) -> _ThreadSend:
         """Put the tensor itself into the target's mailbox."""
         self.mail[self._rank, target].put(tensor)
