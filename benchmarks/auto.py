@@ -2,7 +2,9 @@
 
     python benchmarks/auto.py --out docs/results/auto/cpu.json                   two CPU workers, gloo
     penstock testbed --workers 8 -- python benchmarks/auto.py --device cuda --out docs/results/auto/h200.json
-    python benchmarks/auto.py --page                        writes docs/results/auto.md from the two files
+    penstock testbed --workers 8 --backend nccl -- python benchmarks/auto.py --device cuda --backend nccl \\
+        --only 0,2 --out docs/results/auto/nccl.json
+    python benchmarks/auto.py --page                        writes docs/results/auto.md from the three files
     python benchmarks/auto.py --dry --out found.json        one small case, which tries the script
 
 For each case the workers measure a profile, as `penstock train` does for schedule.name = auto. From this profile, and
@@ -109,10 +111,7 @@ class Run:
     sittings: int = 1
     seconds: float = 420.0  # no new case is begun after this many
     out: Path | None = None
-
-    @property
-    def backend(self) -> str:
-        return "gloo" if self.device == "cpu" else "penstock_ipc"
+    backend: str = "gloo"
 
 
 @dataclass(frozen=True)
@@ -789,6 +788,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backend", choices=("penstock_ipc", "nccl"), help="on a GPU")
     parser.add_argument("--rounds", type=int, default=0, help="24 on a CPU, 7 on a GPU")
     parser.add_argument("--only", default="", help="comma-separated numbers of cases")
     parser.add_argument(
@@ -815,6 +815,7 @@ def main() -> None:
         1 if on_gpu or given.dry else 4,
         given.seconds or (420.0 if on_gpu else 3600.0),
         given.out.absolute() if given.out else None,
+        (given.backend or "penstock_ipc") if on_gpu else "gloo",
     )
     found = measure(cases, run)
     write(given.out, found)

@@ -10,12 +10,11 @@ tried with three layouts of communicators:
     direction   one for the messages to higher ranks, and one for those to lower ranks: what we use otherwise
     link        one for each direction between each two ranks that talk
 
-A step is compared with simulated ones: the median times of its own actions, and the links as they were measured
-before. `simulated` lets every message leave at once, `in_order` lets the messages of a rank wait for each other. Links
-are measured with one message at a time, as profiles do it, with a fit over several sizes; `lone` is the mean of many
-messages of this size between two ranks, `crowded` between all ranks, `busy` while all compute, too, and `summing` while
-all sum gradients. `late_send` and `late_receive` are the two ends of a message whose receiver comes
-`LATE_SECONDS` after its sender: they show how much of it travels before the receiver is there.
+A step is compared with simulated ones: the mean times of its own actions, and the network as a profile measures it.
+`simulated` lets every message leave at once, and `in_order` lets the messages of a rank wait for each other, with the
+buffers between ranks (`penstock.sim.in_order`). `hop` is the time of a message on these links. For comparison, `lone`
+is the mean of many messages of this size between two ranks, `crowded` between all ranks, `busy` while all compute, too,
+and `summing` while all sum gradients.
 
 These are the ends of the last actions. Replicas then still sum gradients, so the whole step is compared with
 `simulated_with_sums` and `in_order_with_sums`: the ends of the last sums, which send with the bandwidth that sums had
@@ -58,7 +57,6 @@ from penstock.measure.sums import groups_that_sum, settle
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
-from penstock.runtime.recorder import Clock
 from penstock.sim.in_order import simulate_in_order
 from penstock.sim.own_times import own_cost
 
@@ -73,8 +71,8 @@ DEPTH = 4  # layers of a rank
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
+TIMED_STEPS = 5
 HOP_ROUNDS = 20
-LATE_ROUNDS = 5
 # Work that lasts longer than the messages that are timed beside it: about 0.15 ms for two products on an eighth of
 # an H200.
 WORK_PRODUCTS = 100
@@ -82,9 +80,6 @@ WORK_REPLAYS = 20
 # A sum that lasts longer than the messages beside it: about 0.2 s on eight workers.
 SUM_BYTES = 1 << 28
 DRY_SUM_BYTES = 1 << 20
-# How long a late receiver lets its sender wait, and how fast an H200 counts clock ticks.
-LATE_SECONDS = 0.02
-TICKS_PER_SECOND = 1.9e9
 
 
 @dataclass(frozen=True)
@@ -156,9 +151,6 @@ def describe(row: dict[str, Any]) -> str:
             "makespan",
             "simulated",
             "in_order",
-            "in_order_crowded",
-            "in_order_busy",
-            "in_order_summing",
             "simulated_with_sums",
             "in_order_with_sums",
             "free",
@@ -166,15 +158,7 @@ def describe(row: dict[str, Any]) -> str:
     )
     hops = ", ".join(
         f"{key} {1e3 * row[key]:.2f}"
-        for key in (
-            "hop",
-            "lone_hop",
-            "crowded_hop",
-            "busy_hop",
-            "summing_hop",
-            "late_send",
-            "late_receive",
-        )
+        for key in ("hop", "lone_hop", "crowded_hop", "busy_hop", "summing_hop")
     )
     return (
         f"{row['name']}, {row['messages']}: {times} ms; "
@@ -217,18 +201,16 @@ def one(
         "busy_hop": mean_hop(comm, message, device, busy_work(device)),
         "summing_hop": mean_hop(comm, message, device, sum_work(comm, device)),
     }
-    clock = Clock(stages.values())
-    late_send, late_receive = late_hop(comm, message, device, clock)
     gradients = gradient_bytes(comm, schedule, stages)
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
     times = [clocked(comm, step, stages, size)[0] for _ in range(setting.rounds)]
     timelines: list[Timeline] = []
-    for _ in range(3):
+    for _ in range(TIMED_STEPS):
         measured = executor.step(batch, timed=True).timeline
         assert measured is not None
         timelines.append(measured)
-    timeline = sorted(timelines, key=lambda each: each.makespan)[1]
+    timeline = sorted(timelines, key=lambda each: each.makespan)[TIMED_STEPS // 2]
     row = {
         "name": label,
         "messages": dtype,
@@ -236,10 +218,9 @@ def one(
         "latency": network.latency,
         "bandwidth": network.bandwidth,
         "sum_bandwidth": network.sum_bandwidth,
+        "buffers": [(one.bytes, one.send, one.receive) for one in network.buffers],
         "gradient_bytes": gradients,
         **hops,
-        "late_send": late_send,
-        "late_receive": late_receive,
         "step": statistics.median(times),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
@@ -266,7 +247,7 @@ def predictions(
     """Ends with the times of the step's own actions and several links, and why ranks were idle."""
     schedule = program.schedule
     channels = comm.channels or 1
-    cost = own_cost(timeline)
+    cost = own_cost(timeline, statistics.mean)
     tokens = schedule.microbatches[0].cuts[-1]
     parts = tuple(
         replace(part, message=message / tokens, gradients=size)
@@ -284,10 +265,6 @@ def predictions(
         "simulated_with_sums": simulated.makespan,
         "in_order_with_sums": in_order.makespan,
     }
-    for key in ("crowded", "busy", "summing"):
-        fixed = replace(cost, network=Network(hops[f"{key}_hop"]))
-        made = simulate_in_order(schedule, fixed, channels)
-        found[f"in_order_{key}"] = made.makespan
     idle = split_idle_time(timeline, hops["hop"])
     whole = comm.ranks * timeline.makespan
     found["schedule"] = (sum(idle.schedule) + sum(idle.end)) / whole
@@ -345,51 +322,6 @@ def mean_hop(
             rows[comm.rank, shift] = torch.tensor([took / (2 * HOP_ROUNDS), 1.0])
     total, count = gather_rows(comm, rows).sum((0, 1)).tolist()
     return float(total / count)
-
-
-def late_hop(
-    comm: ProcessComm, message: int, device: torch.device, clock: Clock
-) -> tuple[float, float]:
-    """The median seconds of a message at its sender and at its receiver, if the receiver comes `LATE_SECONDS` later.
-
-    rank 0   ├─ late_send ─┤
-    rank 1   ........ late ........ ├─ late_receive ─┤
-    """
-    payload = torch.ones(message // 4, device=device)
-    took = []
-    peer = comm.rank ^ 1
-    for counted in (False, *[True] * LATE_ROUNDS):  # The first one connects two ranks.
-        comm.barrier()
-        clock.begin()
-        if peer >= comm.ranks:
-            continue
-        if comm.rank > peer:
-            rest(device)
-        begin = clock.now()
-        if comm.rank < peer:
-            comm.send(payload, peer).wait()
-        else:
-            received = comm.receive((len(payload),), payload.dtype, peer).wait()
-        end = clock.now()
-        began, ended = clock.seconds([begin, end])
-        if comm.rank > peer:
-            comm.give_back(received)
-        if counted:
-            took.append(ended - began)
-    rows = torch.zeros(comm.ranks, dtype=torch.float64)
-    rows[comm.rank] = statistics.median(took or [0.0])
-    found = gather_rows(comm, rows).tolist()
-    paired = comm.ranks // 2 * 2  # The last one of an odd number has no peer.
-    senders, receivers = found[0:paired:2], found[1:paired:2]
-    return statistics.median(senders), statistics.median(receivers)
-
-
-def rest(device: torch.device) -> None:
-    """Let a rank's device do nothing for `LATE_SECONDS`."""
-    if device.type == "cuda":
-        torch.cuda._sleep(int(LATE_SECONDS * TICKS_PER_SECOND))
-    else:
-        time.sleep(LATE_SECONDS)
 
 
 def busy_work(device: torch.device) -> Callable[[], None] | None:

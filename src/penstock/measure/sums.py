@@ -30,9 +30,9 @@ from penstock.runtime.comm.comm import Comm
 FLOAT32_BYTES = 4
 TINY_BYTES = 1 << 10
 LEAST_BYTES = 1 << 16
-MOST_BYTES = 1 << 26
+MOST_BYTES = 1 << 28
 GROWTH = 4
-LONG_SECONDS = 0.03  # a sum that takes as long is timed well
+LONG_SECONDS = 0.06  # a sum that takes as long is timed well
 # Sums of each size; their median counts, because single ones are sometimes delayed.
 ROUNDS = 5
 
