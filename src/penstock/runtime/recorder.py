@@ -26,6 +26,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import SumPlan
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 from penstock.ir.verify_sums import ordered_sums
+from penstock.runtime.blocking_wait import sleep_until_done
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.comm.shaped import ShapedComm
 
@@ -55,6 +56,7 @@ class Clock:
     def seconds(self, moments: Sequence[Moment]) -> list[float]:
         """Convert moments to seconds, once they are over."""
         if self.on_gpu:
+            sleep_until_done()
             torch.cuda.synchronize()
         return [self._second(moment) for moment in moments]
 

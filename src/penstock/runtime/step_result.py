@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.ir.timeline import Timeline
+from penstock.runtime.blocking_wait import sleep_until_done
 from penstock.runtime.comm.comm import Pending
 from penstock.runtime.recorder import Recording
 
@@ -16,17 +17,22 @@ class Result:
 
     Both are summed over the ranks while the caller goes on. Reading them waits for the sums. `outputs` has what the
     last stage returned for each micro-batch, without graphs, if the caller asked for it; None for a micro-batch that
-    ends on another rank.
+    ends on another rank. With `sleeps`, the host sleeps until a GPU has the loss, instead of keeping a core busy.
     """
 
-    __slots__ = ("_loss", "_recording", "_sum", "outputs")
+    __slots__ = ("_loss", "_recording", "_sleeps", "_sum", "outputs")
 
     def __init__(
-        self, loss: Tensor, pending: Pending, recording: Recording | None = None
+        self,
+        loss: Tensor,
+        pending: Pending,
+        recording: Recording | None = None,
+        sleeps: bool = False,
     ) -> None:
         self._loss = loss
         self._sum = pending
         self._recording = recording
+        self._sleeps = sleeps
         self.outputs: tuple[Any, ...] = ()
 
     def wait(self) -> None:
@@ -37,6 +43,8 @@ class Result:
     def loss(self) -> float:
         """The mean over all valid tokens of the step."""
         self._sum.wait()
+        if self._sleeps:
+            sleep_until_done()
         return float(self._loss)
 
     @property

@@ -79,13 +79,14 @@ class Walk:
             record_in(None)
         loss = self.total_loss()
         pending = comm.add(loss, tuple(range(comm.ranks)))
+        sleeps = comm.channels is not None  # NCCL needs the cores
         if self.clock is None:
-            return Result(loss, pending)
+            return Result(loss, pending, sleeps=sleeps)
         start = self.clock.seconds(self.start)
         end = self.clock.seconds(self.end)
         sums = self.gradients.replicas.times() if self.gradients.sums else {}
         recording = recorder.gather(start, end, self.forwards_kept, sums)
-        return Result(loss, pending, recording)
+        return Result(loss, pending, recording, sleeps)
 
     def total_loss(self) -> Tensor:
         """The sum of the losses that were computed on this rank."""

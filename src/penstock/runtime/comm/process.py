@@ -39,6 +39,7 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program, links_of
 from penstock.runtime.backends import NCCL, ON_GPU
+from penstock.runtime.blocking_wait import sleep_until_done
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
@@ -551,6 +552,8 @@ class _Work:
             raise comm.failed_wait(self.message, error) from None
         comm.waiting = None
         if self.home is not None:
+            if comm.on_nccl:
+                sleep_until_done()
             self.home.copy_(self.tensor)
             self.home = None
 
