@@ -43,7 +43,7 @@ class Result:
     def loss(self) -> float:
         """The mean over all valid tokens of the step."""
         self._sum.wait()
-        if self._sleeps:
+        if self._sleeps and self._loss.is_cuda:
             sleep_until_done()
         return float(self._loss)
 
