@@ -28,6 +28,7 @@ from penstock.runtime import (
 )
 from penstock.runtime.backward import record_in
 from penstock.runtime.comm import ThreadComm
+from penstock.runtime.gradients import Replicas
 from penstock.runtime.stage_actions import ComputedActions
 from penstock.runtime.visits import Visits
 from penstock.runtime.walk import Walk
@@ -103,30 +104,34 @@ def test_gradients_of_replicas_add_up_over_steps_and_are_not_summed_twice(name):
 def test_sums_wait_for_the_last_message_of_their_rank_if_all_share_a_channel(
     monkeypatch, channels
 ):
-    done: dict[int, list[str]] = {}  # by rank
-    send, add = ThreadComm.send, ThreadComm.add
+    sent: list[
+        int
+    ] = []  # the rank of each message that is sent after the first sum of its rank
+    summing: set[int] = set()
+    send, start, finish = ThreadComm.send, Replicas.start, Replicas.finish
 
     def note_send(comm, tensor, target):
-        done.setdefault(comm.rank, []).append("message")
+        if comm.rank in summing:
+            sent.append(comm.rank)
         return send(comm, tensor, target)
 
-    def note_sum(comm, tensor, group):
-        if tensor.numel() > 1:  # not that of the loss
-            done.setdefault(comm.rank, []).append("sum")
-        return add(comm, tensor, group)
+    def note_start(replicas, shared):
+        summing.add(replicas.comm.rank)
+        start(replicas, shared)
+
+    def note_finish(replicas):
+        finish(replicas)
+        summing.remove(replicas.comm.rank)
 
     monkeypatch.setattr(ThreadComm, "send", note_send)
-    monkeypatch.setattr(ThreadComm, "add", note_sum)
+    monkeypatch.setattr(Replicas, "start", note_start)
+    monkeypatch.setattr(Replicas, "finish", note_finish)
     monkeypatch.setattr(ThreadComm, "channels", property(lambda comm: channels))
     schedule = make("chimera", ranks=4, microbatches=4)
     whole, batch = gpt(schedule.parts, tied=True), data(4)
     ours = piped(schedule, whole, [batch])
     assert worst(ours, unsplit(schedule, whole, [batch])[1]) < 1e-12
-    sums_come_last = []
-    for what in done.values():
-        steps_end = what.index("sum")
-        sums_come_last.append("message" not in what[steps_end:])
-    assert all(sums_come_last) == (channels == 1)
+    assert bool(sent) == (channels is None)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "chimera", "zb-v"])
