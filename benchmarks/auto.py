@@ -767,7 +767,7 @@ def page() -> str:
     """The page of the results that are there."""
     parts = {}
     files = {}
-    for name in ("cpu", "h200"):
+    for name in ("cpu", "h200", "nccl"):
         file = RESULTS / "auto" / f"{name}.json"
         text = "This part has not been run yet."
         if file.exists():

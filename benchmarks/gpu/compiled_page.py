@@ -105,7 +105,7 @@ One process on the whole GPU, compiled and recorded, takes {single:.1f} ms for t
 micro-batches). That is {single_speed:,.0f} tokens/s on 132 multiprocessors. ZB-V on eight workers has
 {pipeline_speed:,.0f} tokens/s on {pipeline_processors} of them, {share:.2f} times as much a multiprocessor, most
 likely because a micro-batch of 1,024 tokens does not fill the whole GPU. With larger micro-batches, which one process
-plans for itself, [eight planned workers](h200.md#one-process-beside-eight-planned-workers) have 0.85 to 0.89 of its
+plans for itself, [eight planned workers](h200.md#one-process-beside-eight-planned-workers) have 0.86 to 0.91 of its
 speed a multiprocessor.
 """
 

@@ -428,6 +428,15 @@ def workers_table() -> str:
     return table(heads, lines)
 
 
+def workers_share(quartile: str) -> float:
+    """The share of one process's speed that the slow or fast quartile of eight workers' steps has, with 63 layers."""
+    alone, workers = rows_of("workers.json")[:2]
+    fast, slow = workers["spread"]
+    seconds = {"slow": slow, "fast": fast}[quartile]
+    speed = workers["tokens"] / seconds / workers["multiprocessors"]
+    return float(speed / alone["speed"])
+
+
 # ---------------------------------------------------------------- compiled
 def gains_table() -> str:
     """Torch and ours, both compiled, in one process and in eight."""
@@ -518,6 +527,8 @@ def pages() -> tuple[list[str], Model]:
         "slices": slices_table(),
         "training": training_table(),
         "workers": workers_table(),
+        "workers_low": workers_share("slow"),
+        "workers_high": workers_share("fast"),
     }
     texts = [(Path(__file__).parent / name).read_text() for name in PAGES]
     return [text.format(**values) for text in texts], model

@@ -27,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,10 @@ def one(
         "latency": network.latency,
         "bandwidth": network.bandwidth,
         "sum_bandwidth": network.sum_bandwidth,
-        "buffers": [(one.bytes, one.send, one.receive) for one in network.buffers],
+        "buffers": [
+            (one.bytes, None if isinf(one.send) else one.send, one.receive)
+            for one in network.buffers
+        ],
         "gradient_bytes": gradients,
         **hops,
         "step": statistics.median(times),
