@@ -40,6 +40,9 @@ def test_measured_links_say_that_messages_wait_for_each_other():
     network, _ = spawn(2, measured_network, backend="nccl", patience=60)
     assert network.channels in (1, 2)
     assert 1e6 < network.sum_bandwidth < math.inf
+    smallest, *_, largest = network.buffers
+    assert smallest.send < math.inf, "buffers hold 4 KiB"
+    assert smallest.receive < largest.receive < math.inf
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -1,13 +1,15 @@
-"""How long a message over NCCL keeps its two ranks busy: less long than it travels, because buffers hold it.
+"""How long a message over NCCL keeps its two ranks busy: less than it travels, because buffers hold it.
 
-A channel of NCCL carries the messages of a rank one after the other. But a sender copies a message into buffers and
-goes on to its next one, and if a receiver comes late, most of the message is there already:
+A channel of NCCL carries the messages of a rank one after the other. But a sender only copies a message into buffers,
+and then goes on to its next one:
 
-    rank 0   ├─ send ─┤ next message                          the receiver is early: the message has arrived after
-    rank 1   ├──────── latency + bytes / bandwidth ───────┤   its whole way
+    rank 0   ├─ send ─┤ next message
+    rank 1   ├─────── latency + bytes / bandwidth ───────┤
 
-    rank 0   ├─ send ─┤ next message                          the receiver is late: it takes what has come so far,
-    rank 1   ..................................... ├─ receive ─┤   and the rest
+If the receiver comes late, most of the message is there already, and it only takes the rest:
+
+    rank 0   ├─ send ─┤ next message
+    rank 1   .................. computes ................... ├─ receive ─┤
 
 A message that the buffers cannot hold keeps its sender until it has arrived.
 """
