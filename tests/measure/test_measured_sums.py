@@ -14,6 +14,7 @@ from penstock import Network, make, simulate
 from penstock.config import ModelConfig
 from penstock.cost.buffers import BufferedMessage
 from penstock.cost.gpus import analytic_profile
+from penstock.errors import PenstockError
 from penstock.formats import dump_profile, load_profile, read_profile, write_profile
 from penstock.measure.links import measured_network
 from penstock.measure.sums import groups_that_sum, measured_sum_bandwidth
@@ -97,6 +98,16 @@ PAIRS = Network(
 def test_everything_about_links_comes_back_from_its_file(network):
     made = replace(analytic_profile(ModelConfig(vocab=512), 64), network=network)
     assert load_profile(dump_profile(made)) == made
+
+
+def test_buffers_that_make_no_sense_are_refused_with_their_place():
+    network = Network(1e-4, 1e9, serial=True, channels=2, buffers=BUFFERS)
+    made = replace(analytic_profile(ModelConfig(vocab=512), 64), network=network)
+    text = dump_profile(made).replace('"bytes": 4000000.0', '"bytes": 4000.0')
+    with pytest.raises(PenstockError, match="from the smallest to the largest") as why:
+        load_profile(text)
+    assert "penstock profile" in str(why.value)
+    assert "buffers" in str(why.value)
 
 
 def test_profiles_without_the_bandwidth_of_sums_have_the_one_of_messages():

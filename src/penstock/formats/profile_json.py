@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.cost.buffers import BufferedMessage
+from penstock.cost.buffers import BufferedMessage, check_buffers
 from penstock.cost.curve import CorrectedCurve, Curve, Seconds
 from penstock.cost.fit import Fit
 from penstock.cost.network import Network, PerPair
@@ -391,6 +391,10 @@ def _network(page: Page, steps: Steps, value: Value) -> Network:
     if "buffers" in entry:
         place = (*steps, "buffers")
         buffers = read_list(page, place, entry["buffers"], _buffered_message)
+        try:
+            check_buffers(buffers)
+        except ShapeError as error:
+            fail(page, place, str(error), "measure again with `penstock profile`")
     try:
         return Network(latency, bandwidth, serial, channels, sums, buffers)
     except ShapeError as error:

@@ -16,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -72,9 +73,7 @@ def late_message(
         settle(device)
         if peer < comm.ranks:
             rest(REST_SECONDS if sends else REST_SECONDS + late, device)
-            act = (
-                _sending(comm, payload, peer) if sends else _taking(comm, payload, peer)
-            )
+            act = partial(pass_on, comm, payload, peer)
             seconds[comm.rank] = device_seconds(act, device)
         rounds.append(gather_rows(comm, seconds).tolist())
     paired = comm.ranks // 2 * 2
@@ -83,16 +82,13 @@ def late_message(
     return statistics.median(senders), statistics.median(receivers)
 
 
-def _sending(comm: Comm, payload: torch.Tensor, peer: int) -> Callable[[], None]:
-    return lambda: comm.send(payload, peer).wait()
-
-
-def _taking(comm: Comm, payload: torch.Tensor, peer: int) -> Callable[[], None]:
-    def take() -> None:
+def pass_on(comm: Comm, payload: torch.Tensor, peer: int) -> None:
+    """Send a tensor to a higher rank, or receive one like it from a lower rank."""
+    if comm.rank < peer:
+        comm.send(payload, peer).wait()
+    else:
         received = comm.receive(tuple(payload.shape), payload.dtype, peer).wait()
         comm.give_back(received)
-
-    return take
 
 
 def device_seconds(act: Callable[[], None], device: torch.device | str) -> float:
