@@ -22,16 +22,16 @@ import torch
 
 from penstock.cost.buffers import BufferedMessage
 from penstock.cost.network import Network, slowest_link
+from penstock.cost.sizes import FLOAT32_BYTES
 from penstock.measure.rows import gather_rows
 from penstock.measure.sums import settle
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.torch_internals import sleep_on_gpu
 
 BUFFERED_BYTES = (1 << 12, 1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
-FLOAT32_BYTES = 4
 MAX_HOP_SECONDS = 0.02  # longer messages are not tried: buffers hardly shorten them
 REST_SECONDS = 0.002  # longer than a launch takes
-ROUNDS = 5
+MESSAGE_ROUNDS = 5
 # A sender that is busy for this share of the time until its receiver comes has waited for it.
 WAITING_SHARE = 0.75
 
@@ -67,7 +67,7 @@ def late_message(
     sends = comm.rank < peer
     payload = torch.ones(size // FLOAT32_BYTES, device=device)
     rounds = []
-    for _ in range(1 + ROUNDS):  # The first message connects two ranks.
+    for _ in range(1 + MESSAGE_ROUNDS):  # The first message connects two ranks.
         seconds = torch.zeros(comm.ranks, dtype=torch.float64)
         comm.barrier()
         settle(device)

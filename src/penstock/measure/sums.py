@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from penstock.cost.network import Network, PerPair, value_of_pair
+from penstock.cost.sizes import FLOAT32_BYTES
 from penstock.measure.rows import gather_rows
 from penstock.runtime.comm.comm import Comm
 
-FLOAT32_BYTES = 4
 TINY_BYTES = 1 << 10
 LEAST_BYTES = 1 << 16
 GROWTH = 4
