@@ -11,6 +11,7 @@ import pytest
 
 from penstock import Plan, UnitCost, make, simulate, write_plan
 from penstock.config import ModelConfig
+from penstock.cost.buffers import BufferedMessage
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.network import Network
 from penstock.formats import read_profile, write_profile
@@ -128,6 +129,10 @@ def test_a_profile_of_nccl_lets_messages_wait_in_simulations_and_plans(run, prof
     assert mine == seconds("nccl.plan.json", "--profile free.json --channels 1")
     assert mine > seconds("nccl.plan.json", "--profile free.json")
     assert mine < seconds("free.plan.json", "--profile nccl.json")
+    buffers = (BufferedMessage(1e9, send=1e-4, receive=1e-4),)
+    buffered = replace(network, channels=1, buffers=buffers)
+    write_profile(replace(measured, network=buffered), "buffered.json")
+    assert seconds("nccl.plan.json", "--profile buffered.json") < mine
     broken = Path("nccl.json").read_text().replace('"channels": 1', '"channels": 3')
     Path("nccl.json").write_text(broken)
     code, _, err = run(f"simulate 1f1b {shape} --profile nccl.json")
