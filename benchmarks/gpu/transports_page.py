@@ -180,8 +180,8 @@ def _by_transport(rows: list[Row], transport: str) -> list[Row]:
 
 
 def _key(row: Row) -> tuple[str, str, str]:
-    """What a row is about."""
-    return row["transport"], row["name"], row["messages"]
+    """What a row is about: in this order, those of a schedule stand together."""
+    return row["name"], row["transport"], row["messages"]
 
 
 def _of(rows: list[Row], name: str, messages: str = "float32") -> Row:
@@ -224,7 +224,7 @@ def _table(rows: list[Row], starred: list[Row] | None = None) -> str:
     heads += ["step", "free", "simulated", "in order", "error", "idle"]
     marked = [(row, "") for row in rows] + [(row, " *") for row in starred or []]
     lines = []
-    for row, mark in sorted(marked, key=lambda one: _order(one[0])):
+    for row, mark in sorted(marked, key=lambda one: _key(one[0])):
         times = [
             f"{1e3 * row[key]:.0f} ms"
             for key in ("step", "free", "simulated_with_sums")
@@ -242,11 +242,6 @@ def _table(rows: list[Row], starred: list[Row] | None = None) -> str:
             ]
         )
     return _markdown(heads, lines, words=3)
-
-
-def _order(row: Row) -> tuple[str, str, str]:
-    """The rows of a schedule stand together, and those of a transport among them."""
-    return row["name"], row["transport"], row["messages"]
 
 
 def _markdown(heads: list[str], lines: list[list[str]], words: int) -> str:

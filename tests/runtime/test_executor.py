@@ -104,10 +104,8 @@ def test_gradients_of_replicas_add_up_over_steps_and_are_not_summed_twice(name):
 def test_sums_wait_for_the_last_message_of_their_rank_if_all_share_a_channel(
     monkeypatch, channels
 ):
-    sent: list[
-        int
-    ] = []  # the rank of each message that is sent after the first sum of its rank
-    summing: set[int] = set()
+    summing: set[int] = set()  # ranks that have begun their sums
+    sent: list[int] = []  # the rank of each message that leaves meanwhile
     send, start, finish = ThreadComm.send, Replicas.start, Replicas.finish
 
     def note_send(comm, tensor, target):
