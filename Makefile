@@ -1,49 +1,86 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python3
-VENV := .venv
-BIN := $(VENV)/bin
 OUT := out
 CASES ?= 200
 SEED ?= 0
 STEPS ?= 300
-# The versions of other packages: those that were tested, or with LATEST=1 the newest ones.
-PIP_INSTALL := install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt)
+# Many tests wait, for processes or for emulated links, so that four workers keep two cores busy.
+WORKERS ?= $(shell nproc 2>/dev/null | awk '{print $$1 < 8 ? 2 * $$1 : 16}' | grep . || echo 4)
+# How many tests may be skipped on a machine without a GPU, where `make setup` has installed everything.
+MOST_SKIPS ?= 170
+
+# The environment: .venv, or with TORCH=2.15 one of its own with that version of torch, or with SETUP=none the packages that
+# this machine has. Packages have the versions that were tested or, with LATEST=1, the newest ones.
+VENV := $(if $(TORCH),build/torch-$(TORCH),.venv)
+BIN := $(VENV)/bin
+PIP_INSTALL = install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint $(VENV)/constraints.txt)
+ifeq ($(SETUP),none)
+PY := $(PYTHON)
+READY :=
+COMPILED :=
+export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
+else
+PY := $(BIN)/python
+READY := $(VENV)/.ready
+COMPILED := $(VENV)/.compiled
+endif
+PENSTOCK := $(PY) -m penstock
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
 
-setup: $(VENV)/.ready ## make .venv and install everything into it
-$(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+setup: $(READY) ## make .venv and install everything into it
+$(VENV)/.ready: $(VENV)/.users pyproject.toml constraints.txt
 	$(BIN)/pip $(PIP_INSTALL) --editable ".[dev]"
 	touch $@
 
-# Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
-$(VENV)/.compiled: $(VENV)/.ready
-	$(BIN)/penstock plan --ranks 2 --microbatches 4 --memory 1.5 >/dev/null
-	$(BIN)/penstock paths examples/cluster.toml --parts 2 --microbatches 2 --forward 0.05 --message 4e6 --gradients 1e6 --iterations 100 >/dev/null
+# Users need neither linters nor browsers.
+$(VENV)/.users: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH).*/)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/pip $(PIP_INSTALL) --editable ".[hf]"
 	touch $@
 
-demo: setup ## train a small Llama on four workers; the report, checkpoint and sample are in runs/
-	$(BIN)/penstock train
+# Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
+$(VENV)/.compiled: $(READY)
+	$(PENSTOCK) plan --ranks 2 --microbatches 4 --memory 1.5 >/dev/null
+	$(PENSTOCK) paths examples/cluster.toml --parts 2 --microbatches 2 --forward 0.05 --message 4e6 --gradients 1e6 --iterations 100 >/dev/null
+	touch $@
 
-figures: setup ## plan, simulate and draw schedules; the figures are in out/
+demo: $(if $(READY),$(VENV)/.users) ## train a small Llama on four workers; the report, checkpoint and sample are in runs/
+	$(PENSTOCK) train
+
+figures: $(READY) ## plan, simulate and draw schedules; the figures are in out/
 	mkdir -p $(OUT)
-	$(BIN)/penstock plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
-	$(BIN)/penstock check $(OUT)/plan.json --run
-	$(BIN)/penstock simulate $(OUT)/plan.json --comm 0.05
-	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05
-	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.svg
-	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.trace.json
-	$(BIN)/penstock draw 1f1b --ranks 4 --microbatches 8 --output $(OUT)/1f1b.json
-	$(BIN)/penstock compare $(OUT)/1f1b.json $(OUT)/plan.json --comm 0.05 --output $(OUT)/compare.html
+	$(PENSTOCK) plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
+	$(PENSTOCK) check $(OUT)/plan.json --run
+	$(PENSTOCK) simulate $(OUT)/plan.json --comm 0.05
+	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05
+	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.svg
+	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.trace.json
+	$(PENSTOCK) draw 1f1b --ranks 4 --microbatches 8 --output $(OUT)/1f1b.json
+	$(PENSTOCK) compare $(OUT)/1f1b.json $(OUT)/plan.json --comm 0.05 --output $(OUT)/compare.html
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
 # Let Python keep its bytecode, or every process compiles all files anew.
-test: export PYTHONDONTWRITEBYTECODE :=
-# Many tests wait, for processes or for emulated links, so that four workers keep two cores busy.
-test: setup $(VENV)/.compiled ## run all tests
-	$(BIN)/pytest --workers 4
+test test-gpu durations: export PYTHONDONTWRITEBYTECODE :=
+# Other plugins of pytest that a machine may have would warn, and warnings are errors.
+test test-gpu durations: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+PYTEST := $(PY) -m pytest --part $(or $(PART),1/1)
+SIDE_BY_SIDE = $$($(PY) -c 'import xdist' 2>/dev/null && echo "-p xdist -n $(WORKERS) --dist worksteal")
+HAS_GPU = $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
+test: $(COMPILED) ## run all tests; SETUP=none takes the packages that are installed, PART=1/3 a share of the files, TORCH=2.15 that torch
+	$(PYTEST) $(SIDE_BY_SIDE) $(if $(SETUP)$(TORCH),,--most-skips $(MOST_SKIPS))
+	if $(HAS_GPU); then $(MAKE) test-gpu; fi
+
+NCCL := $(PENSTOCK) testbed --workers 4 --backend nccl -- $(PY) -m pytest -m gpu tests/runtime/test_nccl.py -k
+test-gpu: $(COMPILED) ## run the tests that need a GPU
+	$(PYTEST) -m gpu --ignore tests/runtime/test_nccl.py
+	$(NCCL) "not goes_wrong_ends"
+	for way in raise sleep kill; do $(NCCL) "goes_wrong_ends and $$way" || exit 1; done
+
+durations: $(COMPILED) ## run all tests, and record how long each file takes
+	$(PYTEST) $(SIDE_BY_SIDE) --record-durations
 
 # torchtitan, Ray, peft and datasets are extras of ours. The other frameworks are only read, so they come without what
 # they need to train.
@@ -54,38 +91,38 @@ INTEGRATION_TESTS := tests/titan tests/advice tests/peers tests/docs/test_engine
 	tests/train/test_datasets.py tests/train/test_history.py
 
 test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and others, in an environment of their own
-	$(INTEGRATIONS)/bin/pytest --no-skips $(INTEGRATION_TESTS)
+	$(INTEGRATIONS)/bin/pytest --most-skips 0 $(INTEGRATION_TESTS)
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/pip $(PIP_INSTALL) --editable ".[dev,datasets,lora,ray,titan]" wandb
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt) --editable ".[dev,datasets,lora,ray,titan]" wandb
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps $(FRAMEWORKS)
 	touch $@
 
-fuzz: setup ## compare CASES random pipelines with unsplit models: of Hugging Face, and of modules that pass several tensors
-	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
-	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED) --modules
+fuzz: $(READY) ## compare CASES random pipelines with unsplit models: of Hugging Face, and of modules of many kinds
+	$(PY) tests/fuzz.py --cases $(CASES) --seed $(SEED)
+	$(PY) tests/fuzz.py --cases $(CASES) --seed $(SEED) --modules
 
-chaos: setup ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
-	$(BIN)/python tests/chaos.py --steps $(STEPS) --seed $(SEED)
+chaos: $(READY) ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
+	$(PY) tests/chaos.py --steps $(STEPS) --seed $(SEED)
 
-check: setup ## run ruff, mypy and the test of the import graph
+check: $(READY) ## run ruff, mypy and the test of the import graph
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_imports.py
+	$(PY) -m pytest tests/test_imports.py
 
-bench: setup ## run the benchmarks that need no quiet machine; tables go to docs/results
-	$(BIN)/python benchmarks/scale.py
-	$(BIN)/python benchmarks/portfolio.py
-	$(BIN)/python benchmarks/surprises.py
-	$(BIN)/python benchmarks/documents.py
-	$(BIN)/python benchmarks/paths.py
-	$(BIN)/python benchmarks/slicing.py
-	$(BIN)/python benchmarks/terapipe.py
+bench: $(READY) ## run the benchmarks that need no quiet machine; tables go to docs/results
+	$(PY) benchmarks/scale.py
+	$(PY) benchmarks/portfolio.py
+	$(PY) benchmarks/surprises.py
+	$(PY) benchmarks/documents.py
+	$(PY) benchmarks/paths.py
+	$(PY) benchmarks/slicing.py
+	$(PY) benchmarks/terapipe.py
 
-docs: setup $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html
-	$(BIN)/python docs/build.py
-	$(BIN)/python docs/measure.py --write
-	$(BIN)/python docs/website.py
+docs: $(READY) $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html
+	$(PY) docs/build.py
+	$(PY) docs/measure.py --write
+	$(PY) docs/website.py
 $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/pip $(PIP_INSTALL) --editable ".[docs]"
 	touch $@
@@ -93,4 +130,4 @@ $(VENV)/.docs: $(VENV)/.ready
 clean: ## remove everything that the other targets made
 	rm -rf $(VENV) $(OUT) build runs
 
-.PHONY: help setup demo figures test test-integrations fuzz chaos check bench docs clean
+.PHONY: help setup demo figures test test-gpu durations test-integrations fuzz chaos check bench docs clean

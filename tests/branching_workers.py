@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drawing import drawn_from
 from penstock import Pipeline, make
 from penstock.runtime import add_loss
 from penstock.runtime.comm.comm import Comm
 
-_drawing = threading.Lock()
 WORDS, WIDTH, TOKENS, CLASSES = 13, 6, 5, 4
 
 
@@ -92,11 +91,10 @@ class Head(nn.Module):
 KINDS = (Enter, Weigh, Plain, Fork, Join, Plain, Plain, Head)
 
 
+@drawn_from(0)
 def layers() -> list[nn.Module]:
     """Return the layers; every rank draws the same weights."""
-    with _drawing:  # ranks that are threads share the generator
-        torch.manual_seed(0)
-        return [kind().double() for kind in KINDS]
+    return [kind().double() for kind in KINDS]
 
 
 def by_hand(

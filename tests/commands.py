@@ -132,7 +132,7 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
     return process.returncode, err
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     """Wait until something is so, which must not take longer than this."""
     end = time.monotonic() + seconds
     while not condition():

@@ -1,4 +1,4 @@
-"""Adds `pytest --workers N` and `pytest --no-skips`, and makes Ctrl-C and SIGHUP work in all tests.
+"""Makes Ctrl-C and SIGHUP work in all tests, and gives them what they share.
 
 A shell or `nohup` may have started pytest with these signals turned off. Commands and workers
 that tests start are forks of one process that has torch loaded.
@@ -10,53 +10,28 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
+import hypothesis
 import pytest
 
-import side_by_side
-from side_by_side import pytest_runtestloop  # noqa: F401  # a hook
-
-Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+pytest_plugins = ["suite"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    side_by_side.pytest_addoption(parser)
-    parser.addoption(
-        "--no-skips", action="store_true", help="count tests that are skipped as failed"
-    )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item,
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    return refuse_skip(item.config, report)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    return refuse_skip(collector.config, report)
-
-
-def refuse_skip(config: pytest.Config, report: Report) -> Report:
-    """With --no-skips, turn a skip into a failure that tells its reason."""
-    if report.skipped and config.getoption("--no-skips"):
-        report.outcome = "failed"
-        report.longrepr = f"skipped, but --no-skips was given: {report.longrepr}"
-    return report
+# How long an example takes says more about the machine than about our code.
+hypothesis.settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    print_blob=True,
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +70,7 @@ def no_onednn() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> Iterator[None]:
     """Start the process to fork from before a test needs it, if there are many tests."""
-    if "PYTEST_WORKER" in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
         import savings  # noqa: F401, PLC0415  # loads numba and torch
         from forked import start_server  # noqa: PLC0415
 

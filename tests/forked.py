@@ -34,6 +34,7 @@ import torch
 
 import penstock
 from penstock.runtime.process.launch import ENDING_SIGNALS, serve_forks
+from suite import trace_without_a_gpu
 
 # What workers and commands load. The command line is not among it, because workers go without.
 LOADED = (
@@ -42,6 +43,7 @@ LOADED = (
     "mesh_workers",
     "process_workers",
     "savings",
+    "suite",
     "numba",
     "penstock.measure",
     "penstock.plan.paths",
@@ -70,6 +72,7 @@ def _repair_thread_pool() -> None:
 
 
 os.register_at_fork(after_in_child=_repair_thread_pool)
+trace_without_a_gpu()
 
 
 def start_server() -> None:
@@ -207,6 +210,8 @@ def _run(words: list[str], setting: Setting, out: Connection, err: Connection) -
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # The server blocks it (`serve_forks`); a shell does not.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if setting.strict:
         warnings.simplefilter("error")
     sys.argv = [str(setting.script or "penstock"), *words]

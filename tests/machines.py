@@ -11,11 +11,6 @@ from contextlib import contextmanager
 import pytest
 
 
-def is_busy() -> bool:
-    """Whether more work than this machine has cores for waits, so that nothing on it need be on time."""
-    return os.getloadavg()[0] > (os.cpu_count() or 1)
-
-
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 

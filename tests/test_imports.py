@@ -73,7 +73,7 @@ LIBRARIES = {
     "plan": {"numpy"},
     "advice": set(),
     "view": {"numpy", "rich"},
-    "runtime": {"numpy", "torch"},
+    "runtime": {"cryptography", "numpy", "torch"},
     "measure": {"numpy", "torch"},
     # transformers only where a decoder of it is built
     "models": {"torch", "transformers"},
@@ -157,7 +157,7 @@ def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
         "svg(penstock.simulate(wave, penstock.UnitCost())); "
         "from penstock.cli.plan import ModelOptions, config_question; "
         "from penstock.plan.recipes import Limits; "
-        "options = (None, (), 8, None, 'h100', None, None, False, None); "
+        "options = (None, ('model.layers=8',), 8, None, 'h100', None, None, False, None); "
         "asked = config_question(ModelOptions(*options), Limits()); "
         "assert asked.workload.layers == 8 and asked.analytic; "
         "assert 'torch' not in sys.modules and 'numba' not in sys.modules"

@@ -82,7 +82,7 @@ def test_a_template_asks_torchrun_for_a_run_that_our_command_line_takes(
     command = typer.main.get_command(app).commands[name]
     given = command.make_context(name, rest).params
     assert str(given["source"]).endswith("config.toml")
-    assert given["changes"] == [f"run.folder={tmp_path / 'run'}"]
+    assert list(given["changes"]) == [f"run.folder={tmp_path / 'run'}"]
     assert given["resume_if_any"]
 
 

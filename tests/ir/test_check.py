@@ -101,6 +101,11 @@ def test_a_rank_that_does_not_exist_is_refused():
     assert "stage 2 lives on rank 5, which does not exist (ranks 0..2)" in str(error)
 
 
+def test_a_negative_part_is_refused():
+    error = refused(*LANES, stages=(Stage(0, -1), Stage(1, 1), Stage(2, 2)))
+    assert "stage 0 holds part -1; parts are numbered from 0" in str(error)
+
+
 def test_a_path_over_a_stage_that_does_not_exist_is_refused():
     error = refused(*LANES, microbatches=(MicroBatch((0, 1, 2)), MicroBatch((0, 1, 9))))
     assert "micro-batch 1 visits stage 9, which does not exist (stages 0..2)" in str(

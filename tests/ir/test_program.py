@@ -382,7 +382,7 @@ def test_blocking_sends_delay_no_rank_on_the_clock() -> None:
     st.integers(1, 5),
     st.integers(1, 4),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_any_schedule_lowers_to_a_program_that_verifies(
     seed: int, ranks: int, parts: int, microbatches: int, slices: int
 ) -> None:

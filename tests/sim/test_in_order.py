@@ -11,6 +11,7 @@ from penstock import ModelCost, Network, PartCost, UnitCost, lower, make, simula
 from penstock.cost import NoisyCost, Seconds
 from penstock.cost.buffers import BufferedMessage
 from penstock.errors import ShapeError
+from penstock.ir import Schedule
 from penstock.ir.action import Action, Op
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.sim.in_order import simulate_in_order
@@ -159,3 +160,23 @@ def test_other_numbers_of_channels_are_refused():
         simulate_in_order(schedule, UnitCost(), channels=0)
     with pytest.raises(ShapeError, match="channels is 3"):
         Network(channels=3)
+
+
+# ---------------------------------------------------------------- rests between actions
+class RestingCost(UnitCost):
+    """Lets a rank rest for half a forward after every action."""
+
+    def pause(self, schedule: Schedule, action: Action) -> float:
+        """How long the rank rests after an action."""
+        return 0.5
+
+
+@pytest.mark.parametrize("simulated", [simulate, simulate_in_order])
+def test_a_rank_rests_between_two_actions_but_its_message_leaves_before(simulated):
+    """Worked out by hand: F takes 1, B takes 2, a rest 0.5."""
+    alone = simulated(make("gpipe", ranks=1, microbatches=3), RestingCost())
+    assert alone.makespan == 3 * 1 + 3 * 2 + 5 * 0.5
+    two = simulated(make("gpipe", ranks=2, microbatches=2), RestingCost())
+    starts = {(span.rank, str(span.action)): span.start for span in two.spans()}
+    assert (starts[0, "0F0"], starts[0, "0F1"]) == (0.0, 1.5)
+    assert (starts[1, "1F0"], starts[1, "1F1"]) == (1.0, 2.5)

@@ -9,7 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
+from penstock import (
+    Action,
+    MicroBatch,
+    ModelCost,
+    PartCost,
+    Schedule,
+    Seconds,
+    Stage,
+    UnitCost,
+    make,
+    simulate,
+)
 from penstock.config import ModelConfig
 from penstock.cost import NoisyCost, ProfileCost, memory
 from penstock.cost.gpus import analytic_profile
@@ -141,6 +152,54 @@ def test_caps_leave_room_for_everything_else():
     assert caps[total.argmax()] == pytest.approx(peaks[total.argmax()])
     assert (activation_caps(schedule, cost, memory / 100) < 0).all()
     assert (total > simulate(schedule, cost).weights + peaks).all()
+
+
+def test_without_room_for_the_copies_of_sums_there_is_none_for_activations():
+    schedule = make("1f1b", ranks=2, microbatches=2, copies=2)
+    cost = cost_of(2, gradients=250.0)
+    assert (activation_caps(schedule, cost, 1250.0) > 0).all()
+    assert (activation_caps(schedule, cost, 1249.0) < 0).all()
+
+
+def test_a_rank_sums_the_gradients_of_all_its_parts_and_of_tied_weights():
+    parts = make("hanayo", ranks=2, microbatches=2, waves=1, copies=2)
+    assert device_memory(parts, cost_of(4, gradients=250.0)).sums.tolist() == [500] * 4
+    # Without copies only the tied weights are summed, on the first and the last rank.
+    tied = make("1f1b", ranks=3, microbatches=2)
+    cost = cost_of(3, gradients=250.0, tied_gradients=70.0)
+    assert device_memory(tied, cost).sums.tolist() == [70.0, 0.0, 70.0]
+
+
+def test_weights_that_stages_of_a_rank_share_count_once():
+    cost = cost_of(4, tied=100.0)
+    # Only the first rank has the first and the last part.
+    both = make("hanayo", ranks=2, microbatches=2, waves=1)
+    assert device_memory(both, cost).weights.tolist() == [1900.0, 2000.0]
+    apart = make("1f1b", ranks=4, microbatches=2)
+    assert device_memory(apart, cost).weights.tolist() == [1000.0] * 4
+    # Two stages of one part.
+    lane = [Action(op, number, number) for op in (Op.F, Op.B) for number in (0, 1)]
+    twice = Schedule(
+        [Stage(0, 0), Stage(0, 0)], [MicroBatch((0,)), MicroBatch((1,))], [lane]
+    )
+    assert device_memory(twice, cost_of(1)).weights.tolist() == [1000.0]
+
+
+def test_only_ranks_with_long_lanes_keep_sets_of_buffers(monkeypatch):
+    """Rank 0 has the first and the last of three stages, and so four actions; rank 1 has two."""
+    order = [[(Op.F, 0), (Op.F, 2), (Op.B, 2), (Op.B, 0)], [(Op.F, 1), (Op.B, 1)]]
+    lanes = [[Action(op, stage, 0) for op, stage in lane] for lane in order]
+    stages = [Stage(0, 0), Stage(1, 1), Stage(0, 2)]
+    schedule = Schedule(stages, [MicroBatch((0, 1, 2))], lanes)
+    cost = cost_of(3, working=3.0)
+    for longest, bytes_of_ranks in (
+        (4, [20.0 + 3.0, 10.0 + 3.0]),
+        # Each stage of rank 0 has a set: what it holds, works with and sends, and what it receives for that.
+        (3, [2 * (10.0 + 3.0 + 2.0), 10.0 + 3.0]),
+    ):
+        monkeypatch.setattr(memory, "MAX_RECORDED_ACTIONS", longest)
+        use = device_memory(schedule, cost, recorded=True)
+        assert (use.activations + use.more).tolist() == bytes_of_ranks
 
 
 def test_logits_exist_only_on_the_last_part():

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import simpy
 
 from penstock import (
     ModelCost,
@@ -30,6 +29,7 @@ from random_schedules import random_cost, random_schedule
 
 def oracle(schedule, cost) -> dict[object, tuple[float, float]]:
     """The same machine as processes: ranks that act in turn, links that carry."""
+    simpy = pytest.importorskip("simpy")
     env = simpy.Environment()
     # Its result is where it is needed.
     there = {action: env.event() for lane in schedule.lanes for action in lane}

@@ -45,7 +45,7 @@ def links(seed: int, count: int):
     return latency, byte
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.integers(2, 14), st.floats(4, 9.5), st.booleans())
 def test_the_messages_of_the_quickest_sum_take_no_longer_than_its_price(
     seed, count, magnitude, at_once
