@@ -116,7 +116,7 @@ FACTS = st.one_of(
 
 
 @given(st.integers(0, 2**32 - 1), st.text(), st.dictionaries(st.text(), FACTS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_plan_survives_a_round_trip(
     seed: int, name: str, why: dict[str, str | float | int | bool | None]
 ) -> None:
@@ -534,7 +534,7 @@ PLACES = [
 
 
 @given(st.sampled_from(PLACES), JSON, st.sampled_from([None, 2]))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_value_anywhere_gives_a_plan_or_one_clear_error(
     place: tuple[str | int, ...], value: object, indent: int | None
 ) -> None:

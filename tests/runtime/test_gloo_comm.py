@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -92,18 +91,13 @@ def test_a_rank_that_leaves_after_rank_0_tells_the_others_too(store):
         else:
             waits = comm.receive((4,), torch.float32, 1)
             waiting.wait()
-            begin.append(time.monotonic())
             waits.wait()
 
     kept: list[object] = []
-    begin: list[float] = []
     *_, waits = on_ranks(3, work)
-    assert isinstance(waits, PeerLostError)
-    assert time.monotonic() - begin[0] < 15  # The patience is 30 s.
+    assert isinstance(waits, PeerLostError)  # Lost patience would be a StuckError.
 
 
 def test_connecting_ends_as_soon_as_the_generation_is_broken(store):
-    begin = time.monotonic()
     with pytest.raises(PeerLostError, match="one of them is lost"):
         comm_of(store, "g1", 0, 2, lambda: True)  # Nobody else comes.
-    assert time.monotonic() - begin < 10

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from torchtitan.distributed.pipeline_parallel import (
         _generate_llm_fqn_per_model_part as own_rule,
     )
+    from torchtitan.tools.logging import logger
 
     import titan_workers as workers
     from penstock.titan import refuse_other_version
@@ -42,6 +43,7 @@ with warnings.catch_warnings():
         plan_pipeline,
     )
     from penstock.titan.trainer import PenstockTrainer, use_plan, with_penstock
+    from penstock.view.numbers import write_range, write_time
     from titan_workers import CHUNKS, TOKENS, Case
 
 ROUNDING = 1e-5  # of float32, after slices have added in another order
@@ -149,6 +151,19 @@ def test_auto_plans_and_forecasts_with_the_data_sheet_of_a_gpu():
         assert forecast_of(config, unknown, planned) is None
         with pytest.raises(ConfigError, match="no GPU whose data sheet"):
             plan_pipeline(config, unknown)
+
+
+def test_the_logged_forecast_has_a_range(monkeypatch):
+    config = workers.trainer_config(Case("1f1b", {"gpu": "h100"}, batch=1), 2)
+    predicted = forecast_of(
+        config, config.penstock, plan_pipeline(config, config.penstock)
+    )
+    lines = []
+    monkeypatch.setattr(logger, "info", lines.append)
+    use_plan(config)
+    step = write_time(predicted.seconds, digits=3)
+    words = f"forecast: {step} per step ({write_range(*predicted.range)}), bubble"
+    assert [line for line in lines if words in line]
 
 
 # ---------------------------------------------------------------- refusals

@@ -18,6 +18,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
@@ -103,11 +104,16 @@ def write_text(path: str | Path, text: str) -> None:
 def put_in_place(file: Path, text: str) -> None:
     """Write a text under another name, and rename it when it is complete; raises OSError.
 
-    A process that is killed meanwhile leaves the old file as it was.
+    A process that is killed meanwhile leaves the old file as it was, and so does a full disk.
     """
     part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def _read_error(path: str | Path, error: Exception, advice: str) -> FileError:

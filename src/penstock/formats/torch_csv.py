@@ -4,7 +4,7 @@ It has a row per rank and a cell per action:
 
     0F0,0F1,,,0B0,,0B1                      an empty cell is a bubble
     ,1F0,1B0,1F1,1B1                        2F0 2B0 2I0 2W0 mean the same as here: stage, op, micro-batch
-    2UNSHARD,2RECV_F0,2F0,2SEND_B0          communication and sharding are skipped: `lower` derives them
+    2UNSHARD,2RECV_F0,2F0,2WAIT_SEND_F0     communication and sharding are skipped: `lower` derives them
     (0F8;7B2)OVERLAP_F_B                    two actions at once are read one after the other
 
 A stage lives on the rank whose row runs it. Every micro-batch visits all stages in order,
@@ -34,7 +34,7 @@ ACTIONS_TEXT = (
 
 _COMPUTE = re.compile(r"[0-9]{1,9}[FBIW][0-9]{1,9}")
 _DERIVED = re.compile(
-    r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*"
+    r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_SEND_[FB]|WAIT_REDUCE_GRAD)[0-9]*"
 )
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _CELL = re.compile(r'"(?:[^"]|"")*"[^,\r\n]*|[^,\r\n]*')

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.formats.torch_comms import torch_rows
+from penstock.formats.torch_comms import installed_torch_waits, torch_rows
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
@@ -57,8 +57,9 @@ def torch_runtime(
         )
     program = lower(schedule)
     verify(program)
+    rows = torch_rows(program, installed_torch_waits())
     runtime: PipelineScheduleMulti = schedule_runtime(
-        stages, len(schedule.microbatches), loss, torch_rows(program), scale_grads
+        stages, len(schedule.microbatches), loss, rows, scale_grads
     )
     return runtime
 

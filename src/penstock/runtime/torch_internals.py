@@ -1,8 +1,9 @@
 """Every use of torch that is not public API, one small function each.
 
-A new version of torch may change these without notice. `tests/runtime/test_torch_internals.py` has a test per function
-that fails clearly when that happens. Nothing else in the package may use a private name of torch, except subclasses
-that override one of its methods (`penstock.models.split`).
+A new version of torch may change these without notice. `SEEN` says in which versions each name exists, and
+`tests/runtime/test_torch_internals.py` compares that with the installed version, and has a test per function. Nothing
+else in the package may use a private name of torch, except those in `penstock.models`, which cannot import this file:
+an override of `_apply`, a module without its submodules, and the names under which a module keeps its hooks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +28,14 @@ from torch._C._distributed_c10d import (
     TCPStore,
     Work,
 )
+from torch.distributed import P2POp, get_rank
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.batchnorm import (
+    _NormBase as Norm,  # batch norms and instance norms
+)
 from torch.nn.modules.dropout import _DropoutNd
 
 # The types with which `penstock.runtime.comm.ipc` implements a backend, and the stores of `torch.distributed`. Torch
@@ -39,19 +45,23 @@ __all__ = [
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
+    "Norm",
     "PrefixStore",
     "ProcessGroup",
     "ReduceOp",
     "Store",
     "TCPStore",
     "Work",
+    "as_no_view",
     "call_uncompiled",
+    "changes",
     "compile_graph",
     "compiled_call",
     "compiler_limit",
     "copy_all",
     "default_store",
     "finish_sharded_backward",
+    "free_bytes",
     "gloo_group",
     "gradient_version",
     "has_gradient_hooks",
@@ -77,10 +87,70 @@ __all__ = [
     "size_varies",
     "sleep_on_gpu",
     "supports_amx",
+    "transforms_are_active",
     "view_without_owning",
     "walk_back",
     "zero_all",
 ]
+
+# The private names, by the first and the last version of torch in which they were seen.
+SEEN: dict[tuple[str, str], tuple[str, ...]] = {
+    ("2.11", "2.15"): (
+        "torch._C._are_functorch_transforms_active",
+        "torch._C._construct_storage_from_data_pointer",
+        "torch._C._distributed_c10d",
+        "torch._dynamo.config.recompile_limit",
+        "torch._dynamo.decorators._dynamo_weak_dynamic_indices",
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+        "torch._dynamo.lookup_backend",
+        "torch._dynamo.maybe_mark_dynamic",
+        "torch._foreach_copy_",
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch._foreach_zero_",
+        "torch.Tensor._backward_hooks",
+        "torch.Tensor._post_accumulate_grad_hooks",
+        "torch.Tensor._is_view",
+        "torch.Tensor._version",
+        "torch.autograd.Variable._execution_engine",
+        "torch.ops.aten._unsafe_view",
+        "torch.cpu._is_amx_tile_supported",
+        "torch.cuda._sleep",
+        "torch.distributed.distributed_c10d._get_default_store",
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._mp_policy",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPStateContext.all_states",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.fsdp_params",
+        "torch.distributed.pipelining.schedules._Action",
+        "torch.distributed.pipelining.schedules._PipelineScheduleRuntime",
+        "torch.distributed.pipelining.schedules._PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "torch.nn.Module._apply",
+        "torch.nn.Module._backward_hooks",
+        "torch.nn.Module._backward_pre_hooks",
+        "torch.nn.Module._buffers",
+        "torch.nn.Module._call_impl",
+        "torch.nn.Module._compiled_call_impl",
+        "torch.nn.Module._forward_hooks",
+        "torch.nn.Module._forward_pre_hooks",
+        "torch.nn.Module._modules",
+        "torch.nn.modules.batchnorm._NormBase",
+        "torch.nn.modules.dropout._DropoutNd",
+    ),
+    ("2.11", "2.14"): (
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed",
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+    ),
+    ("2.11", "2.13"): (
+        "torch.distributed.pipelining.stage.PipelineStage._get_init_p2p_neighbors_ops",
+    ),
+    ("2.12", "2.15"): (
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups",
+    ),
+}
 
 # The first optimizer of a process loads this, which takes half a second.
 MODULE_OF_OPTIMIZERS = "torch._dynamo"
@@ -108,6 +178,14 @@ def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     )
 
 
+def transforms_are_active() -> bool:
+    """Whether this runs inside a transform of `torch.func`, such as vmap, grad or jvp.
+
+    If torch renamed this function, no split backward would run.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 def gradient_version(gradient: Tensor | None) -> tuple[int, int]:
     """A pair that differs after anybody wrote to a gradient or replaced it; (0, 0) if there is none.
 
@@ -115,7 +193,26 @@ def gradient_version(gradient: Tensor | None) -> tuple[int, int]:
     """
     if gradient is None:
         return 0, 0
-    return id(gradient), gradient._version
+    return id(gradient), changes(gradient)
+
+
+def as_no_view(tensor: Tensor) -> Tensor:
+    """The same tensor, but not as a view of another one.
+
+    Without these names, an in-place activation behind a linear layer would fail under a split backward.
+    """
+    if not tensor._is_view():
+        return tensor
+    plain: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return plain
+
+
+def changes(tensor: Tensor) -> int:
+    """How often anybody has written to a tensor.
+
+    Without the counter, a stage that changes its input would not be noticed.
+    """
+    return tensor._version
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
@@ -286,15 +383,16 @@ def widen_sharded_gradients(part: FSDPModule) -> None:
     """Add the gradients of a sharded module to FSDP's own sums, which have a wider type.
 
     FSDP does this at the end of every backward of autograd. Gradients that are computed outside of one would otherwise
-    add up in the narrow type in which the module computes.
+    add up in the narrow type in which the module computes. From torch 2.15 on, the gathered parameters themselves say
+    in their `grad_dtype` that their gradients are wide.
     """
     for state in fully_shard.state(part)._state_ctx.all_states:  # type: ignore[attr-defined]
         # torch 2.11 has one group for each module, later versions have several.
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        for group in groups:
-            for parameter in group.fsdp_params:
+        for parameter in (one for group in groups for one in group.fsdp_params):
+            if hasattr(parameter, "to_accumulated_grad_if_needed"):
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
 
@@ -373,6 +471,19 @@ def recording_bytes() -> int:
     return total
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes that new tensors can take on a GPU; -1 for other devices.
+
+    That is what the driver has left, and what the allocator has reserved and not given to tensors. What is reserved for
+    CUDA graphs can serve only them.
+    """
+    if device.type != "cuda":
+        return -1
+    left, _ = torch.cuda.mem_get_info(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(left + kept - recording_bytes())
+
+
 def view_without_owning(tensor: Tensor) -> Tensor:
     """A tensor with the same memory that does not keep it: the allocator may give it to others.
 
@@ -393,9 +504,13 @@ def schedule_runtime(
     microbatches: int,
     loss_function: Callable[..., Tensor] | None,
     rows: Sequence[Sequence[str]],
-    scale_grads: bool,
+    scale_grads: bool = True,
+    messages: bool = True,
 ) -> Any:
-    """torch's runtime of `torch.distributed.pipelining` with these actions and messages, a row per rank."""
+    """torch's runtime of `torch.distributed.pipelining` with these actions, a row per rank.
+
+    `messages` says whether the rows contain messages. Otherwise torch adds them.
+    """
     from torch.distributed.pipelining import schedules  # noqa: PLC0415  # slow to import
 
     runtime = schedules._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
@@ -405,8 +520,23 @@ def schedule_runtime(
         rank: [schedules._Action.from_str(word) for word in row]
         for rank, row in enumerate(rows)
     }
-    runtime._prepare_schedule_with_comms(actions, format="compute_comms")
+    form: Literal["compute_comms", "compute_only"] = (
+        "compute_comms" if messages else "compute_only"
+    )
+    runtime._prepare_schedule_with_comms(actions, format=form)
+    for stage in stages:
+        greet = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+        if greet is not None:
+            stage._get_init_p2p_neighbors_ops = partial(_greet_others, greet)
     return runtime
+
+
+def _greet_others(greet: Callable[[], list[P2POp]]) -> list[P2POp]:
+    """The messages with which a stage connects to its neighbours, except those that live on its own rank.
+
+    torch 2.11 sends them to itself, where gloo fails.
+    """
+    return [one for one in greet() if one.peer != get_rank()]
 
 
 # ---------------------------------------------------------------- for torchtitan

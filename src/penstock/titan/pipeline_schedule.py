@@ -178,11 +178,7 @@ class PipelineSchedule:
             proof = prove(executor, batch)
         self.proof = proof
         if self.rank == 0 and not proof.skipped:
-            _log.info(
-                "the plan is proven: %d stages compute what plain calls compute (%.1f s)",
-                proof.stages,
-                proof.seconds,
-            )
+            _log.info("%s", proof)
 
     def _refuse_uneven_loss(self, loss: TitanLoss) -> None:
         """Raise an error if the loss takes only slices of other lengths."""

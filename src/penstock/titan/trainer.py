@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.torch_internals import provide_set_timeout
 from penstock.titan import require_torchtitan
 from penstock.titan.options import PenstockOptions
-from penstock.view.numbers import write_size, write_time
+from penstock.view.numbers import write_range, write_size, write_time
 
 require_torchtitan()  # It explains why what is imported next is missing.
 
@@ -92,13 +92,14 @@ def log_plan(planned: PipelinePlan) -> None:
 
 
 def log_forecast(config: PenstockTrainer.Config, planned: PipelinePlan) -> None:
-    """Log the predicted time of a step and the memory of the fullest rank."""
+    """Log the predicted time of a step with its range, and the memory of the fullest rank."""
     predicted = forecast_of(config, config.penstock, planned)
     if predicted is None:
         logger.info(f"Penstock has no forecast: {why_no_profile(config)}")
         return
     sizes = map(sum, zip(predicted.weights, predicted.activations, strict=True))
     logger.info(
-        f"Penstock's forecast: {write_time(predicted.seconds, digits=3)} per step, bubble "
+        f"Penstock's forecast: {write_time(predicted.seconds, digits=3)} per step "
+        f"({write_range(*predicted.range)}), bubble "
         f"{predicted.timeline.bubble:.1%}, {write_size(max(sizes))} on the fullest rank"
     )
