@@ -31,7 +31,7 @@ def extra_of(package: str) -> str:
 
 
 def listed_packages() -> list[str]:
-    """The packages that Penstock lists, as pip writes them: `torch<2.14,>=2.11; extra == "torch"`."""
+    """The packages that Penstock lists, as pip writes them: `torch<2.16,>=2.11; extra == "torch"`."""
     try:
         return requires("penstock") or []
     except PackageNotFoundError:

@@ -7,8 +7,10 @@ import socket
 import ssl
 import stat
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,29 @@ from penstock.runtime.planned_sums import PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
 from penstock.runtime.wire import door
-from penstock.runtime.wire.certificate import public_key, sign
 from penstock.runtime.wire.door import Door, dial, split_address
-from penstock.runtime.wire.exchange import Exchange
-from penstock.runtime.wire.frames import LENGTH, receive_frame, send_frame
-from penstock.runtime.wire.key import context_of, keep_key
+from penstock.runtime.wire.exchange import Exchange, Flow
+from penstock.runtime.wire.frames import (
+    FIRST_BYTES,
+    LENGTH,
+    MAX_FRAME_BYTES,
+    MAX_PLAN_BYTES,
+    receive_frame,
+    send_frame,
+)
+from penstock.runtime.wire.key import context_of, keep_key, make_key
+from penstock.runtime.wire.links import (
+    HEADER,
+    MESSAGES,
+    Address,
+    Links,
+    TensorTransfer,
+)
 from penstock.runtime.wire.store import RemoteStore, serve_store
 from rank_threads import on_ranks
+
+x509 = pytest.importorskip("cryptography.x509")
+serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +84,54 @@ def echo(address: tuple[str, int], key: Path) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- keys
-def test_signatures_are_those_of_the_standard():
-    # The first two test vectors of RFC 8032, section 7.1.
-    seed = "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60"
-    public = "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"
-    signature = (
-        "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e06522490155"
-        "5fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b"
+# A key of the versions of Penstock that did the arithmetic of Ed25519 themselves.
+OLD_KEY = """\
+-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK2VwBCIEIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBADCBs6ADAgECAhABIWt8JgFqcGtSTRsCW7p5MAUGAytlcDAXMRUwEwYDVQQD
+DAxwZW5zdG9jayBydW4wIBcNMjAwMTAxMDAwMDAwWhgPOTk5OTEyMzEyMzU5NTla
+MBcxFTATBgNVBAMMDHBlbnN0b2NrIHJ1bjAqMAUGAytlcAMhAAOhB7/zzhC+HXDd
+GOdLwJln5NYwm6UNXx3chmQSVTG4oxMwETAPBgNVHRMBAf8EBTADAQH/MAUGAytl
+cANBAFGvOy6niw0NUZwIjcnfigywO7PlWdRb5eBO16rvMtQB6IeQKgih+UrAviM4
+7vycx8OS5kgxpX6I3kFM9ET7Wgs=
+-----END CERTIFICATE-----
+"""
+
+
+def test_a_new_key_has_the_form_of_one_that_penstock_has_made_before():
+    made, old = (
+        x509.load_pem_x509_certificate(t.encode()) for t in (make_key(), OLD_KEY)
     )
-    assert public_key(bytes.fromhex(seed)).hex() == public
-    assert sign(bytes.fromhex(seed), b"").hex() == signature
-    seed = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"
-    signature = (
-        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
-        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
-    )
-    assert sign(bytes.fromhex(seed), b"\x72").hex() == signature
+    for one in (made, old):
+        one.verify_directly_issued_by(one)  # It has signed itself.
+    assert made.subject == made.issuer == old.subject
+    assert list(made.extensions) == list(old.extensions)
+    days = [(one.not_valid_before_utc, one.not_valid_after_utc) for one in (made, old)]
+    assert days[0] == days[1]
+    assert made.signature_algorithm_oid == old.signature_algorithm_oid
+    private = serialization.load_pem_private_key(OLD_KEY.encode(), None)
+    assert private.public_key() == old.public_key()
+
+
+def test_a_key_of_an_earlier_version_still_opens_doors(keys, tmp_path):
+    old = tmp_path / "key.pem"
+    old.write_text(OLD_KEY)
+    keep_key(old)  # It stays as it is.
+    assert old.read_text() == OLD_KEY
+    heard: list[Any] = []
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        heard.append(receive_frame(connection))
+        send_frame(connection, heard[-1])
+        return False
+
+    opened = Door("127.0.0.1", 0, old, serve)
+    assert echo(opened.address, old) == {"a": [1, "b"]}
+    with pytest.raises(PeerLostError, match="does not let us in"):
+        echo(opened.address, keys[0])
+    opened.close()
 
 
 def test_a_key_is_made_once_and_only_its_owner_can_read_it(keys, tmp_path):
@@ -93,6 +143,24 @@ def test_a_key_is_made_once_and_only_its_owner_can_read_it(keys, tmp_path):
     for name, reason in (("text.pem", "not a key"), ("none.pem", "No such file")):
         with pytest.raises(FileError, match=f"cannot use the key .*{reason}"):
             context_of(tmp_path / name, server=False)
+
+
+def test_connections_are_tls_1_3_or_none(hall, keys):
+    """The same key over TLS 1.2 opens no door, and nobody walks through a door of TLS 1.2."""
+    opened, refused, heard = hall
+    old = context_of(keys[0], server=False)
+    old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(PeerLostError, match="does not let us in"):
+        dial(opened.address, old)
+    wait_until(lambda: refused == ["127.0.0.1"])
+    opened.context.minimum_version = ssl.TLSVersion.TLSv1_2
+    opened.context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(PeerLostError, match="does not let us in"):
+        echo(opened.address, keys[0])
+    assert not heard
+    # That door understands TLS 1.2, so the refusal is that of the worker.
+    with dial(opened.address, old) as connection:
+        assert connection.version() == "TLSv1.2"
 
 
 # ---------------------------------------------------------------- strangers
@@ -130,7 +198,7 @@ def test_garbage_and_recorded_connections_are_closed_and_the_door_stays_open(
     hello = bytes([22, 3, 1, 255, 255, 1]) + bytes(70_000)  # a hello that is too long
     for content in (*garbage, hello, recorded):
         with socket.create_connection(opened.address) as stranger:
-            stranger.settimeout(30)
+            stranger.settimeout(600)
             with suppress(OSError):  # It may be closed already.
                 stranger.sendall(content)
                 stranger.shutdown(socket.SHUT_WR)
@@ -182,17 +250,20 @@ def test_a_flood_of_silent_connections_is_bounded_and_keeps_nobody_out(
             flood.enter_context(socket.create_connection(opened.address))
         assert echo(opened.address, keys[0])
         assert len(opened.strangers) <= 8
-        threads = [one for one in threading.enumerate() if one.name == "guest"]
-        assert len(threads) < 40
         wait_until(lambda: len(refused) >= 52)
+        wait_until(lambda: len(guest_threads()) <= 8)
     wait_until(lambda: not opened.strangers)
+
+
+def guest_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "guest"]
 
 
 def test_a_stranger_that_stays_silent_is_sent_away(hall, monkeypatch):
     monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 0.05)
     opened, refused, _ = hall
     with socket.create_connection(opened.address) as stranger:
-        stranger.settimeout(60)
+        stranger.settimeout(600)
         assert stranger.recv(1) == b""
     wait_until(lambda: refused == ["127.0.0.1"])
 
@@ -215,6 +286,83 @@ def test_addresses_are_split_at_their_last_colon():
     for text in ("host", "host:", ":80", "host:x", "host:70000"):
         with pytest.raises(ConfigError, match="must be HOST:PORT"):
             split_address(text)
+
+
+def test_one_more_connection_with_the_key_than_a_door_serves_is_told_so(keys):
+    context = context_of(keys[0], server=False)
+
+    def serve(connection: ssl.SSLSocket) -> bool:
+        receive_frame(connection)
+        return False
+
+    opened = Door("127.0.0.1", 0, keys[0], serve, most=3)
+    with ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(dial(opened.address, context))
+        with pytest.raises(PeerLostError, match="as many connections with this key"):
+            dial(opened.address, context)
+        assert len(opened.served) == 3
+    wait_until(lambda: not opened.served)
+    with dial(opened.address, context):
+        pass
+    opened.close()
+
+
+@pytest.mark.parametrize("most", [MAX_FRAME_BYTES, MAX_PLAN_BYTES])
+def test_a_message_takes_no_memory_for_bytes_that_have_not_come(most):
+    """The length of a message is only announced."""
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            far.sendall(LENGTH.pack(most) + b"{" + bytes(999))
+        assert peak_of(lambda: refuse(near, most, "was closed")) < 4 * FIRST_BYTES
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(LENGTH.pack(most + 1))
+        refuse(near, most, f"at most {most:,} are expected")
+
+
+def refuse(connection: socket.socket, most: int, reason: str) -> None:
+    with pytest.raises(PeerLostError, match=reason):
+        receive_frame(connection, most)
+
+
+def peak_of(work: Callable[[], Any]) -> int:
+    """Return the most memory that Python takes while something runs."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_message_comes_whole_in_pieces():
+    near, far = socket.socketpair()
+    sent = {"plan": "x" * (5 * FIRST_BYTES + 7)}
+    with near, far:
+        thread = threading.Thread(target=send_frame, args=(far, sent))
+        thread.start()
+        assert receive_frame(near) == sent
+        thread.join()
+
+
+def test_a_worker_keeps_only_the_connections_that_its_run_can_need(keys):
+    exchange = Exchange("127.0.0.1:0", keys[0], ranks=2)
+    context = context_of(keys[0], server=False)
+    address = split_address(exchange.address)
+    with ExitStack() as held:
+        for number in range(8):
+            held.enter_context(dial(address, context))
+            held.enter_context(
+                exchange.reach(exchange.address, Flow("a/g1", number, 0))
+            )
+        # Silent ones, and those that say to which meeting they belong.
+        wait_until(lambda: len(exchange.waiting) == 8)
+        late = held.enter_context(exchange.reach(exchange.address, Flow("a/g1", 8, 0)))
+        assert late.recv(1) == b""
+        assert len(exchange.waiting) == 8
+    exchange.close()
 
 
 # ---------------------------------------------------------------- the store
@@ -253,6 +401,91 @@ def test_the_store_of_a_launcher_can_be_reached_only_from_its_machine_and_with_t
 
 
 # ---------------------------------------------------------------- tensors
+PLACE = Address(MESSAGES, 1)
+NEXT = Address(MESSAGES, 2)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Links, socket.socket, socket.socket]]:
+    """Return the links of rank 0 with rank 1, and the ends of rank 1: what rank 0 sends, and what it receives."""
+    sent, theirs = socket.socketpair()
+    mine, received = socket.socketpair()
+    links = Links(0, {1: sent}, {1: mine}, most_early=1 << 28)
+    yield links, theirs, received
+    links.cut("the test is over")
+    theirs.close()
+    received.close()
+
+
+def packed(address: Address, content: bytes, announced: int | None = None) -> bytes:
+    size = len(content) if announced is None else announced
+    return HEADER.pack(address.channel, address.tag, size) + content
+
+
+def wait_for_end(transfer: TensorTransfer, reason: str) -> None:
+    """Wait for a transfer that must fail; no time limit here may be what ends it."""
+    with pytest.raises(RuntimeError, match=reason):
+        transfer.wait(timedelta(seconds=600))
+
+
+def test_an_early_tensor_of_another_size_than_expected_is_an_error(ends):
+    links, _, peer = ends
+    peer.sendall(packed(PLACE, bytes(12)) + packed(NEXT, bytes(4)))
+    # When the second one is here, the first one has come early.
+    links.receive(torch.ones(1), 1, NEXT).wait(timedelta(seconds=600))
+    four = torch.ones(4)
+    wrong = links.receive(four, 1, PLACE)
+    wait_for_end(wrong, "a tensor of 12 bytes, but 16 were expected")
+    assert four.sum() == 4
+    peer.sendall(packed(PLACE, bytes(16)))
+    links.receive(four, 1, PLACE).wait(timedelta(seconds=600))
+    assert four.sum() == 0
+
+
+def test_an_early_tensor_takes_no_memory_before_it_comes(ends):
+    links, _, peer = ends
+    awaited = links.receive(torch.ones(1), 1, NEXT)
+
+    def announce_and_go() -> None:
+        peer.sendall(packed(PLACE, bytes(999), announced=1 << 27))
+        peer.shutdown(socket.SHUT_WR)
+        wait_for_end(awaited, "the connection from rank 1 is lost: .* was closed")
+
+    assert peak_of(announce_and_go) < 4 * FIRST_BYTES
+
+
+@pytest.mark.parametrize("sizes", [[1 << 60], [0] * 300], ids=["long", "many"])
+def test_a_peer_that_sends_more_early_tensors_than_can_be_is_cut_off(sizes, ends):
+    links, _, peer = ends
+    links.inboxes[1].most_early = 1 << 16
+    awaited = links.receive(torch.ones(1), 1, NEXT)
+    with suppress(ConnectionError):
+        peer.sendall(b"".join(packed(PLACE, b"", announced=one) for one in sizes))
+    wait_for_end(awaited, "nobody waits for")
+
+
+def test_early_tensors_that_are_used_make_room_for_others(ends):
+    links, _, peer = ends
+    inbox = links.inboxes[1]
+    for _ in range(3):
+        peer.sendall(packed(PLACE, bytes(1 << 12)) + packed(NEXT, bytes(4)))
+        links.receive(torch.ones(1), 1, NEXT).wait(timedelta(seconds=600))
+        assert inbox.early_bytes > 1 << 12
+        links.receive(torch.ones(1 << 10), 1, PLACE).wait(timedelta(seconds=600))
+        assert inbox.early_bytes == 0
+
+
+def test_no_send_waits_for_ever_when_a_connection_is_cut(ends):
+    """The first send is too long for a peer that reads nothing, and the others queue behind it."""
+    links, peer, _ = ends
+    sends = [links.send(torch.ones(1 << 22), 1, Address(MESSAGES, n)) for n in range(5)]
+    assert peer.recv(1)  # It has begun.
+    links.cut("this worker has cut its connections")
+    for send in sends:
+        wait_for_end(send, "has cut its connections|is lost")
+    wait_for_end(links.send(torch.ones(1), 1, PLACE), "has cut its connections")
+
+
 @pytest.fixture
 def connect(keys) -> Iterator[Callable[..., WireComm]]:
     """Return a function that connects a rank; each rank keeps its exchange."""
@@ -264,7 +497,7 @@ def connect(keys) -> Iterator[Callable[..., WireComm]]:
         generation: int, rank: int, ranks: int, listen: str = "127.0.0.1:0"
     ) -> WireComm:
         if rank not in exchanges:
-            exchanges[rank] = Exchange(listen, keys[0])
+            exchanges[rank] = Exchange(listen, keys[0], ranks)
         own = TCPStore("127.0.0.1", store.port, is_master=False)
         meeting = PrefixStore(f"g{generation}", own)
         name = f"launch/g{generation}"

@@ -17,13 +17,14 @@ from penstock.runtime.comm.gloo import LOOK_SECONDS, Broken, GlooComm
 from penstock.runtime.torch_internals import Store
 from penstock.runtime.wire.exchange import Exchange, Flow
 from penstock.runtime.wire.group import WireGroup
-from penstock.runtime.wire.links import SECOND_MESSAGES, Links
+from penstock.runtime.wire.links import MOST_EARLY_BYTES, SECOND_MESSAGES, Links
 
 
 class WireComm(GlooComm):
     """This process's connection to the ranks of one generation, encrypted.
 
-    `meeting` is the name of the generation, which no other run or generation has.
+    `meeting` is the name of the generation, which no other run or generation has. `most_early` is
+    how many bytes another rank may send before this one waits for them.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class WireComm(GlooComm):
         broken: Broken,
         exchange: Exchange,
         meeting: str,
+        most_early: int = MOST_EARLY_BYTES,
     ) -> None:
         self.exchange = exchange
+        self.most_early = most_early
         self.meeting_name = meeting
         self.links: Links | None = None
         super().__init__(store, rank, ranks, patience, broken)
@@ -72,7 +75,7 @@ class WireComm(GlooComm):
         for peer, (there, back) in flows.items():
             outgoing[peer] = exchange.accept(there, self.gives_up)
             incoming[peer] = exchange.accept(back, self.gives_up)
-        return Links(rank, outgoing, incoming)
+        return Links(rank, outgoing, incoming, self.most_early)
 
     def address_of(self, store: Store, peer: int) -> str:
         """The address of another rank, as soon as it is known."""

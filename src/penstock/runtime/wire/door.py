@@ -6,6 +6,9 @@
 The port is open to everyone, so everyone may try to exhaust it. Only a few connections can be without a key at a
 time: another one closes the oldest of them. A worker needs some milliseconds to show its key, so a flood of silent
 connections does not keep it out. After `HANDSHAKE_SECONDS` the door closes a connection in any case.
+
+Owners of the key are trusted, but one of them may be broken. So there is a limit for them, too: one more connection
+with the key is told that there are too many.
 """
 
 from __future__ import annotations
@@ -23,12 +26,15 @@ from penstock.runtime.wire.frames import receive_frame, send_frame
 from penstock.runtime.wire.key import context_of
 
 MAX_STRANGERS = 64  # connections that have not shown the key yet
+MAX_SERVED = 256  # connections with the key, unless the owner of a door says otherwise
 HANDSHAKE_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two looks for connections that take too long
 BACKLOG = 128
 CONNECT_SECONDS = 20.0
 WRONG_KEY = "it does not have this key, or it is not a run that waits for workers"
+TOO_MANY = "as many connections with this key as it serves are open already"
 WELCOME = {"welcome": "penstock"}  # the first message to whoever has the key
+FULL = {"full": "penstock"}  # the same, if too many have it
 Serve = Callable[[ssl.SSLSocket], bool]  # returns whether it keeps the connection
 Refuse = Callable[[str], None]  # hears the address of a stranger
 
@@ -43,6 +49,7 @@ class Door:
         key: Path,
         serve: Serve,
         refuse: Refuse = lambda address: None,
+        most: int = MAX_SERVED,
     ) -> None:
         self.context = context_of(key, server=True)
         try:
@@ -56,6 +63,7 @@ class Door:
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.serve = serve
         self.refuse = refuse
+        self.most = most
         self.lock = threading.Lock()
         self.strangers: dict[ssl.SSLSocket, float] = {}  # and when each has come
         self.served: set[ssl.SSLSocket] = set()
@@ -111,18 +119,22 @@ class Door:
             connection.do_handshake()
             known = True
         with self.lock:
-            expected = self.strangers.pop(connection, None) is not None
-            if known and expected:
+            known = self.strangers.pop(connection, None) is not None and known
+            full = len(self.served) >= self.most
+            if known and not full:
                 self.served.add(connection)
         kept = False
-        if known and expected:
+        if not known:
+            self.refuse(address)
+        elif full:
+            with suppress(OSError, ValueError):
+                send_frame(connection, FULL)
+        else:
             with suppress(OSError, ValueError, TypeError, PeerLostError):
                 connection.settimeout(None)
                 set_options(connection)
                 send_frame(connection, WELCOME)
                 kept = self.serve(connection)
-        else:
-            self.refuse(address)
         with self.lock:
             self.served.discard(connection)
         if not kept:
@@ -154,11 +166,14 @@ def dial(address: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
         raise _no_welcome(where, error) from None
     try:
         # Only this message shows that the other end has accepted our key.
-        if receive_frame(connection) != WELCOME:
-            raise PeerLostError("it says something else")
+        answer = receive_frame(connection)
     except PeerLostError as error:
         connection.close()
         raise _no_welcome(where, error) from None
+    if answer != WELCOME:
+        connection.close()
+        reason = TOO_MANY if answer == FULL else WRONG_KEY
+        raise PeerLostError(f"{where} does not let us in: {reason}")
     connection.settimeout(None)
     set_options(connection)
     return connection

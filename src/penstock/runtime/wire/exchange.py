@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm.gloo import Broken
-from penstock.runtime.wire.door import Door, dial, split_address
-from penstock.runtime.wire.frames import receive_frame, send_frame
+from penstock.runtime.wire.door import MAX_SERVED, Door, dial, split_address
+from penstock.runtime.wire.frames import FIRST_BYTES, receive_frame, send_frame
 from penstock.runtime.wire.key import context_of
 
 LOOK_SECONDS = 0.05  # between two looks whether the meeting still stands
@@ -36,19 +36,22 @@ class Flow(NamedTuple):
 class Exchange:
     """Connects this worker to others, one meeting after the other.
 
-    `listen` is where it can be reached; empty if it cannot, so that it must dial all others.
+    `listen` is where it can be reached; empty if it cannot, so that it must dial all others. Of
+    `ranks` ranks, each may have a connection for each direction, to this meeting and to the next.
     """
 
-    def __init__(self, listen: str, key: Path) -> None:
+    def __init__(self, listen: str, key: Path, ranks: int) -> None:
         self.context = context_of(key, server=False)
         self.changed = threading.Condition()
         self.waiting: dict[Flow, ssl.SSLSocket] = {}
+        self.most_waiting = 4 * ranks
         self.meeting = ""
         self.door: Door | None = None
         self.address = ""
         if listen:
             host, port = split_address(listen)
-            self.door = Door(host, port, key, self._take)
+            most = max(self.most_waiting, MAX_SERVED)
+            self.door = Door(host, port, key, self._take, most=most)
             shown = f"[{host}]" if ":" in host else host
             self.address = f"{shown}:{self.door.address[1]}"
 
@@ -66,7 +69,7 @@ class Exchange:
 
     def _take(self, connection: ssl.SSLSocket) -> bool:
         """Keep a connection until this worker needs it."""
-        fields = receive_frame(connection)
+        fields = receive_frame(connection, FIRST_BYTES)
         flow = Flow(
             str(fields.get("meeting")),
             int(fields.get("source", -1)),
@@ -76,6 +79,8 @@ class Exchange:
             old = self.waiting.pop(flow, None)
             if old is not None:
                 old.close()
+            if len(self.waiting) >= self.most_waiting:
+                return False
             self.waiting[flow] = connection
             self.changed.notify_all()
         return True

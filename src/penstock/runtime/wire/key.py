@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 import ssl
+from datetime import datetime
 from pathlib import Path
 
 from penstock.errors import FileError
-from penstock.runtime.wire.certificate import make_certificate
 
 KEY_FILE = "key.pem"  # in the folder of a run
 CERTIFICATE_NAME = "penstock run"
+# Machines may disagree about the time, and the key of a run does not expire by itself.
+FIRST_DAY = datetime(2020, 1, 1)
+LAST_DAY = datetime(9999, 12, 31, 23, 59, 59)
 
 
 def keep_key(file: Path) -> None:
     """Make a key in a file that only its owner can read, unless the file exists."""
+    text = make_key()
     try:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -26,7 +30,39 @@ def keep_key(file: Path) -> None:
     except OSError as error:
         raise FileError(f"cannot write the key {file}: {error.strerror}") from None
     with os.fdopen(handle, "w", encoding="ascii") as opened:
-        opened.write(make_certificate(CERTIFICATE_NAME))
+        opened.write(text)
+
+
+def make_key() -> str:
+    """Return a new private key, and a certificate for it that it has signed itself, in PEM."""
+    # Only the launcher makes a key, and every worker would pay for loading this.
+    from cryptography import x509  # noqa: PLC0415
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (  # noqa: PLC0415
+        Ed25519PrivateKey,
+    )
+    from cryptography.hazmat.primitives.serialization import (  # noqa: PLC0415
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+
+    key = Ed25519PrivateKey.generate()
+    kind = x509.NameOID.COMMON_NAME
+    owner = x509.Name([x509.NameAttribute(kind, CERTIFICATE_NAME)])
+    vouches_for_itself = x509.BasicConstraints(ca=True, path_length=None)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(owner)
+        .issuer_name(owner)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(FIRST_DAY)
+        .not_valid_after(LAST_DAY)
+        .add_extension(vouches_for_itself, critical=True)
+        .sign(key, algorithm=None)
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return (private + certificate.public_bytes(Encoding.PEM)).decode()
 
 
 def context_of(file: Path, server: bool) -> ssl.SSLContext:

@@ -6,6 +6,10 @@
 A thread for each connection sends what is queued, or receives whatever comes. A tensor that nobody waits for yet is
 kept until somebody does. Every message has the number of its channel (messages, or the sums of one group) and a tag.
 A message is matched by both, as gloo matches tags.
+
+The size of a message is only what the other end says. A tensor that somebody waits for must have the size that is
+expected. Memory for an early one grows as it comes, and a peer that sends more of them than `most_early` allows is cut
+off.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from torch import Tensor
 
 from penstock.errors import PeerLostError
 from penstock.runtime.wire.door import hang_up
-from penstock.runtime.wire.frames import fill
+from penstock.runtime.wire.frames import fill, receive_bytes
 
 HEADER = struct.Struct(">QQQ")  # channel, tag, bytes
 MAX_JOINED_BYTES = 1 << 14  # Up to this size a tensor is sent together with its header.
+MOST_EARLY_BYTES = 1 << 30  # from one rank, unless the owner of the links knows better
+EARLY_BYTES = 256  # that an early tensor takes beside its content
 MESSAGES = 0  # the channel of messages between two ranks
 SECOND_MESSAGES = 1 << 60  # the channel of a second connection; those of sums have less
 Ends = Mapping[int, ssl.SSLSocket]  # connections by the rank at the other end
@@ -72,8 +78,10 @@ class TensorTransfer:
 class Inbox:
     """What has come from one rank, and what is expected from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_early: int = MOST_EARLY_BYTES) -> None:
         self.lock = threading.Lock()
+        self.most_early = most_early
+        self.early_bytes = 0  # of tensors that have come early, or are coming
         self.expected: dict[Address, deque[TensorTransfer]] = defaultdict(deque)
         self.arrived: dict[Address, deque[bytearray]] = defaultdict(deque)
 
@@ -85,6 +93,7 @@ class Inbox:
                 self.expected[address].append(transfer)
                 return
             content = early.popleft()
+            self._release(len(content))
             if not early:
                 del self.arrived[address]
         if len(content) != len(transfer.room):
@@ -104,13 +113,28 @@ class Inbox:
                 del self.expected[address]
             return transfer
 
+    def admit(self, size: int) -> None:
+        """Admit a tensor that nobody waits for yet, unless there are too many of them."""
+        with self.lock:
+            self.early_bytes += size + EARLY_BYTES
+            if self.early_bytes > self.most_early:
+                raise PeerLostError(
+                    f"it sends a tensor of {size:,} bytes that nobody waits for, and with "
+                    f"others like it that is more than {self.most_early:,} bytes"
+                )
+
     def keep(self, address: Address, content: bytearray) -> TensorTransfer | None:
         """Keep a tensor for later; return the transfer that has begun to wait for it meanwhile."""
         with self.lock:
             if not self.expected.get(address):
                 self.arrived[address].append(content)
                 return None
+            self._release(len(content))
         return self.take(address)
+
+    def _release(self, size: int) -> None:
+        """Note that an early tensor is where it belongs."""
+        self.early_bytes -= size + EARLY_BYTES
 
     def fail(self, error: str) -> None:
         """End all waits."""
@@ -128,7 +152,13 @@ class Links:
     while its last messages are still on their way to the others.
     """
 
-    def __init__(self, rank: int, outgoing: Ends, incoming: Ends) -> None:
+    def __init__(
+        self,
+        rank: int,
+        outgoing: Ends,
+        incoming: Ends,
+        most_early: int = MOST_EARLY_BYTES,
+    ) -> None:
         self.rank = rank
         self.outgoing = outgoing
         self.incoming = incoming
@@ -136,7 +166,7 @@ class Links:
         # The ranks to which and from which nothing can be sent any more, and why.
         self.unreachable: dict[int, str] = {}
         self.silent: dict[int, str] = {}
-        self.inboxes = {peer: Inbox() for peer in incoming}
+        self.inboxes = {peer: Inbox(most_early) for peer in incoming}
         self.outboxes: dict[
             int, queue.SimpleQueue[tuple[Address, TensorTransfer] | None]
         ]
@@ -230,8 +260,8 @@ class Links:
         """Receive one tensor, into its place or into memory of its own."""
         transfer = inbox.take(address)
         if transfer is None:
-            content = bytearray(size)
-            fill(connection, memoryview(content))
+            inbox.admit(size)
+            content = receive_bytes(connection, size)
             transfer = inbox.keep(address, content)
             if transfer is not None and len(transfer.room) == size:
                 transfer.room[:] = content

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from penstock.errors import PeerLostError
 from penstock.runtime.torch_internals import Store
-from penstock.runtime.wire.frames import receive_frame, send_frame
+from penstock.runtime.wire.door import hang_up
+from penstock.runtime.wire.frames import MAX_PLAN_BYTES, receive_frame, send_frame
 
 Dial = Callable[[], ssl.SSLSocket]
 OPERATIONS = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")
@@ -37,13 +38,14 @@ class RemoteStore(Store):
             raise dist.DistNetworkError(str(error)) from None
         # torch keeps only its own half of a clone.
         self.clones: list[RemoteStore] = []
+        self.closed = False
 
     def ask(self, operation: str, *words: Any) -> Any:
         """Let the launcher's store do something, and return what it answers."""
         try:
             with self.lock:
                 send_frame(self.connection, {"do": operation, "with": words})
-                answer = receive_frame(self.connection)
+                answer = receive_frame(self.connection, MAX_PLAN_BYTES)
         except (PeerLostError, OSError, ValueError) as error:
             raise dist.DistNetworkError(
                 f"the store of the launcher cannot be reached: {error}"
@@ -54,12 +56,16 @@ class RemoteStore(Store):
 
     def clone(self) -> RemoteStore:
         """Another connection, which no wait on this one can block."""
+        self.clones = [one for one in self.clones if not one.closed]
         self.clones.append(RemoteStore(self.dial))
         return self.clones[-1]
 
     def close(self) -> None:
-        """End this connection and those of its clones."""
-        self.connection.close()
+        """End this connection and those of its clones, also under threads that wait for an answer."""
+        self.closed = True
+        hang_up(self.connection)
+        with self.lock:
+            self.connection.close()
         for clone in self.clones:
             clone.close()
 
