@@ -14,7 +14,8 @@ sequences), with Hugging Face's model (one micro-batch), and with itself without
 
     python tests/fuzz.py --cases 1000 --seed 0        cases with the seeds 0 to 999
     python tests/fuzz.py --cases 1 --seed 123         the one case that was printed as seed=123
-    python tests/fuzz.py --modules                    modules that pass several tensors (tests/fuzz_modules.py)
+    python tests/fuzz.py --modules                    modules of many kinds (tests/fuzz_modules.py)
+    python tests/fuzz.py --kind "batch norm"          modules of which each has something of this kind
 """
 
 from __future__ import annotations
@@ -107,9 +108,21 @@ class Case:
     marks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"seed={self.seed}  " + ", ".join(
+        told = ", ".join(
             f"{word} {value}" for word, value in self.marks.items() if value
         )
+        return f"seed={self.seed}  {told}\n  {self.command}"
+
+    @property
+    def command(self) -> str:
+        """The command that repeats the case."""
+        return f"python tests/fuzz.py --cases 1 --seed {self.seed}"
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The names under which the case is counted."""
+        said = {f"with {word}" for word, value in self.marks.items() if value == "yes"}
+        return (f"model {self.family}", f"schedule {self.marks['schedule']}", *said)
 
 
 def draw_case(seed: int) -> Case:
@@ -381,6 +394,13 @@ def draw_rope(rng: np.random.Generator, kind: str, angles: int) -> dict[str, obj
 
 # ---------------------------------------------------------------- its model and data
 def model_of(case: Case) -> nn.Module:
+    """Build the model of a case, with the parameters frozen that it names."""
+    model = whole_model_of(case)
+    freeze(model, case)
+    return without_float32(model)
+
+
+def whole_model_of(case: Case) -> nn.Module:
     """Build the model in float64, with biases and norms away from their initial values."""
     kind = FAMILIES[case.family]
     settings = copy.deepcopy(case.settings)
@@ -389,8 +409,7 @@ def model_of(case: Case) -> nn.Module:
     model = kind(config).double().train()
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64))
-    freeze(model, case)
-    return without_float32(model)
+    return model
 
 
 def freeze(model: nn.Module, case: Case) -> None:
@@ -520,9 +539,12 @@ def along(model: nn.Module, layers: Sequence[int]) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- a verdict
+WORDS_OF_VERDICTS = ("exact", "refused", "unfit", "failed")
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """`exact`, `refused` (with the reason), or `failed` (with what happened)."""
+    """`exact`, `refused` (with the reason), `unfit` (not even in one piece), or `failed` (with what happened)."""
 
     word: str
     why: str = ""
@@ -542,8 +564,19 @@ def run_case(case: Case) -> Verdict:
     except Exception as error:
         if type(error) in REFUSALS:
             return Verdict("refused", str(error).partition("\n")[0])
+        if fails_alone(case):
+            return Verdict("unfit", f"{type(error).__name__}: {error}")
         return Verdict("failed", traceback.format_exc())
     return Verdict("failed", difference) if difference else Verdict("exact")
+
+
+def fails_alone(case: Case) -> bool:
+    """Whether Hugging Face's own model cannot run the case either."""
+    try:
+        unsplit(case, whole_model_of(case), [batch_for(case, 0)])
+    except Exception:
+        return True
+    return False
 
 
 def difference_of(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str:
@@ -643,52 +676,93 @@ def difference(
 
 
 # ---------------------------------------------------------------- many
+ENOUGH = 8  # cases after which a kind that is always refused is reported
+
+
+class Tally:
+    """What became of the cases, in all and for each kind."""
+
+    def __init__(self, must_be_refused: frozenset[str] = frozenset()) -> None:
+        self.words: Counter[str] = Counter()
+        self.kinds: dict[str, Counter[str]] = {}
+        self.reasons: Counter[str] = Counter()
+        self.must_be_refused = must_be_refused  # the kinds that may not run
+
+    def add(self, case: Any, verdict: Verdict) -> None:
+        """Count a case."""
+        self.words[verdict.word] += 1
+        for kind in case.counted:
+            self.kinds.setdefault(kind, Counter())[verdict.word] += 1
+        if verdict.word in ("refused", "unfit"):
+            digits = "".join("#" if sign.isdigit() else sign for sign in verdict.why)
+            self.reasons[f"{verdict.word}: {digits}"] += 1
+
+    @property
+    def always_refused(self) -> list[str]:
+        """The kinds that never ran, although they came often enough: a fuzzer that only sees refusals tests nothing."""
+        return [
+            kind
+            for kind, words in sorted(self.kinds.items())
+            if words.total() >= ENOUGH
+            and not words["exact"]
+            and not words["failed"]
+            and kind not in self.must_be_refused
+        ]
+
+    def table(self) -> list[str]:
+        """A row for each kind."""
+        wide = max((len(kind) for kind in self.kinds), default=0)
+        lines = [" " * wide + "".join(f"{word:>9}" for word in WORDS_OF_VERDICTS)]
+        for kind, words in sorted(self.kinds.items()):
+            counts = (words[word] for word in WORDS_OF_VERDICTS)
+            lines.append(f"{kind:{wide}}" + "".join(f"{n or '':>9}" for n in counts))
+        return lines
+
+
 def run_many(
     seeds: Sequence[int],
     draw: Callable[[int], Any] = draw_case,
     run: Callable[[Any], Verdict] = run_case,
-) -> Counter[str]:
+    must_be_refused: frozenset[str] = frozenset(),
+) -> Tally:
     """Run the cases of these seeds, print failures as they happen, and a summary.
 
     With a single seed, a failure prints its whole traceback.
     """
-    words: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    tally = Tally(must_be_refused)
     began = time.monotonic()
-    for seed in seeds:
+    for done, seed in enumerate(seeds, start=1):
         case = draw(seed)
         verdict = run(case)
-        words[verdict.word] += 1
-        if verdict.word == "refused":
-            reasons[
-                "".join("#" if letter.isdigit() else letter for letter in verdict.why)
-            ] += 1
+        tally.add(case, verdict)
+        told = verdict.why.strip().splitlines()
         if verdict.word == "failed":
-            told = verdict.why.strip().splitlines()
+            lines = [f"FAILED {case}", *(told if len(seeds) == 1 else told[-3:])]
+            print("\n  ".join(lines), flush=True)
+        elif len(seeds) == 1:
+            print("\n  ".join([f"{verdict.word} {case}", *told]))
+        if done % 50 == 0:
             print(
-                f"FAILED {case}\n  "
-                + "\n  ".join(told if len(seeds) == 1 else told[-3:]),
-                flush=True,
-            )
-        if sum(words.values()) % 50 == 0:
-            print(
-                f"{sum(words.values())} cases, {words['failed']} failed",
+                f"{done} cases, {tally.words['failed']} failed",
                 file=sys.stderr,
                 flush=True,
             )
-    print(
-        f"{sum(words.values())} cases in {time.monotonic() - began:.0f} s: {words['exact']} exact, "
-        f"{words['refused']} refused, {words['failed']} failed"
-    )
-    for reason, count in reasons.most_common():
-        print(f"  refused {count} times: {reason}")
-    return words
+    seconds = time.monotonic() - began
+    counts = ", ".join(f"{tally.words[word]} {word}" for word in WORDS_OF_VERDICTS)
+    if len(seeds) > 1:
+        print("\n".join(tally.table()))
+    print(f"{tally.words.total()} cases in {seconds:.0f} s: {counts}")
+    for reason, count in tally.reasons.most_common():
+        print(f"  {count} times {reason}")
+    for kind in tally.always_refused:
+        print(f"  always refused, so nothing was tested: {kind}")
+    return tally
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        description="Compare random pipelines with Hugging Face's unsplit models."
+        description="Compare random pipelines with the same models in one piece."
     )
     parser.add_argument("--cases", type=int, default=200, help="how many cases to run")
     parser.add_argument(
@@ -700,20 +774,34 @@ def main() -> int:
     parser.add_argument(
         "--modules",
         action="store_true",
-        help="draw modules that pass several tensors instead (tests/fuzz_modules.py)",
+        help="draw modules, hooks, tensors and losses of many kinds (tests/fuzz_modules.py)",
+    )
+    parser.add_argument(
+        "--kind",
+        default="",
+        help="a kind of module or loss that all cases have (tests/fuzz_kinds.py)",
     )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     seeds = range(asked.seed, asked.seed + asked.cases)
-    if asked.modules:
-        from fuzz_modules import draw_module_case, run_module_case  # noqa: PLC0415
+    if asked.modules or asked.kind:
+        from fuzz_modules import (  # noqa: PLC0415
+            MUST_BE_REFUSED,
+            draw_module_case,
+            run_module_case,
+        )
 
-        verdicts = run_many(seeds, draw_module_case, run_module_case)
+        tally = run_many(
+            seeds,
+            lambda seed: draw_module_case(seed, asked.kind),
+            run_module_case,
+            MUST_BE_REFUSED,
+        )
     else:
-        verdicts = run_many(seeds)
-    return 1 if verdicts["failed"] else 0
+        tally = run_many(seeds)
+    return 1 if tally.words["failed"] or tally.always_refused else 0
 
 
 if __name__ == "__main__":

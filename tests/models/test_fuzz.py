@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+from dataclasses import replace
+
 import pytest
 import torch
 
 import fuzz
-import fuzz_modules
 from fuzz import FAMILIES, FROZEN, ROPES, Verdict, draw_case, run_case, run_many
-from fuzz_modules import draw_module_case, run_module_case
+from fuzz_modules import ModuleCase, draw_module_case, run_module_case
 from penstock import REGISTRY
-from penstock.models import hf_part
+from penstock.runtime import backward, stage_actions
 
 SEEDS = (
     *(99, 151, 161, 203, 216, 270, 435, 483, 588, 758, 930, 1460),
     *(1547, 1669, 2413, 2428, 2744, 2820, 3001, 3235, 3565, 4488, 4609),
 )
-MODULE_SEEDS = (8, 11, 18, 26, 29, 41, 49, 62, 79, 87, 98, 101, 106, 110, 128)
+MODULE_SEEDS = range(50_000, 50_030)
 SLICED_DYNAMIC, SLICED_CHECKPOINTING, PLAIN = 222, 123, 0
 # Slices of a Gemma 3, whose kinds of layers have their own angles.
 LONGROPE_BY_KIND = 2428
@@ -79,7 +82,10 @@ def test_slices_choose_the_angles_of_each_kind_of_layer_by_the_whole_sequence():
     assert (case.family, case.marks["rope"]) == ("gemma3", "longrope")
     assert case.schedule.slices > 1
     assert max(case.lengths) > fuzz.LIMIT
-    assert run_case(case) == Verdict("exact")
+    verdict = run_case(case)
+    if verdict.word == "unfit":
+        pytest.skip(f"this version of transformers cannot run it: {verdict.why}")
+    assert verdict == Verdict("exact")
 
 
 def test_a_seed_always_gives_the_same_case():
@@ -87,26 +93,31 @@ def test_a_seed_always_gives_the_same_case():
     assert draw_case(3) != draw_case(4)
 
 
+def damage_weight_gradients(monkeypatch) -> None:
+    """Let W compute weight gradients that are a little too large."""
+    right = backward.accumulate_linear
+
+    def wrong(weight, bias, turned, x, grad) -> None:
+        right(weight, bias, turned, x, grad * (1 + 1e-5))
+
+    monkeypatch.setattr(backward, "accumulate_linear", wrong)
+
+
 def test_a_wrong_gradient_is_a_failure_and_is_printed_with_its_seed(
     monkeypatch, capsys
 ):
-    """Restores an old bug: the rotary module of a slice sees only the slice's positions."""
     assert run_case(draw_case(SLICED_DYNAMIC)) == Verdict("exact")
-    monkeypatch.setattr(
-        hf_part.AnglesOfSlice,
-        "__call__",
-        lambda self, x, *args, **kwargs: self.module(x, *args, **kwargs),
-    )
-    assert run_many([SLICED_DYNAMIC])["failed"] == 1
+    damage_weight_gradients(monkeypatch)
+    assert run_many([SLICED_DYNAMIC]).words["failed"] == 1
     printed = capsys.readouterr().out
     assert f"FAILED seed={SLICED_DYNAMIC} " in printed
-    assert "0 exact, 0 refused, 1 failed" in printed
+    assert "0 exact, 0 refused, 0 unfit, 1 failed" in printed
 
 
 def test_a_refusal_is_counted_with_its_reason(capsys):
-    assert run_many([SLICED_CHECKPOINTING, PLAIN])["refused"] == 1
+    assert run_many([SLICED_CHECKPOINTING, PLAIN]).words["refused"] == 1
     assert (
-        "refused 1 times: stage # cannot be sliced: its layers use"
+        "1 times refused: stage # cannot be sliced: its layers use"
         in capsys.readouterr().out
     )
 
@@ -121,36 +132,59 @@ def test_any_other_exception_is_a_failure(monkeypatch):
     assert "RuntimeError: out of order" in verdict.why
 
 
-# ---------------------------------------------------------------- modules that pass several tensors
-def test_modules_that_pass_several_tensors_compute_what_plain_calls_compute():
-    """And all kinds of modules, schedules and options occur among the cases that are exact."""
-    kinds = {"tuple", "dict", "ended", "named", "skip", "added loss", "frozen"}
-    kinds |= {"slices", "split", "replicas", "recompute", "recorded"}
-    exact, recorded, refused = set(), set(), set()
-    for seed in MODULE_SEEDS:
-        case = draw_module_case(seed)
-        verdict = run_module_case(case)
-        assert verdict.word != "failed", f"{case}\n{verdict.why}"
-        if verdict.word == "exact":
-            exact |= kinds & set(case.marks)
-            if case.recorded:
-                recorded |= kinds & set(case.marks)
-        else:
-            refused.add(verdict.why.partition(",")[0])
-    assert exact == kinds
-    assert recorded == kinds
-    assert "stage 0 (LayerChain) does not fit: its forward asks for memory" in refused
+# ---------------------------------------------------------------- modules of many kinds
+@pytest.mark.parametrize("seed", MODULE_SEEDS)
+def test_modules_of_many_kinds_compute_what_they_compute_in_one_piece(seed):
+    case = draw_module_case(seed)
+    verdict = run_module_case(case)
+    assert verdict.word != "failed", f"{case}\n{verdict.why}"
 
 
-def test_a_wrong_gradient_of_a_module_is_a_failure(monkeypatch):
-    case = draw_module_case(MODULE_SEEDS[0])
+def plain_case(kind: str, recomputes: bool = False) -> ModuleCase:
+    """A case with this kind alone, of whole sequences without copies and without a proof.
+
+    `Pipeline.step` would prove it, so its micro-batches have different sizes.
+    """
+    for seed in range(1000):
+        case = draw_module_case(seed, kind)
+        copied = len(case.schedule.stages) > case.schedule.parts
+        if copied or case.schedule.slices > 1 or case.family or case.recorded:
+            continue
+        if len(case.rows) > 1 and "split" in case.marks:
+            stages = range(len(case.schedule.stages) if recomputes else 0)
+            return replace(
+                case,
+                kinds=(kind,),
+                loss="sum",
+                proven=False,
+                rows=tuple(1 + number % 2 for number in range(len(case.rows))),
+                recompute=frozenset(stages),
+            )
+    raise AssertionError
+
+
+def test_a_damaged_gradient_is_found_and_printed_with_its_command(monkeypatch, capsys):
+    case = plain_case("padding")
     assert run_module_case(case) == Verdict("exact")
-    right = fuzz_modules.call_plainly
+    damage_weight_gradients(monkeypatch)
+    assert "the gradient of" in run_module_case(case).why
+    fuzz.run_many([case.seed], lambda seed: case, run_module_case)
+    assert case.command in capsys.readouterr().out
 
-    def wrong(case, batches):
-        losses, gradients = right(case, batches)
-        name = min(gradients)
-        return losses, gradients | {name: gradients[name] + 1e-6}
 
-    monkeypatch.setattr(fuzz_modules, "call_plainly", wrong)
-    assert run_module_case(case).why.startswith("the gradient of 0.")
+def test_a_buffer_that_is_updated_twice_is_found(monkeypatch):
+    case = plain_case("counter", recomputes=True)
+    assert run_module_case(case) == Verdict("exact")
+    monkeypatch.setattr(
+        stage_actions, "buffers_as_before", lambda *_: contextlib.nullcontext()
+    )
+    assert "the state of" in run_module_case(case).why
+
+
+def test_a_kind_that_is_always_refused_is_reported():
+    tally = fuzz.Tally(frozenset({"may not run"}))
+    refused = types.SimpleNamespace(counted=("never runs", "may not run", "runs"))
+    for _ in range(fuzz.ENOUGH):
+        tally.add(refused, Verdict("refused", "no"))
+    tally.add(types.SimpleNamespace(counted=("runs",)), Verdict("exact"))
+    assert tally.always_refused == ["never runs"]
