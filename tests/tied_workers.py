@@ -66,9 +66,8 @@ def train(
         n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank
     }
     executor = Executor(lower(schedule), mine, comm, token_loss)
-    optimizer = torch.optim.SGD(
-        {p for part in mine.values() for p in part.parameters()}, lr=0.5
-    )
+    trained = dict.fromkeys(p for part in mine.values() for p in part.parameters())
+    optimizer = torch.optim.SGD(list(trained), lr=0.5)
     losses = []
     for batch in batches(len(schedule.microbatches)):
         optimizer.zero_grad()

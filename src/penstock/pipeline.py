@@ -10,8 +10,9 @@ Every rank builds the same model and passes the same batch. A rank keeps only it
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from penstock.errors import ShapeError
 from penstock.ir import Plan, Schedule, lower
 from penstock.ir.sums import first_holders
 from penstock.models import Part, layer_count, part_parameters, split, token_loss
+from penstock.models.own_calls import refuse_own_calls
 from penstock.partition import even_partition
 from penstock.runtime import (
     Batch,
@@ -37,10 +39,13 @@ from penstock.runtime import (
     init,
     prove,
 )
-from penstock.runtime.clipping import scale_down
+from penstock.runtime.clipping import scale_down, square_norm
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.executor import COMPARED_STEPS
 from penstock.runtime.loss_reduction import Loss
 from penstock.runtime.passed_values import LayerChain
+
+_log = logging.getLogger(__name__)
 
 
 class Pipeline:
@@ -54,7 +59,9 @@ class Pipeline:
 
     `partition` says how many layers each part has; by default the plan's, or as even as possible. `comm` connects the
     ranks; by default those that torchrun has started. With `graphs`, actions on a GPU are recorded in the first step
-    and then played (CUDA graphs).
+    and then played (CUDA graphs). In the first step and in every `compare`-th one, the ranks check that they were given
+    the same batch. Before the first step they check, unless `prove` is False, that the plan computes what plain calls
+    compute.
     """
 
     def __init__(
@@ -71,6 +78,8 @@ class Pipeline:
         autocast: torch.dtype | None = None,
         compile: bool = False,  # as torch names it
         graphs: bool = False,
+        compare: int = COMPARED_STEPS,
+        prove: bool = True,
     ) -> None:
         self.schedule = plan.schedule if isinstance(plan, Plan) else plan
         self.comm = init(device=device) if comm is None else comm
@@ -96,6 +105,8 @@ class Pipeline:
         self.parts = mine
         self.loss = loss
         self.reduction = reduction
+        self.compare = compare
+        self.proves = prove  # before the next step
         self.autocast = autocast
         again = set(plan.recompute) if isinstance(plan, Plan) else set()
         self.recompute = frozenset(
@@ -118,11 +129,20 @@ class Pipeline:
     ) -> Result:
         """Run one step on a batch, and add to the gradients; all ranks pass the same batch.
 
+        A rank that holds neither the first layer nor the last one reads no data. It may pass tensors that have only a
+        shape, on the device "meta".
+
         `Result.loss` is the mean loss of all labels that count, on every rank. The `named` tensors, such as a mask,
         have a row for each row of x; a layer gets those that its forward has a parameter for. With `outputs`,
         `Result.outputs` has what the last layer returned for each micro-batch, on the rank that holds it.
         """
-        return self.executor.step(self.cut(x, y, named), timed, outputs)
+        batch = self.cut(x, y, named)
+        if self.proves:
+            self.proves = False
+            proof = prove(self.executor, batch)
+            if self.comm.rank == 0 and not proof.skipped:
+                _log.info("%s", proof)
+        return self.executor.step(batch, timed, outputs)
 
     def evaluate(self, x: Tensor, y: Tensor, **named: Tensor) -> float:
         """Return the mean loss of a batch, without gradients and with all modules in the mode of `eval()`."""
@@ -176,9 +196,23 @@ class Pipeline:
         """Deal a batch out to the micro-batches."""
         _require_tensors({"x": x, "y": y, **named})
         moved = {name: tensor.to(self.device) for name, tensor in named.items()}
-        microbatches = len(self.schedule.microbatches)
-        return cut_batch(
-            x.to(self.device), y.to(self.device), microbatches, named=moved
+        paths = [microbatch.path for microbatch in self.schedule.microbatches]
+        x = self._move("x", x, {path[0] for path in paths})
+        y = self._move("y", y, {path[-1] for path in paths})
+        return cut_batch(x, y, len(paths), named=moved)
+
+    def _move(self, name: str, given: Tensor, readers: Collection[int]) -> Tensor:
+        """A tensor on this rank's device; one that has only a shape becomes a number that is expanded to it."""
+        if not given.is_meta:
+            return given.to(self.device)
+        reading = sorted(self.stages.keys() & readers)
+        if reading:
+            raise ShapeError(
+                f"{name} has only a shape (device='meta'), but stage {reading[0]} on rank {self.comm.rank} reads it\n"
+                "  pass the batch itself on this rank"
+            )
+        return torch.zeros((), dtype=given.dtype, device=self.device).expand(
+            given.shape
         )
 
     def cut_unlabelled(self, x: Tensor, named: Mapping[str, Tensor]) -> Batch:
@@ -195,7 +229,7 @@ class Pipeline:
         square = torch.zeros(1, dtype=torch.float64, device=self.device)
         for name, parameter in self.named_parameters():
             if name in self.owned and parameter.grad is not None:
-                square += parameter.grad.double().square().sum()
+                square += square_norm(parameter.grad)
         self.comm.add(square, tuple(range(self.comm.ranks))).wait()
         norm = float(square.sqrt())
         gradients = [one.grad for one in self.parameters() if one.grad is not None]
@@ -214,6 +248,7 @@ class Pipeline:
             autocast=self.autocast,
             reduction=self.reduction,
             tape=CudaTape() if self.graphs else None,
+            compare=self.compare,
         )
 
     # ------------------------------------------------------------ parameters
@@ -271,6 +306,8 @@ def cut_into_parts(
     """Cut a model, or a list of layers, into parts."""
     listed = isinstance(model, nn.Sequential | nn.ModuleList | Sequence)
     layers = list(model) if listed else []  # type: ignore[arg-type]
+    if isinstance(model, nn.Sequential):
+        _refuse_own_sequence(model)
     for number, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ShapeError(
@@ -289,10 +326,21 @@ def cut_into_parts(
     return chain_layers(layers, list(pairwise(accumulate(partition, initial=0))))
 
 
+def _refuse_own_sequence(model: nn.Sequential) -> None:
+    """Refuse an `nn.Sequential` that does more than to call its layers one after the other."""
+    name = type(model).__name__
+    if type(model).forward not in (nn.Sequential.forward, LayerChain.forward):
+        raise ShapeError(
+            f"{name} overrides the forward of nn.Sequential, and parts would not run that\n"
+            "  give Pipeline the list of layers, with what the forward adds as a layer of its own"
+        )
+    refuse_own_calls(model, (layer for layer, _ in model.named_children()))
+
+
 def chain_layers(
     layers: Sequence[nn.Module], bounds: Sequence[tuple[int, int]]
 ) -> list[LayerChain]:
-    """Make a part of the layers between each two bounds. They know which of their parameters other parts hold too."""
+    """Make a part of the layers between each two bounds. They know which parameters several parts hold."""
     first_names: dict[int, str] = {}
     owners: dict[str, dict[int, None]] = {}
     for part, (begin, end) in enumerate(bounds):
@@ -300,14 +348,12 @@ def chain_layers(
             for name, parameter in layers[number].named_parameters():
                 first = first_names.setdefault(id(parameter), f"{number}.{name}")
                 owners.setdefault(first, {})[part] = None
+            for name, buffer in layers[number].named_buffers():
+                first_names.setdefault(id(buffer), f"{number}.{name}")
+    shared = {name: tuple(held) for name, held in owners.items() if len(held) > 1}
     parts = []
-    for part, (begin, end) in enumerate(bounds):
+    for begin, end in bounds:
         numbered = [(str(number), layers[number]) for number in range(begin, end)]
-        shared = {
-            name: tuple(held)
-            for name, held in owners.items()
-            if part in held and len(held) > 1
-        }
         parts.append(LayerChain(OrderedDict(numbered), first_names, shared))
     return parts
 

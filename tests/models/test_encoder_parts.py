@@ -251,6 +251,7 @@ class Rotating(transformers.RobertaModel):
         return super().forward(*args, **kwargs)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # DeBERTa
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -109,7 +109,7 @@ def test_chunks_compose_with_autocast_and_recomputation(tokens, options):
 
 
 def test_a_compiled_chunk_computes_the_same():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     schedule = make("zb-h1", ranks=1, microbatches=2)
     model = model_of("llama").double()
     data = batch_with(MANY)

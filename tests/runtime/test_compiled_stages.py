@@ -54,7 +54,7 @@ TOLERANCE = 1e-11
 
 def forget_compiled_code() -> None:
     """Start without compiled code: torch counts the versions of a function, and stops at a limit."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled_method.cache_clear()
 
 

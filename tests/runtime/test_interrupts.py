@@ -27,8 +27,8 @@ def cluster(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "plan --ranks 16 --microbatches 128 --comm 0.05",
-        "profile --preset tiny --tokens 256 --rounds 500 -o p.json",
+        "plan --ranks 32 --microbatches 512 --comm 0.05",
+        "profile --preset tiny --tokens 256 --rounds 1000000 -o p.json",
         "paths cluster.toml --parts 4 --microbatches 6 --forward 0.05 --message 4e6 --iterations 1000000000",
     ],
     ids=["plan", "profile", "paths"],
@@ -58,7 +58,7 @@ def members(group: int) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "line", ["profile --preset tiny --tokens 256 --rounds 500 --ranks 2 -o p.json"]
+    "line", ["profile --preset tiny --tokens 256 --rounds 1000000 --ranks 2 -o p.json"]
 )
 def test_ctrl_c_in_a_terminal_ends_all_ranks(line, tmp_path):
     process = Command(tmp_path, line.split(), environment(), session=True)

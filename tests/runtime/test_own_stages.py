@@ -554,6 +554,93 @@ def test_a_sum_that_is_said_to_be_a_mean_is_refused():
         run(make("1f1b", ranks=2, microbatches=4), stages_of(2), reduction="none")
 
 
+def mean_over_all(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
+    ).mean()
+
+
+def mean_with_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean that knows no label that does not count."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0))
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_a_mean_over_all_labels_is_refused_if_only_some_count(ignored):
+    """Also if the labels of the first step all count."""
+    given = batch()
+    for labels in given.labels:
+        labels[labels == -100] = 0
+        labels[:, :ignored] = -100
+    given = batch_of(given.inputs, given.labels)
+    with pytest.raises(ShapeError, match="divides by all labels, also by those that"):
+        run(
+            make("1f1b", ranks=2, microbatches=4),
+            stages_of(2),
+            given,
+            loss=mean_over_all,
+            reduction="mean",
+        )
+
+
+def test_a_mean_that_counts_ignored_labels_is_refused():
+    with pytest.raises(ShapeError, match="counts those that do not count"):
+        run(
+            make("1f1b", ranks=2, microbatches=4),
+            stages_of(2),
+            loss=mean_with_padding,
+            reduction="mean",
+        )
+
+
+def test_a_mean_without_ignored_labels_is_taken():
+    given = batch()
+    for labels in given.labels:
+        labels[labels == -100] = 0
+    given = batch_of(given.inputs, given.labels)
+    stages = stages_of(2)
+    expected, gradients = whole(stages, given)
+    found = run(
+        make("1f1b", ranks=2, microbatches=4),
+        stages,
+        given,
+        loss=lambda y, labels: F.cross_entropy(
+            y.flatten(0, 1), labels.flatten(), ignore_index=-1
+        ),
+        reduction="mean",
+    )
+    assert found == pytest.approx([expected], abs=1e-12)
+    assert_equal_gradients(stages, gradients)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_target_of_minus_100_counts_in_a_regression(reduction):
+    """Only whole numbers can be labels that do not count."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(3, 3).double(), nn.Linear(3, 2).double()]
+    inputs = [torch.randn(2, 3, dtype=torch.float64) for _ in range(4)]
+    labels = [torch.randn(2, 2, dtype=torch.float64) for _ in range(4)]
+    labels[1][0, 1] = -100.0
+    labels[2][:] = -100.0
+    loss = F.mse_loss(stages[1](stages[0](torch.cat(inputs))), torch.cat(labels))
+    loss.backward()
+    gradients = [one.grad for stage in stages for one in stage.parameters()]
+    for stage in stages:
+        stage.zero_grad()
+    found = run(
+        make("1f1b", ranks=2, microbatches=4),
+        stages,
+        batch_of(inputs, labels),
+        loss=lambda y, labels: F.mse_loss(y, labels, reduction=reduction),
+        reduction=reduction,
+    )
+    assert found == pytest.approx([loss.item()], rel=1e-12)
+    for one, expected in zip(
+        [one for stage in stages for one in stage.parameters()], gradients, strict=True
+    ):
+        torch.testing.assert_close(one.grad, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_a_loss_for_each_label_is_refused():
     def each(logits, labels):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -11,22 +10,21 @@ import torch
 from torch import Tensor, nn
 
 import tied_workers
+from drawing import drawn_from
 from penstock import Pipeline, Plan, make
 from penstock.carry import Slice
-from penstock.errors import ShapeError
+from penstock.errors import ProofError, ShapeError
 from penstock.models import shift_labels, token_loss
 from penstock.models.attention import attend
 from penstock.runtime import run_threads
-from penstock.runtime.norm_statistics import statistics_kept
-from penstock.runtime.randomness import DRAWING_LOCK
 
 pytestmark = pytest.mark.numerics
 
 VOCAB, WIDTH, TOKENS = 17, 8, 5
 
 
+@drawn_from(0)
 def layers() -> list[nn.Module]:
-    torch.manual_seed(0)
     middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
     return [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
 
@@ -225,13 +223,6 @@ def test_norms_gather_their_statistics_once_if_they_are_recomputed():
         assert torch.equal(tensor, twice[name]), name
 
 
-def test_no_other_forward_runs_while_the_statistics_of_shared_norms_are_kept():
-    norm = nn.BatchNorm1d(2)
-    with statistics_kept([norm]), ThreadPoolExecutor(1) as other:
-        assert not other.submit(DRAWING_LOCK.acquire, blocking=False).result()
-    assert norm.track_running_stats
-
-
 def test_threads_that_share_a_norm_update_its_statistics_one_after_the_other():
     both_inside = threading.Barrier(2)
 
@@ -281,7 +272,7 @@ def test_a_stage_that_changes_its_input_is_refused(model, words, recompute):
     def work(comm):
         schedule = make("1f1b", ranks=len(model), microbatches=2)
         pipeline = Pipeline(model, schedule, class_loss, comm=comm, recompute=recompute)
-        pipeline.step(torch.randn(4, WIDTH), torch.arange(4) % 3)
+        pipeline.step(torch.ones(4, WIDTH), torch.arange(4) % 3)
 
     with pytest.raises(ShapeError, match=words):
         run_threads(len(model), work)
@@ -314,6 +305,78 @@ def test_a_batch_is_made_of_tensors():
             pipeline.predict(x.numpy())
 
     run_threads(1, work)
+
+
+def test_clipping_counts_both_parts_of_complex_gradients():
+    """As torch does."""
+    models = [nn.Linear(4, 4).double() for _ in range(2)]
+
+    def work(comm):
+        one = models[comm.rank]
+        one.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        schedule = make("1f1b", ranks=2, microbatches=2)
+        pipeline = Pipeline([models[0], models[1]], schedule, comm=comm)
+        one.phase.grad = torch.tensor([3 + 4j, 0, 1j], dtype=torch.complex64)
+        one.weight.grad = torch.full_like(one.weight, 2.0)
+        norm = pipeline.clip(1.0)
+        return norm, pipeline.clip(1.0)
+
+    for before, after in run_threads(2, work):
+        assert before == pytest.approx((2 * (25 + 1 + 16 * 4)) ** 0.5, rel=1e-12)
+        assert after == pytest.approx(1.0, rel=1e-5)
+
+
+class Remembering(nn.Linear):
+    """Uses a number that it has left in another call, so that a plan with recomputation changes what it computes."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("options", [{}, {"prove": True}])
+def test_a_pipeline_is_proven_before_its_first_step(options):
+    def work(comm):
+        model = [nn.Linear(WIDTH, WIDTH), Remembering(WIDTH, 3)]
+        schedule = make("1f1b", ranks=2, microbatches=2)
+        pipeline = Pipeline(
+            model, schedule, class_loss, comm=comm, recompute=True, **options
+        )
+        x, y = torch.ones(4, WIDTH), torch.arange(4) % 3
+        with pytest.raises(ProofError, match=r"Pipeline\(prove=False\), skips"):
+            pipeline.step(x, y)
+        assert all(one.grad is None for one in pipeline.parameters())
+
+    run_threads(2, work)
+
+
+def test_a_pipeline_can_be_told_not_to_prove_itself():
+    def work(comm):
+        model = [nn.Linear(WIDTH, WIDTH), Remembering(WIDTH, 3)]
+        schedule = make("1f1b", ranks=2, microbatches=2)
+        pipeline = Pipeline(
+            model, schedule, class_loss, comm=comm, recompute=True, prove=False
+        )
+        return pipeline.step(torch.ones(4, WIDTH), torch.arange(4) % 3).loss
+
+    assert all(loss > 0 for loss in run_threads(2, work))
+
+
+def test_a_pipeline_is_proven_once(caplog):
+    """The first step says so."""
+
+    def work(comm):
+        schedule = make("1f1b", ranks=2, microbatches=2)
+        pipeline = Pipeline(layers(), schedule, comm=comm)
+        for _ in range(2):
+            pipeline.step(*batch())
+
+    with caplog.at_level("INFO", logger="penstock"):
+        run_threads(2, work)
+    (line,) = [words for words in caplog.messages if "proved" in words]
+    assert line.startswith("proved 2 stages in")
 
 
 def test_graphs_need_a_gpu():

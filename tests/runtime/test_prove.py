@@ -278,6 +278,16 @@ class Counting(Inner):
         return x * (1 + self.calls)
 
 
+class CountingItself(Inner):
+    """The same, but it counts where nobody sets it back for a second forward."""
+
+    calls = 0
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.calls)
+
+
 class Masked(Inner):
     """A dropout of its own, with random numbers that nobody puts back for a second forward."""
 
@@ -390,8 +400,10 @@ def test_rotary_embeddings_that_depend_on_the_length_are_refused_in_slices():
 
 def test_a_forward_that_changes_its_module_is_refused_where_it_runs_again():
     own(Counting(), schedule=ZB)
+    own(Counting(), schedule=ZB, **REC)
+    own(CountingItself(), schedule=ZB)
     refused(
-        Counting(),
+        CountingItself(),
         "the gradient of plain.weight",
         "cause: recomputation\n",
         "run.recompute=false",
@@ -578,27 +590,76 @@ def test_infinite_values_get_a_warning():
         def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
             return x / 0
 
+    proof = own(Infinite())
     assert any(
         "stage 1 on rank 1 is not proven: its plain call" in words
-        for words in own(Infinite()).warnings
+        for words in proof.warnings
     )
+    assert proof.stages < proof.visited  # it is not counted
+
+
+class Large(Inner):
+    """A stage for whose plain call there is memory for some rows only."""
+
+    rows = 0
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        if torch.is_grad_enabled() and len(x) > self.rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x
 
 
 def test_a_plain_call_without_memory_gets_a_warning():
     """A plan may fit where a plain call does not, and then it trains unproven."""
-
-    class Large(Inner):
-        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
-            if torch.is_grad_enabled():
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return x
-
     proof = own(Large())
     assert proof.stages == 2  # the others
     assert any(
         "stage 1 on rank 1 is not proven: there is not enough memory" in words
         for words in proof.warnings
     )
+    assert str(proof).endswith("1 of 3 stages are not proven, as the warnings say")
+
+
+def test_a_stage_without_memory_for_two_rows_is_proven_on_one():
+    large = Large()
+    large.rows = 1
+    rows = torch.randint(0, VOCAB, (2, 7))
+    proof = own(large, batch=batch_of([rows] * 3, [rows] * 3))
+    assert (proof.stages, proof.visited, proof.warnings) == (3, 3, ())
+    assert str(proof).startswith("proved 3 stages in ")
+
+
+def test_a_proof_gives_up_recordings_and_all_ranks_record_again():
+    """Another rank must not go on with recordings while one records."""
+    stages = [Entry().double(), Large().double(), Exit().double()]
+    rows = torch.randint(0, VOCAB, (2, 7))
+    batch = batch_of([rows] * 3, [rows] * 3)
+    program = lower(make("1f1b", ranks=3, microbatches=3))
+    stages[1].rows = 99
+
+    def work(comm):
+        mine = {comm.rank: stages[comm.rank]}
+        executor = Executor(program, mine, comm, token_loss, tape=Again())
+        executor.step(batch)
+        assert executor.recordings is not None
+        comm.barrier()
+        stages[1].rows = 1
+        proof = prove(executor, batch)
+        assert executor.recordings is None
+        comm.barrier()
+        stages[1].rows = 99
+        executor.step(batch)
+        return proof.stages, executor.recordings is not None
+
+    assert run_threads(3, work) == [(3, True)] * 3
+
+
+def test_a_proof_of_nothing_says_so():
+    proof = Proof(stages=0, visited=1, warnings=("stage 0 on rank 0 is not proven",))
+    words = (
+        "proved no stage in 0.0 s: 1 of 1 stages are not proven, as the warnings say"
+    )
+    assert str(proof) == words
 
 
 @pytest.fixture

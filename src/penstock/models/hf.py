@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ class Pieces:
     cached: bool = True  # whether it runs with the keys and values of earlier slices
     tuples: bool = False  # whether layers return tuples; the hidden state comes first
     encoding: Encoding | None = None  # of an encoder; None for a decoder
+    # What a model of transformers' own modules consists of (`penstock.models.hf_own_modules`).
+    stock: frozenset[Any] = field(default=frozenset(), repr=False)
 
     def anatomy(self, config: Any, unsliceable: str = "") -> Anatomy:
         """The names of all pieces in the whole model."""

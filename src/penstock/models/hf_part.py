@@ -166,6 +166,16 @@ def submodule(module: Any, path: str) -> Any:
     return module
 
 
+def graft(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Add a module under a path, and empty modules along the path where needed."""
+    *parents, leaf = path.split(".")
+    for name in parents:
+        if not hasattr(root, name):
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(leaf, module)
+
+
 def shell(module: nn.Module, instead: dict[str, Any]) -> nn.Module:
     """Copy a module without its submodules, and give it other things under their names."""
     empty = copy.copy(module)

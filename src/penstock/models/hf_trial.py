@@ -6,7 +6,7 @@
 The small model (`penstock.models.hf_config`) keeps everything that changes what is computed. So a class that does
 something between its pieces which parts do not do is refused with the first weight whose gradient differs, and one
 whose attention cannot go on from earlier keys runs whole sequences only. Encoders have a trial of their own
-(`penstock.models.hf_encoder_trial`).
+(`penstock.models.hf_encoder_trial`), and so have modules that a user has replaced (`penstock.models.hf_own_modules`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from penstock.models.hf_encoder_trial import (
     find_encoding,
     trial_words,
 )
+from penstock.models.hf_own_modules import Stock, stock_of
 from penstock.models.hf_part import (
     LayerCall,
     Runner,
@@ -61,7 +62,7 @@ def tried_anatomy(model: nn.Module) -> Anatomy:
     kind = next(
         one for one in type(model).__mro__ if one.__module__.startswith("transformers.")
     )
-    found = _trial(kind, ConfigText(small, kernel))
+    found = _trial(kind, ConfigText(small, kernel), _forwards_of(model))
     if found.fault:
         raise PenstockError(
             f"cannot split a {kind.__name__}: {found.fault}\n"
@@ -72,6 +73,7 @@ def tried_anatomy(model: nn.Module) -> Anatomy:
         cached=not found.unsliceable,
         tuples=found.tuples,
         encoding=found.encoding,
+        stock=found.stock,
     )
     return pieces.anatomy(config, found.unsliceable)
 
@@ -85,20 +87,30 @@ class Findings:
     tuples: bool = False  # whether its layers return tuples
     called: tuple[str, ...] = ()  # modules of its base model, as its forward calls them
     encoding: Encoding | None = None  # of an encoder
+    stock: Stock = frozenset()  # what its modules are
 
 
 # ---------------------------------------------------------------- the trial
 _one_at_a_time = Lock()  # ranks may be threads that split the same model
 
 
-def _trial(kind: type[nn.Module], text: ConfigText) -> Findings:
+def _forwards_of(model: nn.Module) -> frozenset[object]:
+    """The forwards of all of transformers' classes in a model, which anybody may have replaced since the last trial."""
+    kinds = {type(module) for module in model.modules()}
+    theirs = [kind for kind in kinds if kind.__module__.startswith("transformers.")]
+    return frozenset(kind.forward for kind in theirs)
+
+
+def _trial(
+    kind: type[nn.Module], text: ConfigText, forwards: frozenset[object]
+) -> Findings:
     with _one_at_a_time:
-        return _try_once(cast(Hashable, kind), text)
+        return _try_once(cast(Hashable, kind), text, forwards)
 
 
 @lru_cache(maxsize=64)
-def _try_once(kind: Any, text: ConfigText) -> Findings:
-    """Try a class of models, once for each config."""
+def _try_once(kind: Any, text: ConfigText, forwards: frozenset[object]) -> Findings:
+    """Try a class of models, once for each config, and again if a forward has changed."""
     with (
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
@@ -133,7 +145,8 @@ def _try_small_model(kind: type[nn.Module], text: ConfigText) -> Findings:
     sliced = _fault_of_slices(model, pieces, tokens)
     pieces = replace(pieces, cached=not sliced)
     fault = _fault_of_parts(model, pieces, tokens)
-    return Findings(fault, sliced, tuples, called)
+    stock = stock_of(model, pieces)
+    return Findings(fault, sliced, tuples, called, stock=stock)
 
 
 def _plainly(encodes: bool) -> dict[str, bool]:
@@ -153,7 +166,8 @@ def _try_encoder(model: Any, tokens: Tensor) -> Findings:
         raise
     except Exception as error:
         return Findings(f"its forward cannot be followed ({first_line(error)})")
-    return Findings(fault, UNSLICEABLE, tuples, called, encoding)
+    stock = stock_of(model, pieces)
+    return Findings(fault, UNSLICEABLE, tuples, called, encoding, stock)
 
 
 def _watch_calls(

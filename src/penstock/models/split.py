@@ -19,10 +19,13 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from penstock.carry import Slice
-from penstock.errors import ShapeError
+from penstock.errors import PenstockError, ShapeError
 from penstock.families import require_sizes
-from penstock.models import hf, hf_part, hf_trial
+from penstock.models import hf, hf_own_modules, hf_part, hf_trial
 from penstock.models.hf_encoder import UNSLICEABLE, EncoderRunner
+from penstock.models.own_calls import refuse_own_calls
+
+OURS = "penstock.models."  # the modules of our own classes
 
 
 # ---------------------------------------------------------------- the stack
@@ -98,6 +101,11 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
         return model.anatomy
     if not isinstance(model, Stack):
         return hf_trial.tried_anatomy(model)
+    if not type(model).forward.__module__.startswith(OURS):
+        raise PenstockError(
+            f"cannot split this {type(model).__name__}: it overrides forward, and parts would not run that\n"
+            "  move what it adds into the layers, the embedding or the loss"
+        )
     layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
     rotary = ("rotary",) if hasattr(model, "rotary") else ()
     return hf.Anatomy(
@@ -171,7 +179,11 @@ class Part(nn.Module):
         self.shared: dict[
             str, tuple[int, ...]
         ] = {}  # see `shared_names`; set by `split`
+        # The first name of each buffer that has several names in the whole model; set by `split`.
+        self.tied_buffers: dict[str, str] = {}
         self.runner: hf_part.Runner | None = None  # of a Hugging Face model
+        # What of a Hugging Face model is a user's own, and the fault that a trial of it has found.
+        self.tried: tuple[frozenset[object], str] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -203,12 +215,30 @@ class Part(nn.Module):
     @property
     def unsliceable(self) -> str:
         """Why it cannot run slice by slice; "" if it can."""
+        return self._unsliceable_class() or self.try_own_modules()
+
+    def _unsliceable_class(self) -> str:
+        """The same, by the class of the model and the options of its layers."""
         if self.anatomy.unsliceable:
             return self.anatomy.unsliceable
         for layer in self._layers():
             if getattr(layer, "gradient_checkpointing", False):
                 return hf_part.CHECKPOINTED
         return ""
+
+    def try_own_modules(self) -> str:
+        """Why a user's own modules in a Hugging Face model do not go with slices and packed rows; "" if they do."""
+        pieces = self.anatomy.pieces
+        if self.runner is None or pieces is None:
+            return ""
+        layers, ends = range(self.begin, self.end), (self.first, self.last)
+        own = hf_own_modules.own_traits(self, pieces, layers, ends)
+        if self.tried is None or self.tried[0] != own:
+            fault = hf_own_modules.fault_of_own_modules(
+                self, self.runner, pieces, layers, ends
+            )
+            self.tried = own, fault
+        return self.tried[1]
 
     @property
     def remembers_lengths(self) -> bool:
@@ -296,14 +326,18 @@ class Part(nn.Module):
         return [self.get_submodule(path) for path in paths]
 
     def _refuse_slice(self, piece: Slice) -> None:
-        """Refuse a slice if the part cannot run slice by slice."""
+        """Refuse a slice, or packed documents, if the part cannot run them."""
         pieces = self.anatomy.pieces
         packs = pieces is None or pieces.encoding is not None
-        if not piece.partial and (packs or not self.anatomy.unsliceable):
+        whole = not piece.partial and (packs or not self.anatomy.unsliceable)
+        if whole and piece.carry.starts is None:
             return
-        reason = self.unsliceable
+        reason = "" if whole else self._unsliceable_class()
+        if not reason:
+            reason = self.try_own_modules() if self.tried is None else self.tried[1]
         if reason:
-            raise ShapeError(f"cannot run a slice: {reason}")
+            what = "packed documents" if whole else "a slice"
+            raise ShapeError(f"cannot run {what}: {reason}")
 
     def whole_names(self) -> dict[str, nn.Parameter]:
         """Return its parameters by their names in the whole model.
@@ -313,6 +347,15 @@ class Part(nn.Module):
         return {
             self.tied.get(name, name): parameter
             for name, parameter in self.named_parameters()
+        }
+
+    def whole_buffers(self) -> dict[str, Tensor]:
+        """Return its buffers by their names in the whole model, without those that every part has a copy of."""
+        copies = tuple(f"{path}." for path in self.anatomy.everywhere)
+        return {
+            self.tied_buffers.get(name, name): x
+            for name, x in self.named_buffers()
+            if not name.startswith(copies)
         }
 
     def extra_repr(self) -> str:
@@ -349,12 +392,16 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
     """
     anatomy = find_anatomy(model)
     _check(tuple(partition), len(anatomy.layers))
+    pieces = (*anatomy.layers, *anatomy.embed, *anatomy.head)
+    refuse_own_calls(model, pieces, copied=anatomy.everywhere)
     tied = tied_names(model)
+    tied_buffers = _further_names(model.named_buffers(remove_duplicate=False))
     bounds = pairwise(accumulate(partition, initial=0))
     parts = []
     for index, layers in enumerate(bounds):
         ends = (index == 0, index == len(partition) - 1)
         part = Part(anatomy, layers, ends, tied)
+        part.tied_buffers = tied_buffers
         _fill(part, model)
         parts.append(part)
     shared = shared_names(parts)
@@ -394,13 +441,18 @@ def _check(partition: tuple[int, ...], layers: int) -> None:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return every further name of a tied parameter, with its first name."""
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_names[id(parameter)]
+    return _further_names(model.named_parameters(remove_duplicate=False))
+
+
+def _further_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Every further name of a tensor that has several names, with its first name."""
+    first_names: dict[int, str] = {}
+    further = {}
+    for name, tensor in named:
+        first = first_names.setdefault(id(tensor), name)
         if first != name:
-            tied[name] = first
-    return tied
+            further[name] = first
+    return further
 
 
 def _fill(part: Part, model: nn.Module) -> None:
@@ -410,9 +462,9 @@ def _fill(part: Part, model: nn.Module) -> None:
     because parts may be on different devices.
     """
     for path in part.paths:
-        _graft(part, path, model.get_submodule(path))
+        hf_part.graft(part, path, model.get_submodule(path))
     for path in part.anatomy.everywhere:
-        _graft(part, path, copy.deepcopy(model.get_submodule(path)))
+        hf_part.graft(part, path, copy.deepcopy(model.get_submodule(path)))
     part.training = model.training
     pieces = part.anatomy.pieces
     if pieces is not None:
@@ -422,13 +474,3 @@ def _fill(part: Part, model: nn.Module) -> None:
         layers, ends = range(part.begin, part.end), (part.first, part.last)
         runner = hf_part.Runner if pieces.encoding is None else EncoderRunner
         part.runner = runner(source, pieces, part, layers, ends)
-
-
-def _graft(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Add a module under a path, and empty modules along the path where needed."""
-    *parents, leaf = path.split(".")
-    for name in parents:
-        if not hasattr(root, name):
-            root.add_module(name, nn.Module())
-        root = root.get_submodule(name)
-    root.add_module(leaf, module)

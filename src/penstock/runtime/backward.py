@@ -4,9 +4,9 @@
     W   settles the ledger; for each entry                   grad_W += grad_y^T x
 
 A layer can wait if it is an `nn.Linear`, a subclass with the same forward, or the `Conv1D` of transformers, and if its
-weight is a plain parameter without hooks. All other weight gradients are computed in I: norms and embeddings, which are
-little work, and layers with their own computation, about which the executor warns. A custom module can defer such work
-too: it calls `defer` inside the backward of an autograd function.
+weight is a plain parameter of real numbers without hooks. All other weight gradients are computed in I: norms and
+embeddings, which are little work, and layers with their own computation, about which the executor warns. A custom
+module can defer such work too: it calls `defer` inside the backward of an autograd function.
 
 Under autocast a whole backward has a ledger too, which settles everything at once. Autograd would compute a weight
 gradient in bfloat16, cast it to float32, and add it to the gradient of earlier micro-batches. Here the product itself
@@ -26,11 +26,15 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
+from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.torch_internals import (
+    as_no_view,
     compiled_call,
     has_gradient_hooks,
     is_compiled,
+    transforms_are_active,
 )
 
 DeferredWork = Callable[[], None]
@@ -51,7 +55,7 @@ class Ledger:
     If the backward is not split (`splits=False`), nothing waits. `copies` has the weights in the type of autocast.
     """
 
-    __slots__ = ("common", "copies", "due", "open", "splits")
+    __slots__ = ("begun", "common", "copies", "due", "open", "splits")
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class Ledger:
         copies: WeightCopies | None = None,
     ) -> None:
         self.due: list[DeferredWork] = []
+        self.begun = False  # whether the backward of the forward has begun
         self.open = False  # whether the current backward may defer work
         self.splits = splits
         self.copies = copies
@@ -68,6 +73,7 @@ class Ledger:
 
     def begin_backward(self) -> None:
         """Let work wait from now on, if the backward is split."""
+        self.begun = True
         self.open = self.splits
 
     def settle(self) -> None:
@@ -124,23 +130,34 @@ class _Linear(torch.autograd.Function):
         if dtype is not None:
             weight = weight_in(ctx.ledger, weight, dtype)
             bias = None if bias is None else bias.to(dtype)
-        return (_turned if turned else nn.functional.linear)(x, weight, bias)
+        y = (_turned if turned else nn.functional.linear)(x, weight, bias)
+        # What a function of one's own returns as a view cannot be changed in place, as by nn.ReLU(inplace=True).
+        return as_no_view(y)
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, _ = ctx.saved_tensors
-        weight, bias, turned = ctx.weight, ctx.bias, ctx.turned
+        weight, bias, turned, ledger = ctx.weight, ctx.bias, ctx.turned, ctx.ledger
+        # Whether the forward itself asks for a derivative (autograd.grad). That is no gradient of the step, but may
+        # have derivatives, which the copy of a weight has not.
+        inside = ledger is not None and not (ledger.begun or ledger.open)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            there = weight_in(ctx.ledger, weight, grad.dtype)
+            there = weight_in(None if inside else ledger, weight, grad.dtype)
             grad_x = grad @ (there.t() if turned else there)
+        if inside:
+            rows = grad.reshape(-1, grad.shape[-1])
+            taken = x.reshape(-1, x.shape[-1]).to(rows.dtype)
+            grad_weight = taken.t() @ rows if turned else rows.t() @ taken
+            grad_bias = None if bias is None else rows.sum(0).to(bias.dtype)
+            return grad_x, grad_weight.to(weight.dtype), grad_bias, None, None
 
         def settle() -> None:
             accumulate_linear(weight, bias, turned, x, grad)
 
-        defer(ctx.ledger, settle)
+        defer(ledger, settle)
         return grad_x, None, None, None, None
 
 
@@ -165,12 +182,13 @@ def accumulate_linear(
 
 def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add grad^T x to a weight's gradient, without a temporary copy where the types allow it."""
+    kept = _kept_type(weight, grad)
     if weight.grad is not None:
         add_product(weight.grad, grad.t(), x)
-    elif _sums_in_float32(grad, weight.dtype):
-        weight.grad = torch.mm(grad.t(), x, out_dtype=weight.dtype)
+    elif _sums_in_float32(grad, kept):
+        weight.grad = torch.mm(grad.t(), x, out_dtype=kept)
     else:
-        weight.grad = (grad.t() @ x).to(weight.dtype)
+        weight.grad = (grad.t() @ x).to(kept)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -196,9 +214,17 @@ def _sums_in_float32(factor: Tensor, dtype: torch.dtype) -> bool:
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Add to a parameter's gradient, as autograd would."""
     if parameter.grad is None:
-        parameter.grad = grad.to(parameter.dtype)
+        parameter.grad = grad.to(_kept_type(parameter, grad))
     else:
         parameter.grad += grad  # casts while it adds
+
+
+def _kept_type(parameter: Tensor, grad: Tensor) -> torch.dtype:
+    """The type in which a parameter keeps a gradient: its own one, unless it was told another one, or any.
+
+    From torch 2.15 on, FSDP tells its gathered parameters to keep gradients in the type in which it sums them.
+    """
+    return parameter.grad_dtype or grad.dtype
 
 
 def linear(
@@ -325,7 +351,7 @@ def ghosts_of(
     dtype = weights[0].dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    shape = x.shape[:-1] if x.is_floating_point() else x.shape
+    shape = x.shape[:-1] if has_gradient(x.dtype) else x.shape
     made: tuple[Tensor, ...]
     made = _MakeGhosts.apply(ledger, chosen, tuple(shape), dtype, *weights)  # type: ignore[no-untyped-call]
     copies: list[Tensor | None] = [None] * len(weights)
@@ -388,7 +414,10 @@ def deferrable_layers(module: nn.Module) -> list[nn.Module]:
             _linear_forward,
             _turned_forward,
         )
-        if (own_forward is None or patched) and (_is_linear(layer) or is_turned(layer)):
+        # To ask for a parametrized weight is to compute it, and a spectral norm would count that.
+        waits = (own_forward is None or patched) and not is_parametrized(layer)
+        linear = _is_linear(layer) or is_turned(layer)
+        if waits and linear and not layer.weight.is_complex():  # type: ignore[operator]
             layers.append(layer)
     return layers
 
@@ -439,18 +468,21 @@ def can_wait(ledger: Ledger, layer: nn.Module) -> bool:
 
 
 def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether adding the gradient later gives the same result: for plain trained parameters without hooks.
+    """Whether adding the gradient later gives the same result: for plain, real, trained parameters without hooks.
 
     A parametrized weight is computed in every forward, and the parameters it is computed from get their gradient in I.
+    So do weights inside the transforms of `torch.func`, which know nothing of functions such as ours.
     """
     if (
         not weight.requires_grad
         or not torch.is_grad_enabled()
         or id(weight) in ledger.common
+        or transforms_are_active()
     ):
         return False
     return _is_plain(weight) and (bias is None or _is_plain(bias))
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    return parameter.is_leaf and not has_gradient_hooks(parameter)
+    real = not parameter.is_complex()
+    return real and parameter.is_leaf and not has_gradient_hooks(parameter)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.errors import ShapeError
 
-IGNORED_LABEL = -100  # the label of a token that does not count
+IGNORED_LABEL = -100  # the label of a token that does not count, among whole numbers
 NamedShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -67,6 +67,23 @@ class Batch:
         return tuple(lengths)
 
 
+def may_ignore(labels: Tensor) -> bool:
+    """Whether some labels may not count. The targets of a regression all do: only whole numbers can be ignored."""
+    kind = labels.dtype
+    return kind.is_signed and not kind.is_floating_point and not kind.is_complex
+
+
+def counting(labels: Tensor) -> Tensor:
+    """Which labels count, as a mask.
+
+    >>> counting(torch.tensor([3, -100])).tolist(), counting(torch.tensor([3.0, -100.0])).tolist()
+    ([True, False], [True, True])
+    """
+    if may_ignore(labels):
+        return labels != IGNORED_LABEL
+    return torch.ones_like(labels, dtype=torch.bool)
+
+
 def batch_of(
     inputs: Sequence[Tensor],
     labels: Sequence[Tensor],
@@ -82,7 +99,7 @@ def batch_of(
         for name in named[0]:
             _refuse_unequal(name, inputs, [each[name] for each in named], 1)
     if valid is None:
-        valid = sum(int((y != IGNORED_LABEL).sum()) for y in labels)
+        valid = sum(int(counting(y).sum()) for y in labels)
     return Batch(
         tuple(inputs),
         tuple(labels),

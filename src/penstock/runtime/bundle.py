@@ -2,7 +2,7 @@
 
 forward    x ──────► stage ──► y        tensors that the stage does not return, but a later one asks for,
            skip ─────────────► skip     go through it untouched
-backward   dx ◄───── stage ◄── dy       only floating point numbers have gradients; where a stage both uses a value
+backward   dx ◄───── stage ◄── dy       whole numbers have no gradients; where a stage both uses a value
            dskip ◄─── + ◄──── dskip     and passes it on, autograd adds the two gradients
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.runtime.comm.comm import Arriving
 from penstock.runtime.edges import Edge
-from penstock.runtime.passed_values import Passed
+from penstock.runtime.passed_values import Passed, has_gradient
 
 
 class Bundle:
@@ -55,26 +55,26 @@ class Bundle:
         leaves = []
         for tensor in self.tensors:
             x = tensor.detach()
-            if trains and x.is_floating_point():
+            if trains and has_gradient(x.dtype):
                 x.requires_grad_()
             leaves.append(x)
         return Bundle(leaves, edge.values, edge.names)
 
     def take_gradients(self) -> Bundle:
-        """The gradients of all floating point numbers, zero where nothing used them; they are forgotten here."""
+        """The gradients of all that can have one, zero where nothing used them; they are forgotten here."""
         gradients = []
         for x in self.tensors:
-            if x.is_floating_point():
+            if has_gradient(x.dtype):
                 gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
                 x.grad = None
         return Bundle(gradients)
 
     def roots(self, gradients: Bundle) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors from which a backward begins, and their gradients."""
-        floating = [x for x in self.tensors if x.is_floating_point()]
+        differentiable = [x for x in self.tensors if has_gradient(x.dtype)]
         roots = []
         given = []
-        for x, gradient in zip(floating, gradients.tensors, strict=True):
+        for x, gradient in zip(differentiable, gradients.tensors, strict=True):
             if x.requires_grad:
                 roots.append(x)
                 given.append(gradient.to(x.dtype))

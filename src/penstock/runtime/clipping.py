@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.torch_internals import multiply_all
 
 NORM_EPSILON = 1e-6  # added to a norm before dividing by it, as torch does
+
+
+def square_norm(gradient: Tensor) -> Tensor:
+    """The squared norm of a gradient in double precision. Both parts of a complex number count."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient.double().square().sum()
 
 
 def scale_down(gradients: Sequence[Tensor], norm: float, most: float) -> None:

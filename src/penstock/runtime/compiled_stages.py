@@ -39,6 +39,7 @@ from penstock.runtime.backward import (
     ghost_trace,
     ghosts_of,
 )
+from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.torch_internals import (
     call_uncompiled,
     compile_graph,
@@ -198,8 +199,8 @@ def let_tokens_vary(tensors: Iterable[object]) -> None:
     """Make the number of tokens dynamic: it is the last size of ids and positions, else the one before the last."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dim() > 0:
-            floating = tensor.is_floating_point()
-            let_size_vary(tensor, tensor.dim() - 2 if floating else tensor.dim() - 1)
+            hidden = has_gradient(tensor.dtype)
+            let_size_vary(tensor, tensor.dim() - 2 if hidden else tensor.dim() - 1)
 
 
 # ---------------------------------------------------------------- stages and losses

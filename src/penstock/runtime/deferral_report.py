@@ -68,8 +68,8 @@ class DeferralReport:
             _log.warning(
                 "this split backward computes some weight gradients in I, so W has less to do than planned:\n"
                 "  %s\n"
-                "  an nn.Linear can wait, also a subclass that keeps its forward, and transformers' Conv1D; "
-                "other layers cannot, nor can modules that you compiled yourself "
+                "  an nn.Linear of real numbers can wait, also a subclass that keeps its forward, and transformers' "
+                "Conv1D; other layers cannot, nor can modules that you compiled yourself "
                 "(penstock.runtime.compile_stage compiles them so that they can). Use penstock.runtime.defer in a "
                 "layer of your own, or a schedule whose backwards are whole (1f1b)",
                 "\n  ".join(stages),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -28,14 +29,17 @@ from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch, NamedShapes
+from penstock.runtime.batch_agreement import refuse_other_batches
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.facts import FAILURE, MISFIT, raise_failure, share_facts
 from penstock.runtime.lane import Do, Turn
 from penstock.runtime.loss_reduction import described
+from penstock.runtime.module_buffers import whole_buffers
 from penstock.runtime.passed_values import (
     PIECE,
     LayerChain,
     forward_parameters,
+    has_gradient,
     named_arguments,
     passed_by,
     refuse_missing,
@@ -43,9 +47,8 @@ from penstock.runtime.passed_values import (
 from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
 from penstock.runtime.quantized import quantized_shape
 from penstock.runtime.randomness import undrawn
+from penstock.runtime.rank_agreement import memory_mark
 from penstock.runtime.torch_internals import original_module
-
-BATCH = " has"  # the shapes of a rank's micro-batches
 
 
 class TensorSpec(NamedTuple):
@@ -83,7 +86,7 @@ TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
 class Edge:
     """What one stage of a path passes to the next.
 
-    `plain` says that it is one tensor of floating point numbers, returned as it is.
+    `plain` says that it is one tensor that can have a gradient, returned as it is.
     """
 
     values: int  # tensors for the first arguments of the next stage
@@ -93,8 +96,8 @@ class Edge:
 
     @property
     def gradients(self) -> TensorSpecs:
-        """The tensors that come back: the gradients of all floating point numbers."""
-        return tuple(spec for spec in self.tensors if spec.dtype.is_floating_point)
+        """The tensors that come back: the gradients of all that can have one."""
+        return tuple(spec for spec in self.tensors if has_gradient(spec.dtype))
 
     @property
     def sent_bytes(self) -> int:
@@ -121,6 +124,7 @@ class StageFact(NamedTuple):
     asks: tuple[str, ...]
     hidden_width: int  # 0: the stage does not say what it returns
     hidden_dtype: torch.dtype
+    buffers: Mapping[str, int]  # a mark of the memory of each buffer
 
 
 class EdgeKind(NamedTuple):
@@ -134,7 +138,7 @@ class EdgeKind(NamedTuple):
 class EdgeFinder:
     """Finds the edges of micro-batches, together with the other ranks, and remembers them.
 
-    `messages` is the type in which floating point numbers travel between ranks; None: their own.
+    `messages` is the type in which floating point numbers travel between ranks; None: their own. Others keep theirs.
     """
 
     def __init__(
@@ -187,15 +191,33 @@ class EdgeFinder:
             width = getattr(original, "hidden_width", 0)
             dtype = getattr(original, "hidden_dtype", None) or floating_type(module)
             asks = self.parameters[stage].after(1)
-            own[str(stage)] = [asks, width, _name_of(dtype)]
+            part = self.schedule.stages[stage].part
+            marks = {
+                name: memory_mark(x, self.comm.rank)
+                for name, x in whole_buffers(part, module).items()
+            }
+            own[str(stage)] = [asks, width, _name_of(dtype), marks]
         everything: dict[str, Any] = {}
         for facts in share_facts(self.comm, own):
             everything |= facts
         stages = []
         for stage in range(len(self.schedule.stages)):
-            asks, width, dtype = everything[str(stage)]
-            stages.append(StageFact(tuple(asks), width, getattr(torch, dtype)))
+            asks, width, dtype, marks = everything[str(stage)]
+            stages.append(StageFact(tuple(asks), width, getattr(torch, dtype), marks))
         return stages
+
+    def copied_buffers(self) -> dict[int, dict[str, list[int]]]:
+        """By stage, the buffers of this rank of which other ranks hold copies, and all ranks that hold one."""
+        marks: dict[str, dict[int, int]] = {}  # by name and rank
+        for stage, fact in zip(self.schedule.stages, self.facts, strict=False):
+            for name, mark in fact.buffers.items():
+                marks.setdefault(name, {})[stage.rank] = mark
+        copied: dict[int, dict[str, list[int]]] = {}
+        for number, fact in enumerate(self.facts):
+            for name in fact.buffers if number in self.modules else ():
+                if len(set(marks[name].values())) > 1:
+                    copied.setdefault(number, {})[name] = sorted(marks[name])
+        return copied
 
     def refuse_unasked(self, kinds: Iterable[EdgeKind]) -> None:
         """Raise an error if the batch has a named tensor that no stage asks for: it would change nothing."""
@@ -232,10 +254,11 @@ class EdgeFinder:
     # ------------------------------------------------------------ along the paths
     def walk_paths(self, kinds: Mapping[EdgeKind, int], batch: Batch) -> None:
         """Run all stages once, in the order of the paths. Each kind comes with a micro-batch of it."""
+        refuse_other_batches(self.comm, self.schedule, batch)
         edges: dict[EdgeKind, list[Edge]] = {kind: [] for kind in kinds}
         copies: dict[int, nn.Module | None] = {}  # on the meta device
         for position in range(max(len(kind.path) for kind in kinds)):
-            found: dict[str, Any] = {str(self.comm.rank) + BATCH: _shapes_of(kinds)}
+            found: dict[str, Any] = {}
             failure: Exception | None = None
             for place, (kind, number) in enumerate(kinds.items()):
                 stage = kind.path[position] if position < len(kind.path) else -1
@@ -256,24 +279,12 @@ class EdgeFinder:
             everything: dict[str, Any] = {}
             for facts in share_facts(self.comm, found):
                 everything |= facts
-            self.refuse_other_batches(everything)
             if FAILURE in everything:
                 raise_failure(everything[FAILURE], everything[MISFIT], failure)
             for place, kind in enumerate(kinds):
                 if position + 1 < len(kind.path):
                     edges[kind].append(self.from_json(everything[str(place)]))
         self.known.update({kind: tuple(found) for kind, found in edges.items()})
-
-    def refuse_other_batches(self, facts: Mapping[str, Any]) -> None:
-        """Raise an error if the ranks have batches of different shapes, because none of them would fit."""
-        first = facts["0" + BATCH]
-        for rank in range(self.comm.ranks):
-            other = facts[str(rank) + BATCH]
-            if other != first:
-                raise ShapeError(
-                    f"rank 0 has micro-batches of shapes {first}, but rank {rank} of {other}\n"
-                    "  give all ranks the same batch, or tensors of the same shapes"
-                )
 
     def from_json(self, raw: list[Any]) -> Edge:
         """An edge that another rank has found."""
@@ -328,7 +339,7 @@ class StageTrial:
         names = [name for name, x in known.items() if x is not None and name in asked]
         tensors = [*passed.values, *(known[name] for name in names)]
         specs = [self.finder.spec(x.shape, x.dtype) for x in tensors if x is not None]
-        plain = isinstance(returned, Tensor) and returned.is_floating_point()
+        plain = isinstance(returned, Tensor) and has_gradient(returned.dtype)
         return Edge(len(passed.values), tuple(names), tuple(specs), plain and not names)
 
     def check_last(self, batch: Batch, number: int) -> None:
@@ -385,41 +396,75 @@ class StageTrial:
         return named
 
     def run(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> object:
-        """Run the stage on meta tensors or, if it cannot, on zeros; and leave no trace."""
+        """Run the stage on meta tensors or, if it cannot, on zeros; and leave no trace.
+
+        It runs without gradients first, which takes less memory. A forward that hooks a tensor needs them.
+        """
         returned = self.run_on_meta(values, named)
         if returned is not None:
             return returned
-        with torch.no_grad(), undrawn(values[0].device):
+        try:
+            return self.run_on_zeros(values, named, gradients=False)
+        except Exception as error:  # a module may raise anything
+            if isinstance(error, ShapeError):
+                raise
+            try:
+                return self.run_on_zeros(values, named, gradients=True)
+            except Exception:
+                raise error from None
+
+    @contextmanager
+    def traceless(self, device: torch.device, gradients: bool) -> Iterator[None]:
+        """Run something that leaves the stage and the random numbers as they were."""
+        with torch.set_grad_enabled(gradients), undrawn(device):
             memory = ModuleMemory(self.module)
             try:
-                with uncompiled(self.module) as plain:
-                    return plain(
-                        *(torch.zeros_like(x) for x in values),
-                        **{name: torch.zeros_like(x) for name, x in named.items()},
-                    )
+                yield
             finally:
                 memory.restore()
+
+    def run_on_zeros(
+        self, values: Sequence[Tensor], named: Mapping[str, Tensor], gradients: bool
+    ) -> object:
+        """Run the stage on zeros."""
+        device = values[0].device
+        with self.traceless(device, gradients), uncompiled(self.module) as plain:
+            return plain(
+                *(self.as_input(torch.zeros_like(x)) for x in values),
+                **{k: self.as_input(torch.zeros_like(x)) for k, x in named.items()},
+            )
+
+    def as_input(self, x: Tensor) -> Tensor:
+        """A tensor that needs a gradient if what an earlier stage passes on would."""
+        if self.before is not None and has_gradient(x.dtype):
+            x.requires_grad_(torch.is_grad_enabled())
+        return x
 
     def run_on_meta(
         self, values: Sequence[Tensor], named: Mapping[str, Tensor]
     ) -> object:
-        """Run the stage on meta tensors; None if it cannot."""
+        """Run the stage on meta tensors; None if it cannot.
+
+        The copy may run the stage itself: a `forward` that was put into a module need not know that it was copied.
+        """
         if self.stage not in self.copies:
             self.copies[self.stage] = meta_copy(self.module)
         meta = self.copies[self.stage]
         if meta is None:
             return None
-        with torch.no_grad(), undrawn(values[0].device):
-            try:
-                return meta(
-                    *(x.to("meta") for x in values),
-                    **{name: x.to("meta") for name, x in named.items()},
-                )
-            except ShapeError:
-                raise
-            except Exception:  # a module may raise anything on meta tensors
-                self.copies[self.stage] = None
-                return None
+        for gradients in (False, True):
+            with self.traceless(values[0].device, gradients):
+                try:
+                    return meta(
+                        *(self.as_input(x.to("meta")) for x in values),
+                        **{k: self.as_input(x.to("meta")) for k, x in named.items()},
+                    )
+                except ShapeError:
+                    raise
+                except Exception:  # a module may raise anything on meta tensors
+                    continue
+        self.copies[self.stage] = None
+        return None
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -471,10 +516,6 @@ def _name_of(dtype: torch.dtype) -> str:
 def _as_json(edge: Edge) -> list[Any]:
     tensors = [(spec.shape, _name_of(spec.dtype)) for spec in edge.tensors]
     return [edge.values, edge.names, tensors, edge.plain]
-
-
-def _shapes_of(kinds: Iterable[EdgeKind]) -> list[list[int]]:
-    return [list(kind.shape) for kind in kinds]
 
 
 def _failure_text(stage: int, module: nn.Module, error: Exception) -> str:

@@ -25,6 +25,7 @@ from penstock.ir.program import Program
 from penstock.ir.sum_plan import SumPlan
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch, NamedShapes
+from penstock.runtime.batch_agreement import refuse_other_batches
 from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
@@ -62,6 +63,9 @@ LengthCheck = Callable[[Sequence[int]], None]
 # The shapes of all units' inputs, and of the named tensors.
 BatchShape: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[NamedShapes, ...]]
 MAX_KNOWN_SHAPES = 16  # of batches whose edges are kept
+COMPARED_STEPS = (
+    100  # steps between two comparisons of batches, unless the user says otherwise
+)
 
 
 class Executor:
@@ -82,6 +86,8 @@ class Executor:
         without a second copy of the gradients.
     sums: how replicas sum their gradients; the backend sums what it does not have.
     sum_messages: the type in which these sums travel, by default that of the gradients; torch.bfloat16 or torch.int8.
+    compare: steps between two comparisons of the batches that the ranks were given, besides the first step; 0 compares
+        in the first step only. All ranks have the same.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Executor:
         accumulates: bool = False,
         sums: Sequence[SumPlan] = (),
         sum_messages: torch.dtype | None = None,
+        compare: int = COMPARED_STEPS,
     ) -> None:
         schedule = program.schedule
         self.program = program
@@ -139,6 +146,9 @@ class Executor:
 
         self.recorder = Recorder(schedule, comm, sums)
         self.clock = Clock(self.modules.values())
+        self.compare = compare
+        self.compared = False  # whether the ranks have compared a batch yet
+        self.begun = 0  # steps
         self.agreement: Agreement | None = None  # None before the first step
         # Whether the first step warns about weight gradients that cannot wait for W.
         self.warns_of_deferrals = True
@@ -197,13 +207,18 @@ class Executor:
         With `sums=False`, replicas keep their gradients to themselves, and the next step without it sums them together
         with its own: several steps then cost one sum. Recorded steps always sum.
         """
+        schedule = self.program.schedule
+        if not self.begun or (self.compare and self.begun % self.compare == 0):
+            self.compare_batches(batch)
+        self.begun += 1
         self.check_lengths(batch)
         units = self.cut(batch)
         self.refuse_changed_parameters()
         checks = None
         if self.agreement is None:
             self.agreement = self.agree()
-            checks = FirstStepChecks(self.modules, self.loss)
+            copied = self.finder.copied_buffers()
+            checks = FirstStepChecks(schedule, self.modules, self.loss, copied)
         self.reserve(units)
         if self.casts is not None:
             self.casts.refresh()
@@ -289,6 +304,8 @@ class Executor:
         shape: BatchShape = (unit_shapes, batch.named_shapes)
         edges = self.known_edges.get(shape)
         if edges is None:
+            if not self.compared:
+                self.compare_batches(batch)
             found = self.finder.find(batch)
             edges = edges_of_lane(schedule, self.turns, found, units.tokens)
             if batch.named:
@@ -354,6 +371,11 @@ class Executor:
         return recordings
 
     # ------------------------------------------------------------ checks
+    def compare_batches(self, batch: Batch) -> None:
+        """Raise an error on all ranks if they were given different batches. All ranks must call this."""
+        refuse_other_batches(self.comm, self.program.schedule, batch, self.compare)
+        self.compared = True
+
     def check_lengths(self, batch: Batch) -> None:
         """Let stages refuse a batch in which the length of one sequence would change the result of another.
 

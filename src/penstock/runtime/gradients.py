@@ -49,9 +49,9 @@ class SharedParameters:
     parameters: tuple[nn.Parameter, ...]
 
     def local_gradients(self) -> list[Tensor]:
-        """The numbers of the gradients that this process holds."""
+        """The numbers of the gradients that this process holds; a complex number counts as two."""
         gradients = [parameter.grad for parameter in self.parameters]
-        return [local_share(grad) for grad in gradients if grad is not None]
+        return [_real(local_share(grad)) for grad in gradients if grad is not None]
 
 
 class Replicas:
@@ -90,8 +90,9 @@ class Replicas:
         for sum_ in self.order:
             plan = _plan_of(sum_, plans)
             if plan is not None:
-                numbers = sum(local_share(p).numel() for p in sum_.parameters)
-                how = CellFormat(sum_.parameters[0].dtype, messages)
+                shares = [_real(local_share(p.detach())) for p in sum_.parameters]
+                numbers = sum(share.numel() for share in shares)
+                how = CellFormat(shares[0].dtype, messages)
                 self.planned[sum_.name] = PlannedSum(plan, comm.rank, numbers, how)
 
     @property
@@ -143,6 +144,8 @@ class Replicas:
         for parameter in shared.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()
         gradients = shared.local_gradients()
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         pending: Pending
@@ -171,6 +174,11 @@ class Replicas:
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
         self.sums.clear()
+
+
+def _real(x: Tensor) -> Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _plan_of(shared: SharedParameters, plans: Sequence[SumPlan]) -> SumPlan | None:

@@ -4,7 +4,8 @@
     mean    loss(a and b) = half of that                 the executor first multiplies it by its number of labels
 
 A mean that is taken for a sum would be divided twice. In the first step we therefore compute the loss of a few labels
-at once and of each half of them: once for a few labels of one row, and once for one label in each of two rows.
+at once and of each half of them: once for a few labels of one row, and once for one label in each of two rows. A mean
+must also stay the same if labels that do not count are added.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.batch import IGNORED_LABEL
+from penstock.runtime.batch import IGNORED_LABEL, counting, may_ignore
 from penstock.runtime.randomness import undrawn
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> sum or mean
@@ -55,7 +56,7 @@ def is_known_sum(loss: Loss) -> bool:
 
 def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
     """The sum of the losses with this mean; zero if no label counts."""
-    count = (labels != IGNORED_LABEL).sum()
+    count = counting(labels).sum()
     return torch.where(count > 0, mean, torch.zeros_like(mean)) * count
 
 
@@ -71,7 +72,7 @@ def refuse_other_loss(
     y = y.detach()
     with torch.no_grad(), undrawn(y.device):
         try:
-            whole = loss(y, labels)
+            whole = loss(y.clone(), labels)  # it may change what it gets
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -85,6 +86,8 @@ def refuse_other_loss(
                 f"the loss on stage {stage} returned {described(whole)}, but it must return one number, the sum of the "
                 "losses of all labels that count (or their mean, with reduction='mean')"
             )
+        if said is Reduction.MEAN:
+            _refuse_uneven_mean(loss, y, labels, float(whole))
         found = [
             _refuse(loss, y, labels, said, pair, sliced and along == 1)
             for along, pair in _cuts(y, labels)
@@ -125,7 +128,8 @@ def _refuse(
     is_sum = abs(both - first - second) < 0.02 * total
     # How far it is from a mean that counts the same labels as we do.
     off = abs(both - (first + second) / 2)
-    is_mean = off < (0.2 if said is Reduction.SUM else 0.02) * total and not is_sum
+    near = 0.2 if said is Reduction.SUM else _tolerance(y)
+    is_mean = off < near * total and not is_sum
     if said is Reduction.SUM and is_mean:
         raise ShapeError(
             f"the loss is a mean over labels, not their sum: {both:.4g} of some labels, {first:.4g} and {second:.4g} "
@@ -145,7 +149,71 @@ def _refuse(
             "  token slices ask it for some labels of a sequence at a time; shift labels beforehand "
             "(penstock.models.shift_labels), or make the schedule with slices=1"
         )
+    if said is Reduction.MEAN and may_ignore(labels):
+        _refuse_other_divisor(loss, y, labels, cut, first)
     return True
+
+
+def _tolerance(y: Tensor) -> float:
+    """How much a mean may be off because numbers are rounded, as a share of it."""
+    coarse = y.element_size() < 4 or torch.is_autocast_enabled(y.device.type)
+    return 0.02 if coarse else 1e-4
+
+
+def _refuse_uneven_mean(loss: Loss, y: Tensor, labels: Tensor, whole: float) -> None:
+    """Raise an error if a loss of all labels is not the mean of those of two halves, each by its labels that count."""
+    side = 0 if len(labels) > 1 else 1
+    if labels.dim() <= side or y.shape[: side + 1] != labels.shape[: side + 1]:
+        return
+    if y.shape[side] < 2:
+        return
+    means, counts = [], []
+    for outputs, known in zip(y.chunk(2, side), labels.chunk(2, side), strict=True):
+        counts.append(int(counting(known).sum()))
+        try:
+            means.append(float(loss(outputs.clone(), known)))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            return  # a loss that takes whole micro-batches only
+    if not all(counts):
+        return
+    size = sum(map(abs, means))
+    if not size < float("inf"):
+        return
+    mean = (means[0] * counts[0] + means[1] * counts[1]) / sum(counts)
+    if abs(whole - mean) > _tolerance(y) * size:
+        raise ShapeError(
+            f"reduction='mean', but the loss is not a mean over labels: {whole:.4g} of {sum(counts)} labels, "
+            f"{means[0]:.4g} and {means[1]:.4g} of the first {counts[0]} and the other {counts[1]}\n"
+            "  leave out `reduction` and return the sum over labels; labels that do not count must be "
+            f"{IGNORED_LABEL}"
+        )
+
+
+def _refuse_other_divisor(
+    loss: Loss, y: Tensor, labels: Tensor, cut: tuple[Pieces, Pieces], mean: float
+) -> None:
+    """Raise an error if a mean over the first piece changes when all labels of the second one do not count."""
+    ignores = not bool(counting(labels).all())
+    # A label that does not count stops a GPU for good if the loss cannot take it, so only a CPU tries one of our own.
+    device = y.device if ignores else torch.device("cpu")
+    outputs = torch.cat([_at(y, piece) for piece in cut], dim=_side(cut)).to(device)
+    known, others = (_at(labels, piece).to(device) for piece in cut)
+    dropped = torch.full_like(others, IGNORED_LABEL)
+    try:
+        found = float(loss(outputs, torch.cat([known, dropped], dim=_side(cut))))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return  # It never meets such a label, or it would have raised before.
+    if abs(found - mean) <= 0.02 * abs(mean):
+        return
+    divided = mean * known.numel() / (known.numel() + others.numel())
+    by_all = abs(found - divided) <= 0.02 * abs(mean)
+    if by_all or ignores:
+        what = "divides by all labels, also by" if by_all else "counts"
+        raise ShapeError(
+            f"reduction='mean', but the loss {what} those that do not count ({IGNORED_LABEL}): {mean:.4g} of some "
+            f"labels, and {found:.4g} together with others that do not count\n  divide the sum of the labels that "
+            f"count by their number, (labels != {IGNORED_LABEL}).sum(), or return the sum and leave out `reduction`"
+        )
 
 
 def _cuts(y: Tensor, labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
@@ -153,7 +221,9 @@ def _cuts(y: Tensor, labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces
 
     Where a row has one label, such as a class, or labels and outputs are not laid out alike, only whole rows are cut.
     """
-    counts = (labels.detach() != IGNORED_LABEL).cpu()
+    if not y.dim() or len(y) != len(labels):
+        return  # A GPU does not survive a row that is not there.
+    counts = counting(labels.detach()).cpu()
     if counts.dim() < 2 or y.shape[:2] != labels.shape[:2]:
         complete = counts.flatten(1).all(1) if counts.dim() > 1 else counts
         rows = complete.nonzero().flatten()[:2]

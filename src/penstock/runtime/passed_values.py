@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.carry import Slice
@@ -55,6 +56,11 @@ def passed_by(returned: object) -> Passed | None:
     elif isinstance(returned, tuple | list) and returned and _are_tensors(returned):
         return Passed(tuple(returned))
     return None
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can have gradients: floating point and complex numbers."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _are_tensors(values: Sequence[object]) -> bool:
@@ -140,6 +146,8 @@ def is_tokenwise(module: nn.Module) -> bool:
         return all(map(is_tokenwise, module))
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return len(module.normalized_shape) == 1
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        return False  # it counts the tokens of a call
     return type(module) in TOKENWISE or bool(getattr(module, "tokenwise", False))
 
 
@@ -147,7 +155,8 @@ class LayerChain(nn.Sequential):
     """Layers that pass values to each other as stages do, so that it does not matter where a list of layers is cut.
 
     A layer whose forward has the parameter `piece` gets the slice that it runs on. `first_names` has the names of
-    parameters that the list has in several places, by their ids, and `shared` the parts that hold such a parameter.
+    parameters and buffers that the list has in several places, by their ids, and `shared` the parts that hold such a
+    parameter.
     """
 
     def __init__(
@@ -158,9 +167,10 @@ class LayerChain(nn.Sequential):
     ) -> None:
         super().__init__(layers)
         self.shared = dict(shared or {})
-        self.renamed = {}  # own names of parameters that have another name in the whole list
-        for name, parameter in self.named_parameters():
-            first = (first_names or {}).get(id(parameter), name)
+        # Own names of parameters and buffers that have another name in the whole list.
+        self.renamed = {}
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            first = (first_names or {}).get(id(tensor), name)
             if first != name:
                 self.renamed[name] = first
         self.parameters_by_layer = [forward_parameters(layer) for layer in self]
@@ -169,6 +179,10 @@ class LayerChain(nn.Sequential):
     def whole_names(self) -> dict[str, nn.Parameter]:
         """Its parameters by the names that they have in the whole list, where a layer may come several times."""
         return {self.renamed.get(name, name): p for name, p in self.named_parameters()}
+
+    def whole_buffers(self) -> dict[str, Tensor]:
+        """Its buffers by the names that they have in the whole list."""
+        return {self.renamed.get(name, name): x for name, x in self.named_buffers()}
 
     @property
     def unsliceable(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import ranks_of
+from penstock.runtime.checksum import checksum
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import SharedParameters, Tied
@@ -124,25 +125,6 @@ def memory_mark(parameter: Tensor, rank: int) -> int:
     place = local_share(parameter).data_ptr() or -1 - rank
     mark = hash((_PROCESS_ID, os.getpid(), place)) & _INT64_MASK
     return mark or 1
-
-
-def checksum(parameters: Sequence[Tensor]) -> int:
-    """A number that is the same for equal parameters on any machine, whatever the order of its additions."""
-    sums = []
-    for parameter in parameters:
-        bits = _bits(local_share(parameter).detach())
-        sums.append(bits.sum(dtype=torch.int64))
-    numbers = torch.stack([one.cpu() for one in sums]).tolist()
-    total = 0
-    for place, number in enumerate(numbers, start=1):
-        total += place * number
-    return total & _INT64_MASK
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The bits of a tensor as whole numbers."""
-    whole = {1: torch.int8, 2: torch.int16}.get(x.element_size(), torch.int32)
-    return x.contiguous().reshape(-1).view(whole)
 
 
 def _refuse_other_ties(comm: Comm, groups: list[str], tied: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Brings the times that each rank measures together into one `Timeline`, the type that the simulator makes too.
 
-The clocks of one host agree. The clocks of other hosts are compared with rank 0's by pings, of which the shortest is
-the most exact:
+The ranks of one host read the same clock. The clocks of other hosts are compared with rank 0's by pings, of which the
+shortest is the most exact:
 
     rank 0  t0 ──────►                  offset = there - (t0 + t1) / 2
     rank r         there ──────►
@@ -14,8 +14,10 @@ kernels and not of their launch. Events are read when the step is over.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,7 @@ from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.comm.shaped import ShapedComm
 
 CLOCK_PINGS = 8
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one on each host
 Moment = float | torch.cuda.Event
 
 
@@ -202,7 +205,8 @@ def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
 def clock_offset(comm: Comm) -> float:
     """The seconds by which this rank's clock is ahead of rank 0's. All ranks call it at the same time.
 
-    A ping takes half of its time each way. That need not be so on an emulated network, so pings go past it.
+    A ping takes half of its time each way. That need not be so on an emulated network, so pings go past it. Even on one
+    host, pings would find some microseconds, so ranks that read the same clock do not believe them.
     """
     if isinstance(comm, ShapedComm):
         comm = comm.inner
@@ -213,19 +217,35 @@ def clock_offset(comm: Comm) -> float:
                 _echo(comm, other)
         elif comm.rank == other:
             pings = [_ping(comm) for _ in range(CLOCK_PINGS)]
-            _, offset = min(pings, key=lambda ping: ping[0])
+            shortest = min(pings, key=lambda ping: ping.seconds)
+            offset = 0.0 if shortest.clock == clock_id() else shortest.offset
     return offset
 
 
-def _ping(comm: Comm) -> tuple[float, float]:
-    """Send one ping to rank 0; return its duration and the offset that it shows."""
+def clock_id() -> float:
+    """A number that the processes of this host share, and no other host has; a float64 holds all of its 48 bits."""
+    if BOOT_ID.exists():
+        return float(int(BOOT_ID.read_text()[-13:], 16))
+    return float(uuid.getnode())
+
+
+class Ping(NamedTuple):
+    """How long a ping to rank 0 took, the offset that it shows, and which clock rank 0 reads."""
+
+    seconds: float
+    offset: float
+    clock: float
+
+
+def _ping(comm: Comm) -> Ping:
     begin = time.perf_counter()
     comm.send(torch.zeros(1, dtype=torch.float64), 0).wait()
-    there = float(comm.receive((1,), torch.float64, 0).wait())
+    there, clock = comm.receive((2,), torch.float64, 0).wait().tolist()
     end = time.perf_counter()
-    return end - begin, (begin + end) / 2 - there
+    return Ping(end - begin, (begin + end) / 2 - there, clock)
 
 
 def _echo(comm: Comm, other: int) -> None:
     comm.receive((1,), torch.float64, other).wait()
-    comm.send(torch.tensor([time.perf_counter()], dtype=torch.float64), other).wait()
+    answer = torch.tensor([time.perf_counter(), clock_id()], dtype=torch.float64)
+    comm.send(answer, other).wait()

@@ -44,6 +44,7 @@ from penstock.runtime.earlier_gradients import EarlierGradients
 from penstock.runtime.edges import BatchEdges
 from penstock.runtime.frozen_stages import StageVisit
 from penstock.runtime.lane import Do, LaneStep, Turn
+from penstock.runtime.module_buffers import buffers_restored
 from penstock.runtime.randomness import (
     DRAWING_LOCK,
     Drawn,
@@ -240,16 +241,17 @@ class Recordings:
         self.gradients.install()
         session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
         try:
-            if by_lane:
-                self.in_place = frozenset(
-                    s.value for steps in visits.values() for s in steps
-                )
-                self.leaving = frozenset(sent_values(turns, reads_in_order))
-                session.rehearse_visits(visits)
-                self.gradients.install()
-                session.record_lane(turns, visits, self.in_place)
-            else:
-                session.record_visits(visits)
+            with buffers_restored(stages.modules, in_place=tape.replays_memory):
+                if by_lane:
+                    self.in_place = frozenset(
+                        s.value for steps in visits.values() for s in steps
+                    )
+                    self.leaving = frozenset(sent_values(turns, reads_in_order))
+                    session.rehearse_visits(visits)
+                    self.gradients.install()
+                    session.record_lane(turns, visits, self.in_place)
+                else:
+                    session.record_visits(visits)
             self.gradients.adopt()
         finally:
             earlier.restore()

@@ -11,7 +11,7 @@ Where stages pass several tensors, x and y are a `Bundle` of them. A sliced micr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.dropout import place_at
+from penstock.ir.schedule import Schedule
 from penstock.runtime.added_losses import take_sum
 from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.bundle import Bundle, bundle_of
@@ -38,11 +39,15 @@ from penstock.runtime.loss_reduction import (
     plain_loss,
     refuse_other_loss,
 )
-from penstock.runtime.norm_statistics import (
-    Norm,
+from penstock.runtime.module_buffers import (
+    Buffers,
+    buffers_as_before,
+    buffers_of,
+    copied,
     gathering_norms,
-    statistics_kept,
+    refuse_changed_copies,
     statistics_locks,
+    whole_buffers,
 )
 from penstock.runtime.passed_values import (
     PIECE,
@@ -61,11 +66,9 @@ from penstock.runtime.randomness import (
 )
 from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import (
-    changed_input_error,
-    changes_a_leaf,
+    call_stage,
     detached_error,
     not_tensors_error,
-    versions,
 )
 from penstock.runtime.step_values import StepValues, detached
 from penstock.runtime.torch_internals import walk_back
@@ -114,23 +117,43 @@ class LaneStages:
 
     # What the forward of each stage asks for by name.
     parameters: dict[int, ForwardParameters] = field(init=False)
-    # The norms of each stage that gather statistics, such as batch norms.
-    statistics: dict[int, list[Norm]] = field(init=False)
+    # The buffers of each stage, which a second forward must not change again.
+    buffers: dict[int, list[Buffers]] = field(init=False)
     # What a forward of each stage holds, because other threads may have the same norms.
     locks: dict[int, list[Lock]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = {n: forward_parameters(m) for n, m in self.modules.items()}
-        self.statistics = {n: gathering_norms(m) for n, m in self.modules.items()}
-        self.locks = {n: statistics_locks(m) for n, m in self.statistics.items()}
+        self.buffers = {n: buffers_of(m) for n, m in self.modules.items()}
+        norms = {n: gathering_norms(m) for n, m in self.modules.items()}
+        self.locks = {n: statistics_locks(m) for n, m in norms.items()}
 
 
 class FirstStepChecks:
     """Checks of a user's modules and loss, which run only in the first step."""
 
-    def __init__(self, modules: Mapping[int, nn.Module], loss: Loss) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        modules: Mapping[int, nn.Module],
+        loss: Loss,
+        copied: Mapping[int, Mapping[str, Sequence[int]]],
+    ) -> None:
+        self.schedule = schedule
+        self.modules = modules
         self.deferrals = DeferralReport(modules)
         self.loss_is_checked = is_known_sum(loss)
+        # By stage, the buffers of which other ranks hold copies, and all ranks that hold one.
+        self.copied = copied
+
+    def copied_buffers(self, stage: int) -> dict[str, Tensor]:
+        """The buffers of a stage of which other ranks hold copies."""
+        names = self.copied.get(stage)
+        if not names:
+            return {}
+        part = self.schedule.stages[stage].part
+        held = whole_buffers(part, self.modules[stage])
+        return {name: x for name, x in held.items() if name in names}
 
 
 @dataclass(slots=True)
@@ -143,6 +166,8 @@ class KeptForward:
     buffers: list[Tensor]  # receive buffers of x and of the gradient of y
     piece: Slice | None = None
     drawn: Drawn | None = None  # random numbers that the backward has to draw again
+    # The module's buffers before this forward, if the backward computes it again.
+    before: Sequence[Buffers] = ()
     added: Tensor | None = None  # a loss that a layer has added
 
 
@@ -175,6 +200,22 @@ class ComputedActions:
     # ------------------------------------------------------------ F
     def forward(self, step: LaneStep) -> None:
         """Run the stage and keep what its backward needs."""
+        if self.checks is None or step.stage not in self.checks.copied:
+            self.run_forward(step)
+            return
+        held = self.checks.copied_buffers(step.stage)
+        before = {name: x.detach().clone() for name, x in held.items()}
+        self.run_forward(step)
+        refuse_changed_copies(
+            step.stage,
+            self.stages.modules[step.stage],
+            self.checks.copied_buffers(step.stage),
+            before,
+            self.checks.copied[step.stage],
+        )
+
+    def run_forward(self, step: LaneStep) -> None:
+        """The same without a look at copies of buffers."""
         x = self.stage_input(step)
         carries = self.units.carries
         piece = None if carries is None else carries.open(step)
@@ -247,14 +288,17 @@ class ComputedActions:
     def forward_to_recompute(
         self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
     ) -> None:
-        """Run a forward that keeps only its input and the random numbers it drew."""
-        y, drawn = self.apply_once(step, x, piece)
+        """Run a forward that keeps only its input, the random numbers it drew, and the buffers it began with."""
+        with DRAWING_LOCK:
+            before = copied(self.stages.buffers[step.stage])
+            y, drawn = self.apply_once(step, x, piece)
         self.values.publish(step, y)
         if self.values.added:
             self.count_added(step)
         ledger = self.new_ledger(step)
         buffers = self.values.take_buffers(step)
-        self.kept[step.value] = KeptForward(x, None, ledger, buffers, piece, drawn)
+        kept = KeptForward(x, None, ledger, buffers, piece, drawn, before)
+        self.kept[step.value] = kept
 
     def apply_once(
         self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
@@ -316,31 +360,12 @@ class ComputedActions:
         if self.units.edges.many:
             return self.compute_bundle(step, module, x, piece)
         arguments = {} if piece is None else {PIECE: piece}
-        y = self.call(step, module, x, (x,), arguments)
+        assert isinstance(x, Tensor)
+        y = call_stage(module, (x,), arguments, step.stage, str(step.instruction))
         if step.last:
             return self.loss_share(step, y)
         if not isinstance(y, Tensor):
             raise not_tensors_error(step, module, y)
-        return y
-
-    def call(
-        self,
-        step: LaneStep,
-        module: nn.Module,
-        x: Tensor | Bundle,
-        values: tuple[Any, ...],
-        arguments: dict[str, Any],
-    ) -> Any:
-        """Call a module, and refuse one that changes its input x, which a backward needs as it was."""
-        before = versions(x)
-        try:
-            y = module(*values, **arguments)
-        except RuntimeError as error:
-            if x.requires_grad and changes_a_leaf(error):
-                raise changed_input_error(step, module) from error
-            raise
-        if versions(x) != before:
-            raise changed_input_error(step, module)
         return y
 
     def compute_bundle(
@@ -355,7 +380,7 @@ class ComputedActions:
         arguments |= named_arguments(parameters, len(values), travelling, given)
         if piece is not None:
             arguments[PIECE] = piece
-        y = self.call(step, module, x, values, arguments)
+        y = call_stage(module, values, arguments, step.stage, str(step.instruction))
         if step.last:
             return self.loss_share(step, y)
         passed = passed_by(y)
@@ -405,7 +430,7 @@ class ComputedActions:
         loss = stages.loss(y, labels)
         if stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
-        return loss / self.units.batch.valid
+        return loss.reshape(()) / self.units.batch.valid
 
     # ------------------------------------------------------------ B and I
     def backward(self, step: LaneStep) -> None:
@@ -506,15 +531,16 @@ class ComputedActions:
             self.give_back_buffers(kept)
 
     def apply_again(self, step: LaneStep, kept: KeptForward) -> Tensor | Bundle:
-        """Run the forward again to get its graph, with the random numbers of the first time."""
+        """Run the forward again to get its graph, with the random numbers and buffers of the first time."""
         record_in(kept.ledger)
         if kept.piece is not None:
             kept.piece.again = True
         with (
             drawing_again(kept.drawn, kept.x.device, step.instruction),
-            statistics_kept(self.stages.statistics[step.stage]),
+            buffers_as_before(self.stages.buffers[step.stage], kept.before),
         ):
             y = self.apply(step, kept.x, kept.piece)
+        kept.before = ()
         if self.values.added:
             kept.added = self.added_share(step)
         return y

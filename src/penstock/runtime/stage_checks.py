@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.bundle import Bundle
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.loss_reduction import described
+from penstock.runtime.passed_values import has_gradient
+from penstock.runtime.torch_internals import changes
 
 MAX_NAMES_SHOWN = 3
 
@@ -48,7 +51,9 @@ def stages_of_rank(
             raise ShapeError(
                 f"stage {number} is {described(stages[number])}, but a stage must be an nn.Module"
             )
-    return {number: stages[number] for number in due}
+    found = {number: stages[number] for number in due}
+    refuse_unfit_weights(found)
+    return found
 
 
 def not_tensors_error(step: LaneStep, module: nn.Module, y: object) -> ShapeError:
@@ -82,7 +87,8 @@ def unfit_message(
         expected = f"rank {step.peer} expects the shape {tuple(shape)}"
         return ShapeError(f"{found}, but {expected}{tried}")
     promoted = torch.promote_types(x.dtype, dtype)
-    casts = x.is_floating_point() and dtype.is_floating_point
+    casts = has_gradient(x.dtype) and has_gradient(dtype)
+    casts = casts and (dtype.is_complex or not x.is_complex())
     if not casts or (not autocast and promoted is not dtype):
         name = str(dtype).removeprefix("torch.")
         return ShapeError(f"{found}, but rank {step.peer} expects {name}{tried}")
@@ -99,21 +105,76 @@ def detached_error(step: LaneStep, module: nn.Module) -> RunError:
     )
 
 
-def versions(x: Tensor | Bundle) -> list[int]:
-    """Numbers that grow when somebody changes the tensors of an input."""
-    tensors = [x] if isinstance(x, Tensor) else x.tensors
-    return [0 if one.is_inference() else one._version for one in tensors]
+def refuse_unfit_weights(stages: Mapping[int, nn.Module]) -> None:
+    """Raise an error if weights have no shape yet, or will have gradients of another form than their own."""
+    for stage, module in stages.items():
+        for path, layer in module.named_modules():
+            where = f"stage {stage} ({type(module).__name__})"
+            layer_name = f"{path or 'itself'} ({type(layer).__name__})"
+            own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+            if any(map(is_lazy, own)):
+                raise ShapeError(
+                    f"{where} has weights without a shape, in {layer_name}\n"
+                    "  call the whole model once on a small batch, before it is cut into stages"
+                )
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+                raise ShapeError(
+                    f"{where} makes sparse gradients, in {layer_name}, which cannot be summed over ranks\n"
+                    "  leave out sparse=True"
+                )
 
 
-def changes_a_leaf(error: RuntimeError) -> bool:
-    """Whether torch refuses to change a tensor that begins a graph: an input of a stage, or a parameter."""
-    return "leaf Variable that requires grad" in str(error)
+def call_stage(
+    module: nn.Module,
+    values: Sequence[Tensor],
+    arguments: Mapping[str, Any],
+    stage: int,
+    doing: str,
+) -> Any:
+    """Call a module, and refuse one that changes its input in place, which a backward needs as it was."""
+    named = [value for value in arguments.values() if isinstance(value, Tensor)]
+    given = [*values, *named]
+    before = _versions(given)
+    try:
+        y = module(*values, **arguments)
+    except RuntimeError as error:
+        changes_a_leaf = "leaf Variable that requires grad" in str(error)
+        if changes_a_leaf and any(x.requires_grad for x in given):
+            raise _changed_input_error(stage, module, doing) from error
+        if not torch.is_grad_enabled() and needs_gradients(error):
+            raise without_gradients_error(stage, module, doing, error) from error
+        raise
+    if _versions(given) != before:
+        raise _changed_input_error(stage, module, doing)
+    return y
 
 
-def changed_input_error(step: LaneStep, module: nn.Module) -> ShapeError:
-    """The error for a stage that changes its input."""
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers that grow when somebody changes a tensor."""
+    return [0 if one.is_inference() else changes(one) for one in tensors]
+
+
+def needs_gradients(error: Exception) -> bool:
+    """Whether torch says that something needs a tensor with a gradient, such as a hook on it or `autograd.grad`."""
+    text = str(error)
+    return "require grad" in text or "requires_grad" in text
+
+
+def without_gradients_error(
+    stage: int, module: nn.Module, doing: str, error: RuntimeError
+) -> RunError:
+    """The error for a forward that needs gradients where it runs without them."""
+    reason = str(error).strip().partition("\n")[0]
+    return RunError(
+        f"stage {stage} ({type(module).__name__}) cannot run {doing} without gradients: {reason}\n"
+        "  a recomputed stage computes its first forward without them, and so do evaluation and frozen stages: write "
+        "`if y.requires_grad:` before y.register_hook() or y.retain_grad(), or train without `recompute`"
+    )
+
+
+def _changed_input_error(stage: int, module: nn.Module, doing: str) -> ShapeError:
     return ShapeError(
-        f"stage {step.stage} ({type(module).__name__}) changes its input in place in {step.instruction}, but the "
+        f"stage {stage} ({type(module).__name__}) changes its input in place in {doing}, but the "
         "backward needs the input as it was\n"
         "  let its first layer make a new tensor: nn.ReLU(inplace=False), x * 2 instead of x.mul_(2), or x.clone()"
     )

@@ -22,7 +22,7 @@ from torch import nn
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.batch import IGNORED_LABEL, Batch
+from penstock.runtime.batch import Batch, counting
 from penstock.runtime.gradients import Tied
 
 
@@ -63,7 +63,7 @@ class Visits:
             return
         counts: Sequence[int] = batch.counts
         if not counts:
-            counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
+            counts = [int(counting(labels).sum()) for labels in batch.labels]
         scales = visit_scales(self.parts, self.paths, counts)
         for parameter in parameters:
             part = self.owners.get(parameter)

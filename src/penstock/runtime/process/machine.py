@@ -40,6 +40,11 @@ def look_at_machine() -> Machine:
     return Machine(os.cpu_count() or 1, gpus, workers_of_a_gpu(), on_nccl)
 
 
+def processes_at_once(threads: int) -> int:
+    """How many processes with so many threads the cores of this machine can run at the same time."""
+    return max(1, look_at_machine().cores // threads)
+
+
 def use_threads(count: int) -> None:
     """Let this process compute and compile with `count` threads.
 

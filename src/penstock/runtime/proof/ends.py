@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.carry import Slice
 from penstock.runtime.bundle import Bundle
 from penstock.runtime.edges import Edge
-from penstock.runtime.passed_values import Passed
+from penstock.runtime.passed_values import Passed, has_gradient
 
 
 class _CatchGradient(torch.autograd.Function):
@@ -81,7 +81,7 @@ class Feed(End):
         number = 0  # of those that have gradients
         for tensor in self.bundle.tensors:
             given = _cut(tensor, piece)
-            if given.is_floating_point():
+            if has_gradient(given.dtype):
                 given = self.supply(given, number, piece)
                 number += 1
             tensors.append(given)
@@ -122,8 +122,8 @@ class OutputSink(End):
         if self.gradients is None:
             return tensors[0]
         total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-        floating = [x for x in tensors if x.is_floating_point()]
-        for x, gradient in zip(floating, self.gradients.tensors, strict=True):
+        differentiable = [x for x in tensors if has_gradient(x.dtype)]
+        for x, gradient in zip(differentiable, self.gradients.tensors, strict=True):
             total = total + weighted_sum(x, _cut(gradient, piece))
         return total
 
@@ -132,4 +132,5 @@ def weighted_sum(y: Tensor, gradient: Tensor) -> Tensor:
     """A loss whose gradient is the given one; what is a number already stays as it is."""
     if y.dim() == 0:
         return y
-    return (y.to(gradient.dtype) * gradient).sum()
+    product = y.to(gradient.dtype) * gradient.conj()
+    return (product.real if product.is_complex() else product).sum()

@@ -4,7 +4,8 @@ Two ways that are equal on paper still differ by rounding, because they add numb
 order. All limits apply to the norm of a tensor's difference, since single numbers near zero
 have no precision of their own:
 
-- Every tensor may differ by `ALLOWED_ROUNDINGS` roundings of its norm. One rounding is the eps
+- Every tensor may differ by `ALLOWED_ROUNDINGS` roundings of its norm. Buffers are compared by what the step has
+  added to them, which may differ by as many roundings of the buffer as well. One rounding is the eps
   of the data type, or of matrix products, which a GPU may compute in TF32. The limit is at
   most `MAX_ROUNDING_SHARE`, because half precision would hide real faults otherwise.
 - Under autocast, both ways are compared with the plain way in full precision. The planned way
@@ -26,6 +27,7 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor
 
+from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.proof.options import Option, Options
 from penstock.runtime.proof.ways import PROOF_SEED, Bench, Results
 
@@ -113,14 +115,15 @@ class DifferenceJudge:
         limits = {name: self.limit(name, cast) for name in gaps}
         if any(gap > limits[name] for name, gap in gaps.items()):
             noise = self.noise_limit(cast)
-            limits = {name: limit + noise[name] for name, limit in limits.items()}
+            limits = {one: limit + noise.get(one, 0.0) for one, limit in limits.items()}
         differences = []
         for name, gap in gaps.items():
             limit = limits[name]
             if limit:
                 self.worst = max(self.worst, gap / limit)
             if gap > limit:
-                differences.append(TensorDifference(name, gap, limit, self.norms[name]))
+                norm = self.norms.get(name, 0.0)
+                differences.append(TensorDifference(name, gap, limit, norm))
         return differences
 
     def limit(self, name: str, cast: bool) -> float:
@@ -128,7 +131,8 @@ class DifferenceJudge:
         against_plain = self.base is None
         eps = self.eps(cast and not against_plain)
         share = min(ALLOWED_ROUNDINGS * eps, MAX_ROUNDING_SHARE)
-        limit = share * self.norms[name]
+        limit = share * self.norms.get(name, 0.0)
+        limit += ALLOWED_ROUNDINGS * self.bench.buffer_rounding.get(name, 0.0)
         if cast and against_plain:
             limit += AUTOCAST_FACTOR * self.autocast_error(name)
         return limit
@@ -141,9 +145,9 @@ class DifferenceJudge:
         types.update(spec.dtype for edge in edges for spec in edge.tensors)
         if cast and executor.stages.autocast is not None:
             types.add(executor.stages.autocast)
-        floating = [kind for kind in types if kind.is_floating_point]
-        eps = max(torch.finfo(kind).eps for kind in floating or [torch.float32])
-        if torch.float32 in types:
+        real = {kind.to_real() for kind in types if has_gradient(kind)}
+        eps = max(torch.finfo(kind).eps for kind in real or {torch.float32})
+        if torch.float32 in real:
             eps = max(eps, PRODUCT_EPS[torch.get_float32_matmul_precision()])
         return eps
 
@@ -152,7 +156,7 @@ class DifferenceJudge:
         if self.autocast_errors is None:
             results = self.bench.run_plain(autocast=True, quiet=self.quiet)
             self.autocast_errors = _gaps(results, self.expected)
-        return self.autocast_errors[name]
+        return self.autocast_errors.get(name, 0.0)
 
     def noise_limit(self, cast: bool) -> dict[str, float]:
         """How much each tensor may differ because of rounding and of unstable kernels.
@@ -185,7 +189,7 @@ class DifferenceJudge:
     def depends_on_random(self, name: str) -> bool:
         """Whether other random numbers change a tensor."""
         other = self.bench.run_plain(quiet=self.quiet, seed=PROOF_SEED + 1)
-        gap = _gap(other.get(name), self.expected[name])
+        gap = _gap(other.get(name), self.expected.get(name))
         return self.drew_random and gap > self.limit(name, cast=False)
 
 
@@ -199,8 +203,9 @@ def _norm(value: Tensor | None) -> float:
 
 
 def _gaps(results: Results, expected: Results) -> dict[str, float]:
-    """The norm of the difference of each expected tensor."""
-    return {name: _gap(results.get(name), value) for name, value in expected.items()}
+    """The norm of the difference of each tensor; a buffer may have changed in one of the ways only."""
+    names = dict.fromkeys([*expected, *results])
+    return {name: _gap(results.get(name), expected.get(name)) for name in names}
 
 
 def _gap(first: Tensor | None, second: Tensor | None) -> float:

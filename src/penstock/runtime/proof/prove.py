@@ -19,9 +19,10 @@ remaining options on it is compared among ways that draw the same numbers.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch
 from penstock.runtime.bundle import Bundle
 from penstock.runtime.dtensor_share import is_distributed
+from penstock.runtime.edges import Edge
 from penstock.runtime.executor import Executor
 from penstock.runtime.facts import share_facts
 from penstock.runtime.proof.judge import DifferenceJudge, TensorDifference
@@ -42,6 +44,7 @@ from penstock.runtime.proof.traceless import (
     restored_random,
 )
 from penstock.runtime.proof.ways import Bench
+from penstock.runtime.torch_internals import free_bytes
 
 _log = logging.getLogger(__name__)
 # Two rows of a micro-batch are enough to show that rows leak into each other.
@@ -69,7 +72,8 @@ OPTION_NAMES = {
     Option.COMPILED: "torch.compile",
     Option.INTERLEAVED: "several micro-batches in flight",
 }
-LAST_RESORT = "  `--set run.prove=false` skips this check"
+MAX_NAMES_SHOWN = 3
+LAST_RESORT = "  `--set run.prove=false`, or Pipeline(prove=False), skips this check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,23 @@ class Proof:
     """The result of a proof, which is the same on all ranks."""
 
     stages: int = 0  # the number of stages proven, over all ranks
+    visited: int = 0  # the number of stages that there are to prove
     worst: float = 0.0  # the largest difference, as a share of what is allowed
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     skipped: str = ""  # why nothing was proven
+
+    def __str__(self) -> str:
+        """What was checked, and what was not."""
+        took = f"in {self.seconds:.1f} s"
+        if self.skipped:
+            return f"proved no stage: {self.skipped}"
+        if self.stages == self.visited:
+            return f"proved {self.stages} stages {took}: the plan computes the gradients of plain calls"
+        rest = f"{self.visited - self.stages} of {self.visited} stages are not proven, as the warnings say"
+        if not self.stages:
+            return f"proved no stage {took}: {rest}"
+        return f"proved {self.stages} stages {took}, which compute the gradients of plain calls; {rest}"
 
 
 @dataclass(slots=True)
@@ -91,6 +108,9 @@ class RankVerdict:
     warnings: list[str] = field(default_factory=list)
     stages: int = 0
     worst: float = 0.0
+    # Stages whose plain call did not fit into memory, and the bytes that were free for it; -1 if nobody knows.
+    starved: list[int] = field(default_factory=list)
+    free_bytes: int = -1
 
 
 def prove(executor: Executor, batch: Batch) -> Proof:
@@ -102,6 +122,7 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     """
     began = time.perf_counter()
     comm = executor.comm
+    executor.compare_batches(batch)
     compiled = any(map(has_compiled_layer, _modules(executor)))
     mine = {"obstacle": _find_obstacle(executor), "compiled": compiled}
     facts = share_facts(comm, mine)
@@ -111,14 +132,11 @@ def prove(executor: Executor, batch: Batch) -> Proof:
             _log.info("the model is not proven before it trains: %s", obstacles[0])
         return Proof(skipped=obstacles[0])
     # Compiled code is proven on all rows, since it depends on the shape.
-    rows = None if any(fact["compiled"] for fact in facts) else MAX_PROOF_ROWS
+    compiled = any(fact["compiled"] for fact in facts)
     devices = _devices(executor)
     with restored_random(devices, comm.barrier):
-        verdict = _judge_stages(executor, _first_rows(batch, rows))
-        shared = share_facts(comm, _as_dict(verdict))
-    verdicts = [RankVerdict(**fields) for fields in shared]
-    if any(device.type == "cuda" for device in devices):
-        torch.cuda.empty_cache()
+        verdicts = _judge_together(executor, batch, compiled)
+    _free_cached(devices)
     warnings: list[str] = []
     for verdict in verdicts:
         warnings += verdict.warnings
@@ -130,7 +148,77 @@ def prove(executor: Executor, batch: Batch) -> Proof:
             raise ProofError(f"{verdict.failure}\n{LAST_RESORT}")
     stages = sum(verdict.stages for verdict in verdicts)
     worst = max(verdict.worst for verdict in verdicts)
-    return Proof(stages, worst, time.perf_counter() - began, tuple(warnings))
+    visited = len(choose_microbatches(executor.program.schedule))
+    seconds = time.perf_counter() - began
+    return Proof(stages, visited, worst, seconds, tuple(warnings))
+
+
+def _judge_together(
+    executor: Executor, batch: Batch, compiled: bool
+) -> list[RankVerdict]:
+    """Judge the stages of all ranks, again with fewer rows if a plain call does not fit into memory."""
+    verdicts: list[RankVerdict] = []
+    wanted = set(choose_microbatches(executor.program.schedule))
+    numbers = _numbers_of_rows(batch, compiled)
+    for rows in numbers:
+        verdict = _judge_stages(executor, _first_rows(batch, rows), wanted)
+        told = share_facts(executor.comm, _as_dict(verdict))
+        found = [RankVerdict(**fields) for fields in told]
+        verdicts += found
+        starved = {stage for one in found for stage in one.starved}
+        if compiled and rows < numbers[0]:
+            verdicts.append(_fewer_rows_verdict(wanted - starved, rows, numbers[0]))
+        if not starved or any(one.failure for one in found):
+            return verdicts
+        # Another try, on all ranks together, since the inputs of stages come from those before.
+        wanted = starved
+        free_recordings(executor)
+        gc.collect()
+        _free_cached(_devices(executor))
+    return [*verdicts, _starved_verdict(found)]
+
+
+def _free_cached(devices: Collection[torch.device]) -> None:
+    """Give the memory of dropped tensors and recordings back to the GPU."""
+    if any(device.type == "cuda" for device in devices):
+        torch.cuda.empty_cache()
+
+
+def _numbers_of_rows(batch: Batch, compiled: bool) -> list[int]:
+    """How many rows of a micro-batch to try one after the other, each if the one before needs too much memory."""
+    most = max(len(x) for x in batch.inputs)
+    first = most if compiled else min(most, MAX_PROOF_ROWS)
+    return [first, *(rows for rows in (MAX_PROOF_ROWS, 1) if rows < first)]
+
+
+def free_recordings(executor: Executor) -> None:
+    """Drop the recordings of earlier steps. All ranks call this together; they record again in their next step."""
+    executor.recordings = None
+
+
+def _fewer_rows_verdict(stages: Collection[int], rows: int, most: int) -> RankVerdict:
+    """What to say of compiled stages that are not compared on all rows that they will train on."""
+    warnings = [
+        f"stage {stage} is compared on {rows} of {most} rows only: there is not enough memory for a "
+        "plain call on all rows beside the plan"
+        for stage in sorted(stages)
+    ]
+    return RankVerdict(warnings=warnings)
+
+
+def _starved_verdict(verdicts: Sequence[RankVerdict]) -> RankVerdict:
+    """What to say of stages that need too much memory even for a single row."""
+    warnings = []
+    for rank, verdict in enumerate(verdicts):
+        free = ""
+        if verdict.free_bytes >= 0:
+            free = f" ({verdict.free_bytes / 2**30:.1f} GiB were free)"
+        warnings += [
+            f"stage {stage} on rank {rank} is not proven: there is not enough memory for a plain call on one row "
+            f"beside the plan{free}"
+            for stage in verdict.starved
+        ]
+    return RankVerdict(warnings=warnings)
 
 
 def _modules(executor: Executor) -> list[nn.Module]:
@@ -172,7 +260,7 @@ def choose_microbatches(schedule: Schedule) -> dict[int, int]:
     return chosen
 
 
-def _first_rows(batch: Batch, rows: int | None) -> Batch:
+def _first_rows(batch: Batch, rows: int) -> Batch:
     """A batch with only the first rows of each micro-batch."""
     named = [{name: x[:rows] for name, x in each.items()} for each in batch.named]
     return replace(
@@ -184,35 +272,54 @@ def _first_rows(batch: Batch, rows: int | None) -> Batch:
     )
 
 
-def _judge_stages(executor: Executor, batch: Batch) -> RankVerdict:
-    """Judge all stages of this rank, each on its real input."""
-    executor.edges(batch)  # together with the other ranks
+def _judge_stages(
+    executor: Executor, batch: Batch, wanted: Collection[int]
+) -> RankVerdict:
+    """Judge the wanted stages of this rank, each on its real input."""
+    edges = executor.edges(batch)  # together with the other ranks
     chosen = choose_microbatches(executor.program.schedule)
     benches: dict[int, Bench] = {}
     for stage in sorted(executor.modules):
         if stage in chosen:
             benches[stage] = Bench(executor, stage, chosen[stage], batch)
-    for stage, x in _inputs(executor, batch, chosen, benches):
+    for stage, x in _inputs(executor, batch, edges, chosen, benches):
         benches[stage].set_input(x, batch, chosen[stage])
     verdict = RankVerdict()
     for bench in benches.values():
+        if bench.stage not in wanted:
+            bench.samples.clear()
+            continue
         try:
             _judge(bench, verdict)
         except torch.OutOfMemoryError:
             # A plain call needs more than the plan: it is not compiled, and keeps all activations.
-            verdict.warnings.append(
-                f"stage {bench.stage} on rank {executor.comm.rank} is not proven: "
-                "there is not enough memory for a plain call beside it"
-            )
+            verdict.starved.append(bench.stage)
+        if bench.changed_weights and not verdict.failure:
+            verdict.failure = _changed_weights_text(bench)
         bench.samples.clear()
+        if bench.stage in verdict.starved:
+            # Not before the error is gone, whose traceback holds what the call has made.
+            gc.collect()
+            verdict.free_bytes = free_bytes(bench.device)
         if verdict.failure:
             break
     return verdict
 
 
+def _changed_weights_text(bench: Bench) -> str:
+    """The error message for a stage that changes its weights, as only an optimizer may."""
+    return (
+        f"{bench.title} changes its weights itself, in a forward or in a hook of a gradient: "
+        f"{', '.join(bench.changed_weights[:MAX_NAMES_SHOWN])}\n"
+        "  other micro-batches are in flight meanwhile, and copies of the weights would differ\n"
+        "  change them after the step, as an optimizer does (also what max_norm of an embedding does)"
+    )
+
+
 def _inputs(
     executor: Executor,
     batch: Batch,
+    edges: Sequence[tuple[Edge, ...]],
     chosen: dict[int, int],
     benches: dict[int, Bench],
 ) -> Iterator[tuple[int, Tensor | Bundle]]:
@@ -235,26 +342,29 @@ def _inputs(
                 continue
             before = schedule.stages[path[place - 1]].rank if place else rank
             if before != rank:
-                x = benches[stage].receive(before, device)
+                x = benches[stage].receive(before, edges[number][place - 1], device)
             if place in wanted:
                 yield stage, x
             if place < end:
-                x = benches[stage].forward(x, batch, number)
+                edge = edges[number][place]
+                x = benches[stage].forward(x, batch, number, edge)
                 after = schedule.stages[path[place + 1]].rank
                 if after != rank:
-                    benches[stage].send(x, after)
+                    benches[stage].send(x, after, edge)
 
 
 # ---------------------------------------------------------------- one stage
 def _judge(bench: Bench, verdict: RankVerdict) -> None:
     """Judge one stage, and add the result to the verdict."""
     where = f"stage {bench.stage} on rank {bench.executor.comm.rank}"
+    proven = True
     for make_judge in _rounds(bench):
         judge = make_judge()
         if not judge.finite:
             verdict.warnings.append(
                 f"{where} is not proven: its plain call produces infinite or NaN values"
             )
+            proven = False
             continue
         differences = judge.compare(bench.options)
         verdict.worst = max(verdict.worst, judge.worst)
@@ -272,10 +382,11 @@ def _judge(bench: Bench, verdict: RankVerdict) -> None:
                 f"{where} is not proven: it draws random numbers that cannot be switched off, and "
                 f"{' and '.join(names)} draw other ones"
             )
+            proven = False
             continue
         verdict.failure = _failure_text(where, differences, _find_cause(judge))
         return
-    verdict.stages += 1
+    verdict.stages += proven
     _check_split(bench, where, verdict)
 
 

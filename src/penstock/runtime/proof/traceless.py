@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.torch_internals import (
     compiled_call,
     is_compiled,
@@ -42,29 +44,57 @@ class ModuleMemory:
     COMMON = module_attributes()
 
     def __init__(self, module: nn.Module) -> None:
-        # A dict of a layer, and for each of its names the value and a copy of its contents.
-        self.saved: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
-        for layer in module.modules():
+        # A dict of a layer, the names in it that stay as they are, and for each other name the value and a copy of
+        # its contents.
+        self.saved: list[
+            tuple[dict[str, Any], frozenset[str], dict[str, tuple[Any, Any]]]
+        ] = []
+        # The buffers of a layer, the name of the layer, and copies of the buffers.
+        self.buffers: list[tuple[dict[str, Any], str, dict[str, Any]]] = []
+        for path, layer in module.named_modules():
             self._save(layer.__dict__, self.COMMON)
-            self._save(own_buffers(layer), NO_NAMES)
+            self._save(own_buffers(layer), NO_NAMES, path)
 
-    def _save(self, values: dict[str, Any], skipped: frozenset[str]) -> None:
+    def _save(
+        self, values: dict[str, Any], skipped: frozenset[str], path: str | None = None
+    ) -> None:
         saved = {}
         for name, value in values.items():
             if name not in skipped:
                 saved[name] = (value, _copy_contents(value))
-        self.saved.append((values, saved))
+        self.saved.append((values, skipped, saved))
+        if path is not None:
+            before = {name: contents for name, (_, contents) in saved.items()}
+            self.buffers.append((values, f"{path}." if path else "", before))
+
+    def changed_buffers(self) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+        """Yield each buffer that has changed since, by its name: as it was, and as it is."""
+        for values, prefix, before in self.buffers:
+            for name in dict.fromkeys([*before, *values]):
+                old, new = before.get(name), values.get(name)
+                if old is None and new is None:
+                    continue
+                if old is None or new is None or not _same(old, new):
+                    yield f"{prefix}{name}", old, new
 
     def restore(self) -> None:
         """Restore everything that was saved, and delete what was added since."""
-        for values, saved in self.saved:
-            skipped = self.COMMON if "_parameters" in values else NO_NAMES
+        for values, skipped, saved in self.saved:
             for name in list(values):
                 if name not in saved and name not in skipped:
                     del values[name]
             for name, (value, contents) in saved.items():
                 _restore_contents(value, contents)
                 values[name] = value
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    alike = (one.shape, one.dtype, one.device) == (
+        other.shape,
+        other.dtype,
+        other.device,
+    )
+    return alike and torch.equal(one, other)
 
 
 def _copy_contents(value: Any) -> Any:
@@ -145,14 +175,13 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
     """Change every number of every layer's output by the share `noise`, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
+    # Inside of vmap, torch's own generators refuse to draw.
+    generator = np.random.default_rng(seed)
 
     def blur(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            bits = torch.randint(
-                0, 2, value.shape, generator=generator, dtype=torch.int8
-            )
-            signs = 2 * bits.to(value.device) - 1
+        if isinstance(value, Tensor) and has_gradient(value.dtype):
+            bits = generator.integers(0, 2, tuple(value.shape), dtype=np.int8)
+            signs = 2 * torch.from_numpy(np.asarray(bits)).to(value.device) - 1
             return value * (1 + noise * signs.double()).to(value.dtype)
         if type(value) in (list, tuple):
             return type(value)(map(blur, value))

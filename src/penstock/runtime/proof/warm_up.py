@@ -14,6 +14,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.bundle import Bundle
 from penstock.runtime.edges import Edge
 from penstock.runtime.executor import Executor
+from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.proof.prove import choose_microbatches
 from penstock.runtime.proof.traceless import restored_random
 from penstock.runtime.proof.ways import PROOF_SEED, Bench
@@ -45,7 +46,7 @@ def _random_input(bench: Bench, edge: Edge, device: torch.device) -> Tensor | Bu
     tensors = []
     for shape, dtype, _ in edge.tensors:
         x = torch.zeros(shape, dtype=dtype)
-        if dtype.is_floating_point:
+        if has_gradient(dtype):
             x = torch.randn(shape, generator=dice, dtype=dtype)
         tensors.append(x.to(device))
     return Bundle(tensors, edge.values, edge.names) if bench.many else tensors[0]

@@ -23,21 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry
+from penstock.errors import RunError
 from penstock.ir.action import Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
 from penstock.runtime.added_losses import collected_losses, take_sum
-from penstock.runtime.batch import IGNORED_LABEL, Batch
+from penstock.runtime.batch import Batch, counting
 from penstock.runtime.bundle import Bundle, bundle_of
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.edges import TensorSpecs
+from penstock.runtime.edges import Edge, TensorSpecs
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
 from penstock.runtime.passed_values import (
     PIECE,
     Passed,
     forward_parameters,
+    has_gradient,
     named_arguments,
     passed_by,
 )
@@ -52,14 +54,19 @@ from penstock.runtime.proof.traceless import (
     uncompiled,
     without_dropout,
 )
-from penstock.runtime.torch_internals import original_name
+from penstock.runtime.stage_checks import call_stage, needs_gradients
+from penstock.runtime.torch_internals import (
+    changes,
+    original_module,
+    original_name,
+)
 
 # For all random numbers: those that a stage draws, and the gradients of inner stages.
 PROOF_SEED = 20_817
 OUTPUT = "the output"
 LOSS = "the loss"
 INPUT_GRADIENT = "the gradient of the input"
-# The output or the loss, and the gradients of the parameters and of the input, by name.
+# The output or the loss, the gradients of the parameters and of the input, and what was added to buffers, by name.
 Results = dict[str, Tensor | None]
 # Ranks that are threads share torch's random number generators, and perhaps the module: one looks at it or runs it at a
 # time, and leaves it as it was.
@@ -84,7 +91,7 @@ class Sample:
 def _rolled(x: Any) -> Any:
     if isinstance(x, Bundle):
         return Bundle([_rolled(tensor) for tensor in x.tensors], x.count, x.names)
-    return x.roll(1, min(1, x.dim() - 1))
+    return x.roll(1, min(1, x.dim() - 1)) if x.dim() else x
 
 
 class Bench:
@@ -95,6 +102,7 @@ class Bench:
     ) -> None:
         self.executor = executor
         self.stage = stage
+        self.instruction = Action(Op.F, stage, microbatch)
         self.module = executor.modules[stage]
         with ONE_AT_A_TIME:
             self.memory = ModuleMemory(self.module)
@@ -115,9 +123,25 @@ class Bench:
         for parameter in self.module.parameters():
             self.device = parameter.device
             break
+        self.weights = dict(self.module.named_parameters())
+        self.versions = {name: changes(p) for name, p in self.weights.items()}
+        # How much rounding can change the buffers that a run has changed.
+        self.buffer_rounding: dict[str, float] = {}
         self.drew_random = False  # whether the last run drew random numbers
         # Whether the last split backward left nothing to its W.
         self.splits_in_vain = False
+
+    @property
+    def title(self) -> str:
+        """The stage in words."""
+        name = type(original_module(self.module)).__name__
+        return f"stage {self.stage} ({name}) on rank {self.executor.comm.rank}"
+
+    @property
+    def changed_weights(self) -> list[str]:
+        """The names of weights that were changed in place since the bench was made."""
+        now = self.weights.items()
+        return [name for name, p in now if changes(p) != self.versions[name]]
 
     def _options(self) -> Options:
         """The options of the plan that apply to this stage."""
@@ -133,42 +157,59 @@ class Bench:
         }
         return frozenset(option for option, on in applies.items() if on)
 
-    def receive(self, source: int, device: torch.device) -> Tensor | Bundle:
+    def receive(self, source: int, edge: Edge, device: torch.device) -> Tensor | Bundle:
         """What the stage before has sent from another rank."""
-        assert self.incoming is not None
         comm = self.executor.comm
-        arriving = [
-            comm.receive(s.shape, s.dtype, source) for s in self.incoming.tensors
-        ]
+        arriving = [comm.receive(s.shape, s.dtype, source) for s in edge.tensors]
         tensors = [one.wait().to(device) for one in arriving]
         if self.many:
-            return Bundle(tensors, self.incoming.values, self.incoming.names)
+            return Bundle(tensors, edge.values, edge.names)
         return tensors[0]
 
-    def send(self, x: Tensor | Bundle, target: int) -> None:
+    def send(self, x: Tensor | Bundle, target: int, edge: Edge) -> None:
         """Send what the stage has made to another rank."""
-        assert self.outgoing is not None
         tensors = x.tensors if isinstance(x, Bundle) else (x,)
-        for tensor, spec in zip(tensors, self.outgoing.tensors, strict=True):
+        for tensor, spec in zip(tensors, edge.tensors, strict=True):
             self.executor.comm.send(tensor.to(spec.dtype), target).wait()
 
-    def forward(self, x: Tensor | Bundle, batch: Batch, number: int) -> Tensor | Bundle:
-        """Run a plain forward that leaves nothing behind."""
+    def forward(
+        self, x: Tensor | Bundle, batch: Batch, number: int, edge: Edge
+    ) -> Tensor | Bundle:
+        """Run a plain forward of any micro-batch that leaves nothing behind."""
         named = batch.named[number] if batch.named else {}
         starts = batch.starts[number] if batch.starts else None
         sample = Sample(x, batch.labels[number], batch.inputs[number], starts, named)
         with ONE_AT_A_TIME:
             try:
                 with (
-                    torch.no_grad(),
                     uncompiled(self.module) as plain,
                     self.autocast(enabled=True),
                 ):
-                    y: Tensor | Bundle = self.call(plain, x, sample)
-                    return y
+                    return self.call_without_graph(plain, sample, edge)
             finally:
                 self.executor.gradients.shards.finish()
                 self.memory.restore()
+
+    def call_without_graph(
+        self, module: nn.Module, sample: Sample, edge: Edge
+    ) -> Tensor | Bundle:
+        """Call a module, without gradients if it can run so. A forward that hooks a tensor cannot."""
+        y: Tensor | Bundle
+        try:
+            with torch.no_grad():
+                y = self.call(module, sample.x, sample, edge)
+                return y
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, RunError) as error:
+            if not needs_gradients(error):
+                raise
+        self.memory.restore()
+        with torch.enable_grad():
+            y = self.call(module, self._plain_input(sample), sample, edge)
+        if isinstance(y, Bundle):
+            return Bundle([x.detach() for x in y.tensors], y.count, y.names)
+        return y.detach()
 
     def set_input(self, x: Tensor | Bundle, batch: Batch, number: int) -> None:
         """Set what the stage gets.
@@ -199,7 +240,7 @@ class Bench:
         count = 0
         for sample in self.samples:
             assert isinstance(sample.target, Tensor)
-            count += int((sample.target != IGNORED_LABEL).sum())
+            count += int(counting(sample.target).sum())
         return max(count, 1)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -235,7 +276,7 @@ class Bench:
             for sample in self.samples:
                 x = self._plain_input(sample)
                 with self.autocast(autocast), collected_losses() as added:
-                    y = self.call(plain, x, sample)
+                    y = self.call(plain, x, sample, self.outgoing)
                     if self.last:
                         loss = self._loss(y, sample.target)
                     share = take_sum(added) * self.added_share if added else None
@@ -271,27 +312,35 @@ class Bench:
         x = sample.x.detach().clone()
         return x if self.first else x.requires_grad_()
 
-    def call(self, module: nn.Module, x: Tensor | Bundle, sample: Sample) -> Any:
+    def call(
+        self,
+        module: nn.Module,
+        x: Tensor | Bundle,
+        sample: Sample,
+        outgoing: Edge | None,
+    ) -> Any:
         """Call a module on a whole sequence, and return what it passes on.
 
         Packed documents need a slice, which then covers the whole sequence.
         """
+        doing = str(self.instruction)
         sliced: dict[str, Any] = {}
         if sample.starts is not None:
             tokens = sample.tokens.shape[1]
             sliced[PIECE] = Carry(tokens, sample.starts).open(0, tokens)
         if not self.many:
-            return module(x, **sliced)
+            assert isinstance(x, Tensor)
+            return call_stage(module, (x,), sliced, self.stage, doing)
         values = (x,) if isinstance(x, Tensor) else x.values
         travelling = {} if isinstance(x, Tensor) else x.named
         parameters = forward_parameters(module)
         named = named_arguments(parameters, len(values), travelling, sample.named)
-        y = module(*values, **named, **sliced)
-        if self.outgoing is None:
-            return y.returned if isinstance(y, Passed) else y
+        y = call_stage(module, values, {**named, **sliced}, self.stage, doing)
+        if outgoing is None:
+            return y
         passed = passed_by(y)
         assert passed is not None
-        return bundle_of(passed, self.outgoing, travelling)
+        return bundle_of(passed, outgoing, travelling)
 
     @property
     def added_share(self) -> float:
@@ -347,10 +396,12 @@ class Bench:
     def _loss(self, y: Any, labels: Tensor | Bundle) -> Tensor:
         """The share of a micro-batch in the mean loss of all labels."""
         assert isinstance(labels, Tensor)
+        if isinstance(y, Passed):
+            y = y.returned
         loss = plain_loss(self.executor.stages.loss)(y, labels)
         if self.executor.stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
-        return loss / self.label_count
+        return loss.reshape(()) / self.label_count
 
     def _batch(self) -> Batch:
         """The samples as a batch of an executor.
@@ -473,7 +524,7 @@ class Bench:
         outputs: Sequence[Tensor | Bundle],
         input_gradients: Sequence[Tensor | Bundle],
     ) -> Results:
-        """The outputs or the loss, and the gradients that the parameters have now."""
+        """The outputs or the loss, the gradients that the parameters have now, and what was added to buffers."""
         results: Results = {}
         if self.outgoing is None:
             results[LOSS] = loss
@@ -487,7 +538,24 @@ class Bench:
         if self.incoming is not None:
             gradients = self.incoming.gradients
             results |= _joined(INPUT_GRADIENT, input_gradients, gradients)
+        for path, before, now in self.memory.changed_buffers():
+            name = f"the buffer {original_name(path)}"
+            results[name] = _added(before, now)
+            if now is not None and has_gradient(now.dtype):
+                norm = float(torch.linalg.vector_norm(now.detach()))
+                self.buffer_rounding[name] = torch.finfo(now.dtype).eps * norm
         return results
+
+
+def _added(before: Tensor | None, now: Tensor | None) -> Tensor:
+    """What was added to a buffer. A new one counts as a whole, and so does one of another kind, or that is gone."""
+    whole = before if now is None else now
+    assert whole is not None
+    if before is None or now is None or before.shape != now.shape:
+        return whole.detach().clone()
+    if now.dtype == torch.bool:
+        return now ^ before
+    return now.detach() - before
 
 
 def _joined(
@@ -500,7 +568,8 @@ def _joined(
         return {name: torch.cat(tensors) if tensors else None}
     results: Results = {}
     for number in range(len(specs)):
-        joined = torch.cat([bundle.tensors[number] for bundle in bundles])
+        tensors = [bundle.tensors[number] for bundle in bundles]
+        joined = torch.cat([x if x.dim() else x.reshape(1) for x in tensors])
         results[f"{name}, tensor {number}"] = joined
     return results
 
