@@ -14,13 +14,16 @@ from penstock.advice.advise import FRAMEWORKS, advise, framework_of
 from penstock.advice.deepspeed import borders_of
 from penstock.advice.orders import PlacementKind, order_of, placement_kind
 from penstock.advice.pipeline import PipelineTerms
+from penstock.cli.landscape_page import landscape_page
 from penstock.cost import ModelCost, Network, PartCost, Seconds
 from penstock.cost.waiting import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import load_torch_csv, read_plan
-from penstock.plan.question import unit_question
+from penstock.plan.planner import chosen_plan
+from penstock.plan.question import Question, unit_question
 from penstock.plan.recipes import Limits
-from penstock.plan.search import search
+from penstock.plan.search import Landscape, search
+from penstock.plan.workload import Cell, Fixed, Workload
 
 STEM = Path("plan")
 
@@ -51,7 +54,7 @@ def test_a_schedule_has_the_name_of_its_lanes(name, shape, order, placement):
     schedule = make(name, ranks=4, microbatches=8, **shape)
     assert order_of(schedule) == order
     if len(schedule.stages) == schedule.parts:
-        assert placement_kind(schedule) is placement
+        assert placement_kind(schedule.stages) is placement
 
 
 # ---------------------------------------------------------------- what they are told
@@ -90,7 +93,9 @@ def test_micro_batches_for_which_torchs_own_schedule_has_no_such_order_come_as_a
     advice = framework.advise(plan, STEM)
     assert "pipeline_parallel_schedule PipelineScheduleMulti" in advice.text
     assert load_torch_csv(advice.files["plan.csv"]) == plan.schedule
-    assert not framework.waits(plan)  # Only torch's own 1F1B waits for its messages.
+    assert not framework.waits(
+        plan.schedule
+    )  # Only torch's own 1F1B waits for its messages.
 
 
 def test_a_single_rank_accumulates_micro_batches():
@@ -121,72 +126,88 @@ def test_deepspeed_gets_its_batch_sizes_and_borders():
 
 
 def test_passes_become_micro_batches_where_gradients_accumulate_in_the_pipeline():
-    two = replace(LOOP(), passes=2)
+    two = Workload(6, 64, batch=48, devices=2, passes=2, fixed=Fixed(microbatches=4))
     adapted = FRAMEWORKS["megatron"].adapt(two)
-    assert (adapted.microbatches, adapted.passes) == (8, 1)
-    assert adapted.global_batch == two.global_batch == 48
-    assert order_of(adapted.schedule) == "interleaved"
+    assert (adapted.fixed.microbatches, adapted.passes) == (8, 1)
     assert FRAMEWORKS["torchtitan"].adapt(two) is two
 
 
 # ---------------------------------------------------------------- what they cannot run
 @pytest.mark.parametrize(
-    ("names", "plan", "words"),
+    ("names", "schedule", "words"),
     [
         (
             "torchtitan automodel",
-            pipeline("hanayo", ranks=2, microbatches=4, waves=2),
-            "its stages lie in 2 waves",
+            make("hanayo", ranks=2, microbatches=4, waves=2),
+            "its stages lie in several waves",
         ),
         (
             "torchtitan automodel megatron deepspeed",
-            pipeline("seq1f1b", ranks=2, microbatches=2, slices=2),
+            make("seq1f1b", ranks=2, microbatches=2, slices=2),
             "token slices",
         ),
         (
             "torchtitan automodel megatron deepspeed",
-            pipeline("chimera", ranks=2, microbatches=2),
+            make("chimera", ranks=2, microbatches=2),
             "more than once",
         ),
         (
-            "torchtitan automodel megatron deepspeed",
-            replace(FLAT(), recompute=(1,)),
-            "it recomputes 1 of 3 parts",
-        ),
-        ("torchtitan automodel", replace(FLAT(), tied=True), "model.tied=false"),
-        (
-            "automodel",
-            pipeline("1f1b", ranks=4, microbatches=2),
-            "2 micro-batches on 4 ranks",
-        ),
-        (
             "megatron deepspeed",
-            pipeline("zb-h1", ranks=2, microbatches=4),
+            make("zb-h1", ranks=2, microbatches=4),
             "runs 1F1B",
         ),
         (
             "megatron",
-            pipeline("interleaved", ranks=2, microbatches=5, chunks=2),
+            make("interleaved", ranks=2, microbatches=5, chunks=2),
             "the 2 ranks divide the micro-batches, of which there are 5",
         ),
-        ("deepspeed", LOOP(), "one stage on each rank"),
+        ("deepspeed", LOOP().schedule, "one stage on each rank"),
         (
             "torchtitan automodel megatron deepspeed",
-            pipeline("interleaved", ranks=1, microbatches=2, chunks=2),
+            make("interleaved", ranks=1, microbatches=2, chunks=2),
             "a single rank",
         ),
     ],
 )
-def test_a_plan_that_a_framework_cannot_run_is_refused_with_the_reason(
-    names, plan, words
+def test_an_order_that_a_framework_cannot_run_is_refused_with_the_reason(
+    names, schedule, words
 ):
     for name in names.split():
-        assert words in FRAMEWORKS[name].refuse(plan), name
+        assert words in FRAMEWORKS[name].refuse_order(schedule), name
+
+
+HALF = Cell(1, 3, 1, 1, 4, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("names", "cell", "tied", "words"),
+    [
+        (
+            "torchtitan automodel megatron deepspeed",
+            HALF,
+            False,
+            "it recomputes 50% of its parts",
+        ),
+        ("torchtitan automodel", HALF, True, "model.tied=false"),
+        (
+            "automodel",
+            replace(HALF, microbatches=2),
+            False,
+            "2 micro-batches on 3 ranks",
+        ),
+    ],
+)
+def test_a_division_that_a_framework_cannot_run_is_refused_with_the_reason(
+    names, cell, tied, words
+):
+    for name in names.split():
+        assert words in FRAMEWORKS[name].refuse_cell(cell, tied), name
 
 
 def test_every_framework_runs_1f1b():
     for framework in FRAMEWORKS.values():
-        assert framework.refuse(replace(FLAT(), tied=False)) == ""
+        assert framework.refuse_order(FLAT().schedule) == ""
+        assert framework.refuse_cell(replace(HALF, recomputed=1.0), tied=False) == ""
 
 
 def test_an_unknown_framework_has_a_suggestion():
@@ -213,40 +234,44 @@ def test_the_wait_is_as_long_as_the_message():
     assert cost.pause(schedule, lane[-1]) == 0  # the last backward sends nothing
 
 
-@pytest.fixture(scope="module")
-def small():
-    question = unit_question(2, 4, UnitCost(comm=0.05), None, Limits(4, 1))
+def asked(name: str) -> tuple[Landscape, Question]:
+    """Search among what a framework can run, for two ranks and four micro-batches."""
+    limits = FRAMEWORKS[name].narrow(Limits(4, 4))
+    question = unit_question(2, 4, UnitCost(comm=0.05), None, limits)
     return search(question.workload, question.pricing, question.limits), question
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_the_chosen_plan_is_the_fastest_that_runs_there(small, name):
-    landscape, question = small
+def test_a_search_for_a_framework_tries_only_what_runs_there(name):
+    landscape, _ = asked(name)
     framework = FRAMEWORKS[name]
-    counsel = advise(landscape, question, framework, STEM)
-    assert framework.refuse(counsel.pipeline) == ""
-    assert counsel.expected.step >= counsel.row.candidate.step * (1 - 1e-9)
-    for refusal in counsel.refused:
-        assert refusal.step < counsel.expected.step
-    runnable = [
-        row.candidate.step
-        for row in landscape.rows
-        if not framework.refuse(
-            replace(counsel.pipeline, schedule=row.candidate.schedule)
-        )
-    ]
-    if not counsel.expected.waits:
-        assert counsel.row.candidate.step == min(runnable)
+    for row in landscape.rows:
+        schedule = row.candidate.schedule
+        assert framework.refuse_order(schedule) == ""
+        cost = UnitCost(comm=0.05)
+        timed = WaitingCost(cost) if framework.waits(schedule) else cost
+        assert row.candidate.makespan == simulate(schedule, timed).makespan
+    assert landscape.bound <= landscape.best.candidate.step * (1 + 1e-9)
 
 
-def test_a_framework_that_can_run_nothing_says_why(small):
-    landscape, question = small
-    waves = [
-        row for row in landscape.rows if dict(row.candidate.shape).get("waves") == 2
-    ]
-    only = replace(landscape, rows=tuple(waves))
-    with pytest.raises(ShapeError, match="megatron can run none of the"):
-        advise(only, question, FRAMEWORKS["megatron"], STEM)
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_page_file_and_options_of_a_framework_show_one_plan(name):
+    landscape, question = asked(name)
+    counsel = advise(landscape, question, FRAMEWORKS[name], STEM)
+    plan = chosen_plan(landscape, question.facts)
+    assert counsel.pipeline.schedule == plan.schedule
+    page = landscape_page(landscape, question)
+    assert f"The fastest plan is {counsel.name}. " in page.sentences[0]
+    assert any(f"The plan is for {name}" in sentence for sentence in page.sentences)
+    assert counsel.row is landscape.best
+
+
+def test_a_framework_that_can_run_nothing_says_why():
+    limits = FRAMEWORKS["torchtitan"].narrow(Limits(4, 1))
+    question = unit_question(2, 4, UnitCost(), None, limits)
+    tied = replace(question.workload, tied=True)
+    with pytest.raises(ShapeError, match=r"torchtitan can run none of .* ties its"):
+        search(tied, question.pricing, question.limits)
 
 
 # ---------------------------------------------------------------- the command line
@@ -266,6 +291,45 @@ def test_plan_for_a_framework_prints_and_writes_what_it_takes(run):
         assert load_torch_csv(Path("best.csv").read_text()) == plan.schedule
 
 
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_page_file_and_terminal_show_one_plan_for_a_framework(run, name):
+    code, out, err = run(f"{ASKED} --for {name} -o best.json --page best.html")
+    assert code == 0, err
+    chosen = out.split(f"for {name}: ")[1].split(", as ")[0]
+    assert f"The fastest plan is {chosen}. " in Path("best.html").read_text()
+    plan = read_plan("best.json")
+    assert FRAMEWORKS[name].refuse_order(plan.schedule) == ""
+    assert chosen == plan.name
+
+
+def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    ).save_pretrained("model")
+    Path("config.toml").write_text(
+        '[model]\nconfig = "model"\ntied = true\n'
+        "[data]\ntokens = 64\nbatch = 4\n[schedule]\nranks = 2\nmicrobatches = 4\n"
+    )
+    line = "plan config.toml --gpu h100 --stages 1 --for torchtitan"
+    code, out, err = run(line)
+    assert code == 0, err
+    assert "pipeline_parallel_degree 2" in out
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(
+        json.dumps({**config, "tie_word_embeddings": True})
+    )
+    code, _, err = run(line)
+    assert code == 2
+    assert "torchtitan can run none of these plans: the model ties" in err
+
+
 def test_plan_for_a_framework_prints_json(run):
     code, out, _ = run(f"{ASKED} --for deepspeed --json")
     facts = json.loads(out)
@@ -273,7 +337,6 @@ def test_plan_for_a_framework_prints_json(run):
     assert (facts["for"], facts["schedule"]) == ("deepspeed", "as 1F1B")
     assert facts["expected"]["waits"]
     assert json.loads(facts["text"])["gradient_accumulation_steps"] == 4
-    assert facts["cannot_run"][0]["reason"]
 
 
 def test_plan_refuses_an_unknown_framework(run):

@@ -41,6 +41,34 @@ def run(run, monkeypatch):
     return run
 
 
+def test_a_longer_search_never_makes_the_mean_over_partial_and_full_steps_slower(run):
+    """Paths alone got faster here, on an arrangement that made full steps slower by more."""
+    line = (
+        "paths cluster.toml --parts 3 --microbatches 2 --forward 0.5 --message 8e6 "
+        "--rule full=3 --seed 5 --json"
+    )
+    means = []
+    for iterations in (300, 1500):
+        code, out, err = run(f"{line} --iterations {iterations} -o plan.json")
+        assert code == 0, err
+        found = json.loads(out)
+        mean = (2 * found["makespan"] + found["full_step"]) / 3
+        assert found["mean_step"] == pytest.approx(mean)
+        plan = read_plan("plan.json")
+        assert plan.facts["makespan"] == found["makespan"]
+        assert plan.facts["full_makespan"] == found["full_step"]
+        means.append(mean)
+    assert means[1] <= means[0]
+
+
+def test_a_rotation_of_one_set_says_that_nothing_changes(run):
+    line = "paths cluster.toml --parts 3 --microbatches 2 --forward 0.5 --rotate"
+    code, out, err = run(f"{line} --rule share=0 --rule full=0 --iterations 300")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "a single set, so nothing changes from step to step: it meets all" in text
+
+
 def test_a_plan_is_shown_with_its_bound_and_written(run):
     code, out, err = run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
     assert (code, err) == (0, "wrote plan.json\n")
@@ -106,7 +134,7 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
     gpu = gpu_of("h100")
     config = load_config(CONFIG)
     profile = analytic_profile(
-        config.model, 64, facts["rows"], gpu, config.run.precision, recorded=True
+        config.model, 64, facts["rows"], gpu, "bfloat16", recorded=True
     )
     cost = replace(
         replace(profile, turn=0.0).cost(plan.partition, tokens=64),

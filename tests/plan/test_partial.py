@@ -80,7 +80,7 @@ def test_without_leave_nothing_is_left_out():
     assert all(visits_all_parts(row.candidate.schedule) for row in rows)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from([loop_placement, wave_placement]),
     st.integers(2, 4),

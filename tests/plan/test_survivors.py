@@ -20,7 +20,7 @@ def visited(schedule, microbatch: int) -> list[int]:
     return [schedule.stages[stage].part for stage in path]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_every_micro_batch_still_visits_the_same_parts_in_the_same_order(data):
     name = data.draw(st.sampled_from(sorted(REGISTRY)))

@@ -21,6 +21,7 @@ from penstock.advice.torch_stages import (
     torch_name,
     torch_notes,
 )
+from penstock.plan.workload import Cell
 
 
 class Automodel(TorchFramework):
@@ -29,19 +30,19 @@ class Automodel(TorchFramework):
     name = "automodel"
     ending = "automodel.yaml"
 
-    def refuse(self, pipeline: PipelineTerms) -> str:
-        """Refuse waves, recomputation of some parts, and fewer micro-batches than ranks."""
-        if pipeline.microbatches < pipeline.ranks:
+    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
+        """Refuse also fewer micro-batches than ranks."""
+        if cell.microbatches < cell.ranks:
             return (
-                f"it has {pipeline.microbatches} micro-batches on {pipeline.ranks} ranks; "
+                f"it has {cell.microbatches} micro-batches on {cell.ranks} ranks; "
                 "automodel wants at least as many micro-batches as ranks"
             )
-        return super().refuse(pipeline)
+        return super().refuse_cell(cell, tied)
 
     def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return two sections of a recipe's YAML."""
         csv_file = stem.with_name(f"{stem.name}.csv")
-        schedule, has_csv = torch_name(pipeline)
+        schedule, has_csv = torch_name(pipeline.schedule)
         lines = [
             "distributed:",
             "  strategy: fsdp2",

@@ -8,6 +8,7 @@ the head.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +21,9 @@ from penstock.advice.pipeline import (
     refuse_idle_order,
     refuse_mixed_recomputation,
 )
+from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.recipes import Limits
+from penstock.plan.workload import Cell, Workload
 
 MODULE = '''"""A DeepSpeed pipeline whose stages hold the layers that a plan gives them."""
 
@@ -56,27 +59,36 @@ class Deepspeed:
 
     name = "deepspeed"
     ending = "deepspeed.json"
+    takes_lists = False
 
     def narrow(self, limits: Limits) -> Limits:
-        """Look for whole sequences, one copy of the weights and one stage on each rank."""
-        return replace(limits, stages=1, slices=1, weights=1)
+        """Look for whole sequences and backwards, one copy of the weights and one stage on each rank."""
+        return replace(limits, stages=1, slices=1, weights=1, split=False, runtime=self)
 
-    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
+    def adapt(self, workload: Workload) -> Workload:
         """Put all micro-batches of a step into one pass, as DeepSpeed does."""
-        return pipeline.in_one_pass()
+        return workload.in_one_pass()
 
-    def refuse(self, pipeline: PipelineTerms) -> str:
-        """Refuse every order but 1F1B, and recomputation of some parts."""
-        reason = refuse_idle_order(pipeline)
-        if reason:
-            return reason
-        if order_of(pipeline.schedule) != "1f1b":
+    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
+        """Refuse recomputation of some parts."""
+        return refuse_mixed_recomputation(cell, self.name)
+
+    def refuse_stages(self, stages: Sequence[Stage]) -> str:
+        """Refuse several stages on a rank."""
+        if len({stage.rank for stage in stages}) < len(stages):
             return "deepspeed runs 1F1B with one stage on each rank only"
-        return refuse_mixed_recomputation(pipeline, self.name)
+        return ""
 
-    def waits(self, pipeline: PipelineTerms) -> bool:
+    def refuse_order(self, schedule: Schedule) -> str:
+        """Refuse every order but 1F1B."""
+        reason = refuse_idle_order(schedule)
+        if reason or order_of(schedule) == "1f1b":
+            return reason
+        return "deepspeed runs 1F1B with one stage on each rank only"
+
+    def waits(self, schedule: Schedule) -> bool:
         """Whether messages are sent at all: all of them are waited for."""
-        return pipeline.ranks > 1
+        return schedule.ranks > 1
 
     def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return the config, and the subclass with the borders of the stages."""

@@ -8,19 +8,23 @@ loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.advice.orders import order_of
+from penstock.advice.orders import PlacementKind, order_of, placement_kind
 from penstock.advice.pipeline import (
     NO_PIPELINE,
     OPTION_BREAK,
     Advice,
     PipelineTerms,
     refuse_idle_order,
+    refuse_lone_stages,
     refuse_mixed_recomputation,
 )
+from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.recipes import Limits
+from penstock.plan.workload import Cell, Workload
 
 
 class Megatron:
@@ -28,33 +32,45 @@ class Megatron:
 
     name = "megatron"
     ending = "megatron.sh"
+    takes_lists = False
 
     def narrow(self, limits: Limits) -> Limits:
-        """Look for whole sequences and one copy of the weights."""
-        return replace(limits, slices=1, weights=1)
+        """Look for whole sequences, whole backwards and one copy of the weights."""
+        return replace(limits, slices=1, weights=1, split=False, runtime=self)
 
-    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
+    def adapt(self, workload: Workload) -> Workload:
         """Put all micro-batches of a step into one pass, as Megatron does."""
-        return pipeline.in_one_pass()
+        return workload.in_one_pass()
 
-    def refuse(self, pipeline: PipelineTerms) -> str:
-        """Refuse every order but 1F1B and interleaved 1F1B, and recomputation of some parts."""
-        reason = refuse_idle_order(pipeline)
+    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
+        """Refuse recomputation of some parts."""
+        return refuse_mixed_recomputation(cell, self.name)
+
+    def refuse_stages(self, stages: Sequence[Stage]) -> str:
+        """Refuse every placement but a loop."""
+        if placement_kind(stages) is not PlacementKind.LOOP:
+            return "megatron places stages in a loop only"
+        return refuse_lone_stages(stages)
+
+    def refuse_order(self, schedule: Schedule) -> str:
+        """Refuse every order but 1F1B and interleaved 1F1B."""
+        reason = refuse_idle_order(schedule)
         if reason:
             return reason
-        order = order_of(pipeline.schedule)
+        order = order_of(schedule)
         if order not in ("1f1b", "interleaved"):
             return "megatron runs 1F1B and interleaved 1F1B only"
-        if order == "interleaved" and pipeline.microbatches % pipeline.ranks:
+        microbatches = len(schedule.microbatches)
+        if order == "interleaved" and microbatches % schedule.ranks:
             return (
-                f"megatron interleaves only if the {pipeline.ranks} ranks divide the "
-                f"micro-batches, of which there are {pipeline.microbatches}"
+                f"megatron interleaves only if the {schedule.ranks} ranks divide the "
+                f"micro-batches, of which there are {microbatches}"
             )
-        return refuse_mixed_recomputation(pipeline, self.name)
+        return ""
 
-    def waits(self, pipeline: PipelineTerms) -> bool:
+    def waits(self, schedule: Schedule) -> bool:
         """1F1B waits for its messages; interleaved 1F1B sends in the background."""
-        return pipeline.ranks > 1 and pipeline.stages_per_rank == 1
+        return schedule.ranks > 1 and len(schedule.stages) == schedule.ranks
 
     def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return options of the command line."""

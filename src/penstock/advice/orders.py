@@ -6,9 +6,11 @@ the name, whatever a planner called it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from functools import lru_cache
 
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import Schedule, Stage
 from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, wave_placement
 
@@ -22,10 +24,10 @@ class PlacementKind(StrEnum):
     OTHER = "other"
 
 
-def placement_kind(schedule: Schedule) -> PlacementKind:
-    """How the stages of a schedule lie on its ranks."""
-    ranks = schedule.ranks
-    stages = list(schedule.stages)
+def placement_kind(placed: Sequence[Stage]) -> PlacementKind:
+    """How stages lie on their ranks."""
+    stages = list(placed)
+    ranks = 1 + max(stage.rank for stage in stages)
     per_rank, rest = divmod(len(stages), ranks)
     if rest:
         return PlacementKind.OTHER
@@ -52,7 +54,13 @@ def order_of(schedule: Schedule) -> str:
         chunks = {"chunks": per_rank}
         names = {"interleaved": chunks, "interleaved-zb": chunks, "zb-v": {}}
     for name, shape in names.items():
-        known = make(name, ranks=ranks, microbatches=microbatches, **shape)
+        known = _known(name, ranks, microbatches, shape.get("chunks", 0))
         if known.stages == schedule.stages and known.lanes == schedule.lanes:
             return name
     return ""
+
+
+@lru_cache(maxsize=16)  # A search asks again and again for the same few.
+def _known(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    shape = {"chunks": chunks} if chunks else {}
+    return make(name, ranks=ranks, microbatches=microbatches, **shape)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from penstock.advice.orders import order_of
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import Schedule, Stage
+from penstock.plan.candidates import Runtime
 from penstock.plan.recipes import Limits
 from penstock.plan.search import Row
-from penstock.plan.workload import Workload
-from penstock.schedules import make
+from penstock.plan.workload import Cell, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,24 +92,10 @@ class PipelineTerms:
         """Whether every part is computed again in the backward."""
         return len(self.recompute) == self.parts
 
-    def in_one_pass(self) -> PipelineTerms:
-        """The pipeline with the micro-batches of all passes in one, if its order has a name.
-
-        Frameworks that accumulate gradients in the pipeline do this.
-        """
-        order = order_of(self.schedule)
-        if self.passes == 1 or not order:
-            return self
-        shape = {"chunks": self.stages_per_rank} if order == "interleaved" else {}
-        total = self.microbatches * self.passes
-        whole = make(order, ranks=self.ranks, microbatches=total, **shape)
-        return replace(self, schedule=whole, passes=1)
-
 
 def pipeline_terms(row: Row, workload: Workload) -> PipelineTerms:
     """The pipeline of a candidate."""
     cell, candidate = row.cell, row.candidate
-    tied = None if workload.config is None else workload.config.model.tied
     return PipelineTerms(
         candidate.schedule,
         candidate.partition,
@@ -121,7 +106,7 @@ def pipeline_terms(row: Row, workload: Workload) -> PipelineTerms:
         cell.shard,
         candidate.recompute,
         workload.tokens if candidate.partition else 0,
-        tied,
+        workload.tied,
     )
 
 
@@ -145,52 +130,46 @@ OPTION_BREAK = " \\\n"  # between two options of a command line
 NO_PIPELINE = "without a pipeline"  # the schedule of a single rank
 
 
-class Framework(Protocol):
+class Framework(Runtime, Protocol):
     """Another framework: what it can run, and what it must be told."""
-
-    @property
-    def name(self) -> str:
-        """Its name, as people write it."""
 
     @property
     def ending(self) -> str:
         """How the file with its options ends."""
 
     def narrow(self, limits: Limits) -> Limits:
-        """The limits of a search for plans that it might run."""
+        """The limits of a search for plans that it can run."""
 
-    def adapt(self, pipeline: PipelineTerms) -> PipelineTerms:
-        """The pipeline as the framework would run it."""
-
-    def refuse(self, pipeline: PipelineTerms) -> str:
-        """Why it cannot run a pipeline; empty if it can."""
-
-    def waits(self, pipeline: PipelineTerms) -> bool:
-        """Whether its ranks wait until their messages have arrived."""
+    def adapt(self, workload: Workload) -> Workload:
+        """The workload as the framework divides it into passes."""
 
     def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """What to tell it; further files have names that begin with `stem`."""
 
 
 # ---------------------------------------------------------------- reasons that several frameworks share
-def refuse_mixed_recomputation(pipeline: PipelineTerms, framework: str) -> str:
-    """Refuse pipelines that recompute some parts and keep others."""
-    if pipeline.recompute and not pipeline.recomputes:
-        return f"it recomputes {len(pipeline.recompute)} of {pipeline.parts} parts; {framework} recomputes all or none"
+def refuse_mixed_recomputation(cell: Cell, framework: str) -> str:
+    """Refuse cells that recompute some parts and keep others."""
+    if 0.0 < cell.recomputed < 1.0:
+        return f"it recomputes {cell.recomputed:.0%} of its parts; {framework} recomputes all or none"
     return ""
 
 
-def refuse_idle_order(pipeline: PipelineTerms) -> str:
+def refuse_lone_stages(stages: Sequence[Stage]) -> str:
+    """Refuse several stages on a single rank, which no framework but ours runs."""
+    if len(stages) > 1 and all(stage.rank == 0 for stage in stages):
+        return "it cuts the model of a single rank into several stages"
+    return ""
+
+
+def refuse_idle_order(schedule: Schedule) -> str:
     """Refuse what no framework but ours runs: token slices, replicas and partial paths."""
-    schedule = pipeline.schedule
     if schedule.slices > 1:
         return "it cuts sequences into token slices"
-    if pipeline.ranks == 1 and pipeline.parts > 1:
-        return "it cuts the model of a single rank into several stages"
     if len(schedule.stages) != schedule.parts:
         return "it holds parts of the model more than once"
     whole = tuple(range(schedule.parts))
-    for microbatch in schedule.microbatches:
+    for microbatch in set(schedule.microbatches):
         if tuple(schedule.stages[stage].part for stage in microbatch.path) != whole:
             return "its micro-batches do not visit all parts in order"
-    return ""
+    return refuse_lone_stages(schedule.stages)

@@ -28,7 +28,7 @@ class Torchtitan(TorchFramework):
     def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """Return options of the command line."""
         csv_file = stem.with_name(f"{stem.name}.csv")
-        schedule, has_csv = torch_name(pipeline)
+        schedule, has_csv = torch_name(pipeline.schedule)
         options = [
             ("training.local_batch_size", str(pipeline.accumulated_batch)),
             ("training.global_batch_size", str(pipeline.global_batch)),

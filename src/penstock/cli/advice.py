@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.landscape import note_unused
+from penstock.cli.landscape import describe_range, note_unused
 from penstock.cli.tables import console, print_json, print_plain, write
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def show_counsel(
     if output is not None:
         _write_counsel(counsel, landscape, question, framework, output, quiet=json)
     if json:
-        print_json(counsel_facts(counsel, framework))
+        print_json(counsel_facts(counsel, question, framework))
     else:
         print_counsel(counsel, question, framework, output is not None)
 
@@ -50,9 +49,7 @@ def _write_counsel(
     from penstock.formats import dump_plan
     from penstock.plan.planner import chosen_plan
 
-    others = tuple(row for row in landscape.rows if row is not counsel.row)
-    best_first = replace(landscape, rows=(counsel.row, *others))
-    write(output, dump_plan(chosen_plan(best_first, question.facts)), quiet)
+    write(output, dump_plan(chosen_plan(landscape, question.facts)), quiet)
     stem = output.with_suffix("")
     advice = counsel.advice
     write(stem.with_name(f"{stem.name}.{framework.ending}"), advice.text, quiet)
@@ -63,28 +60,26 @@ def _write_counsel(
 def print_counsel(
     counsel: Counsel, question: Question, framework: Framework, written: bool
 ) -> None:
-    """Print the plan, its expected time and memory, what to tell the framework, and what it cannot run."""
+    """Print the plan, its expected time and memory, and what to tell the framework."""
     from penstock.view.numbers import name_size, name_time
 
-    expected = counsel.expected
+    expected = counsel.row.candidate
     units = question.units
-    sends = "wait for their messages" if expected.waits else "send in the background"
+    sends = "wait for their messages" if counsel.waits else "send in the background"
     how = f" (simulated for ranks that {sends})" if counsel.pipeline.ranks > 1 else ""
+    print_plain(f"planned {question.basis}")
     print_plain(
         f"for {framework.name}: {counsel.name}, {counsel.advice.schedule}\n"
         f"expected: a step of {name_time(expected.step, units)}, bubble "
         f"{expected.bubble:.1%}, {name_size(expected.peak, units)} on the fullest device{how}"
     )
+    for line in describe_range(question, expected.step):
+        print_plain(line)
     console().rule(framework.ending, style="dim")
     print_plain(counsel.advice.text.rstrip("\n"))
     console().rule(style="dim")
     for note in counsel.advice.notes:
         print_plain(note)
-    for one in counsel.refused:
-        print_plain(
-            f"{framework.name} cannot run {one.name}, {name_time(one.step, units)} in our "
-            f"runtime: {one.reason}"
-        )
     for note in note_unused(question):
         print_plain(note)
     if not written:
@@ -93,19 +88,29 @@ def print_counsel(
         print_plain(f"-o plan.json also writes {listed}", stderr=True)
 
 
-def counsel_facts(counsel: Counsel, framework: Framework) -> dict[str, object]:
+def counsel_facts(
+    counsel: Counsel, question: Question, framework: Framework
+) -> dict[str, object]:
     """Return the advice as JSON has it."""
     pipeline = counsel.pipeline
+    candidate = counsel.row.candidate
     return {
         "for": framework.name,
+        "basis": question.basis,
         "plan": counsel.name,
         "schedule": counsel.advice.schedule,
         "ranks": pipeline.ranks,
         "microbatches": pipeline.microbatches,
         "partition": list(pipeline.partition),
-        "expected": asdict(counsel.expected),
+        "expected": {
+            "step": candidate.step,
+            "range": question.range_of(candidate.step),
+            "makespan": candidate.makespan,
+            "bubble": candidate.bubble,
+            "peak": candidate.peak,
+            "waits": counsel.waits,
+        },
         "text": counsel.advice.text,
         "files": dict(counsel.advice.files),
         "notes": list(counsel.advice.notes),
-        "cannot_run": [asdict(one) for one in counsel.refused],
     }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from penstock.cli.tables import print_table
+from penstock.cli.tables import console, print_table
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -43,11 +43,12 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
     return {
         "devices": workload.devices,
         "memory": workload.memory,
+        "basis": question.basis,
         "lower_bound": landscape.bound,
         "gap": finite_or_none(landscape.gap),
         "interrupted": landscape.interrupted,
         "left_out": landscape.left_out,
-        "schedules": [_row_facts(row) for row in landscape.rows],
+        "schedules": [_row_facts(row, question) for row in landscape.rows],
         "cells": [
             {
                 "copies": one.cell.copies,
@@ -69,7 +70,7 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
     }
 
 
-def _row_facts(row: Row) -> dict[str, object]:
+def _row_facts(row: Row, question: Question) -> dict[str, object]:
     from penstock.plan.partial import skipped_share
 
     candidate = row.candidate
@@ -85,12 +86,13 @@ def _row_facts(row: Row) -> dict[str, object]:
         "microbatches": cell.microbatches,
         "rows": cell.rows,
         "step": candidate.step,
+        "range": question.range_of(candidate.step),
         "makespan": candidate.makespan,
         "bubble": candidate.bubble,
         "peak": candidate.peak,
         "weights": candidate.weights,
         "order_bound": candidate.bound,
-        "noisy_makespan": finite_or_none(candidate.noisy),
+        "noisy_step": finite_or_none(candidate.noisy),
         "cuts": list(candidate.schedule.microbatches[0].cuts),
         "partition": list(candidate.partition),
         "recompute": list(candidate.recompute),
@@ -109,6 +111,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     from penstock.plan.candidates import title
     from penstock.view.numbers import size_scale, time_scale
 
+    console().print(f"planned {question.basis}", highlight=False, markup=False)
     best = landscape.best.candidate
     times = time_scale(best.step, question.units)
     sizes = size_scale(best.peak, question.units)
@@ -186,8 +189,10 @@ def _notes(
     notes = [
         f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
+        f"times: {question.source}",
+        *describe_range(question, landscape.best.candidate.step),
         "order: fixed is the same for any cost; split and listed ones are adapted to this cost",
-        "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",
+        "±10%: mean step of the best rows under random noise that no candidate was adapted to",
     ]
     if seconds:
         notes.append(
@@ -242,6 +247,20 @@ def _notes(
     if untried:
         notes.append(f"not tried: {', '.join(untried)}")
     return [*notes, *note_unused(question)]
+
+
+def describe_range(question: Question, step: float) -> list[str]:
+    """Return a line with the times between which a step may lie, and why; no line in units of the papers."""
+    from penstock.view.numbers import write_range
+
+    between = question.range_of(step)
+    if question.spread is None or between is None:
+        return []
+    low, high = (f"{share - 1:+z.0%}" for share in question.spread)
+    reason = "measured times vary from"
+    if question.analytic:
+        reason = "measured times differ from this formula by"
+    return [f"{reason} {low} to {high}, so the step takes {write_range(*between)}"]
 
 
 def slice_lengths(cuts: tuple[int, ...]) -> str:

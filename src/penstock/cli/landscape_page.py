@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from penstock.cli.landscape import slice_lengths
+from penstock.cli.landscape import describe_range, slice_lengths
 from penstock.plan.candidates import title
 from penstock.plan.overview import (
     NOT_TRIED,
@@ -190,8 +190,9 @@ class _Words:
             speed = f", {self.rates.quantity(self.tokens / best.step)}"
         limit = "" if memory is None else f", with a limit of {self.size(memory)}"
         sentences = [
-            f"The fastest plan is {self.name(self.landscape.best)}. Its step is predicted "
-            f"to take {self.time(best.step)}{speed}. Its ranks idle {best.bubble:.1%} of the "
+            f"The fastest plan is {self.name(self.landscape.best)}. It was planned "
+            f"{self.question.basis}. Its step is predicted to take "
+            f"{self.time(best.step)}{speed}. Its ranks idle {best.bubble:.1%} of the "
             f"time, and the fullest device holds {self.size(best.peak)}{limit}."
         ]
         if self.has_bound:
@@ -209,8 +210,16 @@ class _Words:
         else:
             sentences.append("There is no bound for this space, so no gap is known.")
         sentences += self.details()
+        runtime = self.question.limits.runtime
+        if runtime is not None:
+            sentences.append(
+                f"The plan is for {runtime.name}: the search left out what it cannot run, and "
+                "timed every plan as its runtime sends messages."
+            )
         if self.question.source:
             sentences.append(f"Where the times come from: {self.question.source}.")
+        for line in describe_range(self.question, best.step):
+            sentences.append(f"{line[0].upper()}{line[1:]}.")
         if self.landscape.interrupted:
             sentences.append(
                 "The search was stopped early. This is the best plan so far."
@@ -262,7 +271,7 @@ class _Words:
         best = self.landscape.best.candidate
         if excess < SAME_TIME and best.noisy < other.noisy:
             sentence += (
-                f" If all times vary by a tenth, its pass takes {self.time(other.noisy)}, "
+                f" If all times vary by a tenth, its step takes {self.time(other.noisy)}, "
                 f"and that of the chosen plan {self.time(best.noisy)}."
             )
         return sentence
@@ -463,7 +472,7 @@ class _Words:
             heads.append(self.rates.unit)
         heads += ["bubble", self.size_head(), "gap of its order"]
         unit = f", {self.times.unit or FORWARDS[1]}"
-        return [*heads, f"makespan ±10%{unit}"]
+        return [*heads, f"step ±10%{unit}"]
 
     def cells(self, place: int, row: Row) -> list[str]:
         """Return a row of the table."""
@@ -490,7 +499,7 @@ class _Words:
         note = (
             "Order: fixed is the same for any cost; split and listed orders are made "
             "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
-            "and slices. ±10%: the mean makespan if all times vary by a tenth."
+            "and slices. ±10%: the mean step if all times vary by a tenth."
         )
         hidden = len(self.landscape.rows) - MAX_TABLE_ROWS
         return f"{note} {hidden:,} more plans fit." if hidden > 0 else note

@@ -33,6 +33,7 @@ class PathQuestion:
     model: ModelParts | None = None
     passes: int = 1  # of a step
     on_gpu: bool = False  # whether the times are those of a GPU
+    basis: str = ""  # the precision of a model, and where its times come from
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def question_from_config(options: ConfigOptions, rules: Rules) -> PathQuestion:
     from penstock.formats.config_toml import written_keys
     from penstock.plan.paths.arrangement import replica_counts
     from penstock.plan.paths.model_parts import choose_data_nodes, model_parts
+    from penstock.plan.question import basis_of
     from penstock.train.start import find_run
     from penstock.train.worker import model_sizes
 
@@ -126,6 +128,7 @@ def question_from_config(options: ConfigOptions, rules: Rules) -> PathQuestion:
         model,
         config.run.accumulate,
         dict(profile.device).get("device") == "cuda",
+        basis_of(profile),
     )
 
 
@@ -134,7 +137,7 @@ def _profile_of(
 ) -> tuple[Profile, str]:
     """Return the profile of a config's model for micro-batches of `rows` rows, and where it comes from."""
     from penstock.cli.plan import profiles_of
-    from penstock.config import is_recording
+    from penstock.config import is_recording, precision_of
     from penstock.cost.gpus import analytic_profile, gpu_of
     from penstock.plan.workload import Fixed, Workload
     from penstock.train.own_models import config_of
@@ -149,7 +152,7 @@ def _profile_of(
             config.data.tokens,
             rows,
             gpu,
-            config.run.precision,
+            precision_of(config, on_gpu="bfloat16" in gpu.peak),
             recorded=is_recording(config, on_gpu=True),
         )
         return (

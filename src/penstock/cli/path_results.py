@@ -21,6 +21,8 @@ class PathResults:
 
 def json_facts(found: PathResults) -> dict[str, object]:
     """Return the results as JSON has them."""
+    from penstock.plan.paths import StepPair
+
     plan, full, full_step = found.plan, found.full, found.full_step
     rotation = found.rotation
     return {
@@ -33,6 +35,7 @@ def json_facts(found: PathResults) -> dict[str, object]:
         "full_pipeline": None if full is None else full.makespan,
         "full_pipeline_cut_short": None if full is None else full.cut_short,
         "full_step": None if full_step is None else full_step.makespan,
+        "mean_step": None if full_step is None else StepPair(plan, full_step).mean,
         "full_step_cut_short": None if full_step is None else full_step.cut_short,
         "rotation": [] if rotation is None else [p.makespan for p in rotation.plans],
         "nodes": [list(nodes) for nodes in plan.partitions],
@@ -41,6 +44,7 @@ def json_facts(found: PathResults) -> dict[str, object]:
 
 def table_rows(found: PathResults) -> list[tuple[str, str]]:
     """Return the results as the table shows them."""
+    from penstock.plan.paths import StepPair
     from penstock.view.numbers import write_time
 
     plan, full, full_step = found.plan, found.full, found.full_step
@@ -57,7 +61,7 @@ def table_rows(found: PathResults) -> list[tuple[str, str]]:
         rows.append(("search for it", _describe_search(full)))
     period = plan.problem.rules.full
     if full_step is not None:
-        mean = ((period - 1) * plan.makespan + full_step.makespan) / period
+        mean = StepPair(plan, full_step).mean
         step = f"{write_time(full_step.makespan)} with these nodes for the parts"
         if full_step.cut_short:
             step += ", cut short"
@@ -97,8 +101,13 @@ def _describe_rotation(rotation: Rotation) -> str:
     from penstock.view.numbers import write_time
 
     count = len(rotation.plans)
-    sets = "1 set" if count == 1 else f"{count} sets"
-    text = f"{sets}, the slowest {write_time(rotation.makespan)}"
+    text = f"{count} sets, the slowest {write_time(rotation.makespan)}"
+    if count == 1:
+        text = "a single set, so nothing changes from step to step"
+        if not rotation.left_out:
+            text += ": it meets all sets of parts"
+        elif not rotation.cut_short:
+            text += ": no further set is as fast (--slack allows slower ones)"
     if rotation.left_out:
         text += f"; {len(rotation.left_out)} sets of parts are on no path"
     return f"{text}, cut short" if rotation.cut_short else text

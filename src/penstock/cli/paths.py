@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted, interruptible
+from penstock.cli.interrupt import (
+    INTERRUPTED,
+    Interrupt,
+    ShownInterrupt,
+    interruptible,
+)
 from penstock.cli.options import AcceptError, ConfigChanges, JsonFlag, ProfileFile
 from penstock.cli.path_question import (
     ConfigOptions,
@@ -15,11 +21,18 @@ from penstock.cli.path_question import (
     question_from_options,
 )
 from penstock.cli.path_results import PathResults, json_facts, table_rows
-from penstock.cli.tables import print_json, print_table, progress, write
+from penstock.cli.tables import (
+    print_json,
+    print_plain,
+    print_table,
+    progress,
+    write,
+)
 from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
     from penstock.cost import Cluster
+    from penstock.plan.paths import PathPlan
 
 MODEL_PANEL = "A model and its nodes"
 ITERATIONS = 25_500  # equals `staged_search.DEFAULT_SEARCH_MOVES`, which is imported only when it is needed
@@ -183,7 +196,7 @@ def paths_command(
     work also plans a full pipeline, which skips nothing. The rules are SkipPipe's unless --rule changes them: a step
     goes at most 4 parts ahead of the highest part so far and 1 behind it, a path has at most 2 steps back, over 2 parts
     together, and every 10th step visits all parts. That step is planned too, with the weights where the paths need
-    them, and `penstock train` runs it.
+    them, and `penstock train` runs it: the nodes get the parts with which the mean over all steps is the least.
 
     A seed gives the same plan on every machine, and more --iterations never give a worse plan. A time limit (--seconds)
     or Ctrl-C ends the search early; the command then shows the best plan so far and says that the search was cut short.
@@ -199,9 +212,13 @@ def paths_command(
     """
     from penstock.cost.sum_bytes import sum_as
     from penstock.formats import dump_plan
-    from penstock.plan.paths import full_steps, paths_plan, plan_paths, rule_faults
+    from penstock.plan.paths import (
+        full_steps,
+        paths_plan,
+        plan_paths,
+        rule_faults,
+    )
     from penstock.plan.paths import rotate as rotate_paths
-    from penstock.plan.paths.baselines import full_pipeline
     from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
     from penstock.plan.paths.rules import raise_rule_faults, rules_from
 
@@ -242,9 +259,8 @@ def paths_command(
     nodes = _completed(question.cluster, memory_bytes, slots)
     planned_sums = sums == "planned" if sums else not question.on_gpu
     passes = question.passes if accumulate is None else accumulate
-    full = None
-    full_step = None
     rotation = None
+    stages: list[PathPlan] = []
     with (
         progress("planning; Ctrl-C shows the best plan so far"),
         interruptible() as interrupt,
@@ -266,15 +282,18 @@ def paths_command(
             seconds=seconds,
             seed=seed,
             stop=interrupt,
+            stages=stages,
+        )
+        plan, full, full_step = _with_full_steps(
+            plan, stages, iterations, seconds, seed, interrupt
         )
         if lost:
             moves = min(iterations, DEFAULT_RECOVERY_MOVES)
             plan = replan(plan, lost, (), moves, seconds, seed, stop=interrupt)
+            full = full_step = None
+            if not interrupt.stopped and rules.full and all(plan.partitions):
+                full_step = full_steps(plan, iterations, seconds, seed, stop=interrupt)
         raise_rule_faults(rule_faults(plan))
-        if not interrupt.stopped and not lost:
-            full = full_pipeline(plan, iterations, seconds, seed, stop=interrupt)
-        if not interrupt.stopped and rules.full and all(plan.partitions):
-            full_step = full_steps(plan, iterations, seconds, seed, stop=interrupt)
         if not interrupt.stopped and rotate:
             rotation = rotate_paths(
                 plan, slack, iterations, seconds, seed, stop=interrupt
@@ -284,9 +303,43 @@ def paths_command(
         written = paths_plan(plan, question.model, others, full_step, sum_messages)
         write(output, dump_plan(written), quiet=json)
     found = PathResults(plan, full, full_step, rotation)
+    if question.basis and not json:
+        print_plain(f"planned {question.basis}")
     _show(found, interrupt.stopped, json)
     if interrupt.stopped:
-        raise SearchInterrupted(INTERRUPTED)
+        raise ShownInterrupt(INTERRUPTED)
+
+
+def _with_full_steps(
+    plan: PathPlan,
+    stages: list[PathPlan],
+    iterations: int,
+    seconds: float | None,
+    seed: int,
+    interrupt: Interrupt,
+) -> tuple[PathPlan, PathPlan | None, PathPlan | None]:
+    """Return the plan, a full pipeline to compare it with, and full steps on the plan's arrangement.
+
+    `stages` are the plans of the search's complete stages. If some steps run all parts, that plan is
+    chosen whose mean over partial and full steps is the least.
+    """
+    from penstock.plan.paths import best_pair
+    from penstock.plan.paths.baselines import full_pipeline
+    from penstock.plan.paths.budget import Budget
+
+    if interrupt.stopped:
+        return plan, None, None
+    others: list[PathPlan] = []
+    full = full_pipeline(plan, iterations, seconds, seed, stop=interrupt, stages=others)
+    if interrupt.stopped or not plan.problem.rules.full:
+        return plan, full, None
+    # A short search has no complete stage.
+    proposed = [plan] if plan.cut_short or not stages else stages
+    limit = Budget(2 * iterations, seconds, stop=interrupt)
+    pair = best_pair(proposed, others, limit, seed)
+    # The moves of the whole search led to it, not only those of its own stage.
+    chosen = replace(pair.paths, seconds=plan.seconds, simulations=plan.simulations)
+    return chosen, full, pair.full
 
 
 def _show(found: PathResults, stopped: bool, json: bool) -> None:

@@ -189,7 +189,7 @@ def plan_command(
             granularity,
             skip,
         )
-        question = config_question(model, limits)
+        question = config_question(model, limits, framework)
     else:
         _refuse_without_config(devices=devices, cluster=cluster, set=changes or None)
         if ranks is None or microbatches is None:
@@ -302,12 +302,14 @@ def pipeline_question(
     return profile_question(workload, profiles.at, limits, str(profile))
 
 
-def config_question(options: ModelOptions, limits: Limits) -> Question:
+def config_question(
+    options: ModelOptions, limits: Limits, framework: Framework | None = None
+) -> Question:
     """Ask for the best plan of a config, on this machine or on devices that are described."""
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.question import parse_bytes, profile_question
-    from penstock.train.own_models import limits_of, read_model
+    from penstock.train.own_models import config_of, limits_of, read_model
 
     config, sizes = read_model(options.source, options.changes)
     if options.skip is None:
@@ -318,7 +320,7 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     given = written_keys(file, options.changes)
     memory = None if options.memory is None else parse_bytes(options.memory)
     if options.gpu is not None:
-        return _gpu_question(options, config, sizes, given, memory, limits)
+        return _gpu_question(options, config, sizes, given, memory, limits, framework)
     _require_torch()
     from penstock.train.auto import machine_workload, workload_limits
 
@@ -342,7 +344,10 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         memory=memory,
         granularity=options.granularity,
         uneven=cluster is not None,
+        model=config_of(sizes),
     )
+    if framework is not None:
+        workload = framework.adapt(workload)
     limits = workload_limits(workload, limits)
     profiles, origin = profiles_of(
         options.profile,
@@ -361,6 +366,7 @@ def _gpu_question(
     given: Collection[str],
     memory: float | None,
     limits: Limits,
+    framework: Framework | None,
 ) -> Question:
     """Ask for the best plan on GPUs of a known kind."""
     from penstock.cost.gpus import gpu_of
@@ -375,6 +381,14 @@ def _gpu_question(
             "  --gpu computes times by a formula: leave it out to plan with measured ones"
         )
     gpu = gpu_of(options.gpu or "")
+    if options.source is None and not any(
+        change.strip().startswith("model.") for change in options.changes
+    ):
+        raise ShapeError(
+            f"which model should be planned for the {gpu.name}? name its config\n"
+            f"  penstock plan config.toml --gpu {options.gpu}; `penstock init config.toml "
+            "--preset llama-1b` writes one"
+        )
     devices = options.devices or 0
     workload = workload_of(
         config,
@@ -388,6 +402,8 @@ def _gpu_question(
         model=config_of(sizes),
         on_gpu=True,
     )
+    if framework is not None:
+        workload = framework.adapt(workload)
     return gpu_question(workload, config_of(sizes), gpu, limits)
 
 

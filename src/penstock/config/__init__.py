@@ -9,6 +9,7 @@ from penstock.config.other_words import find_settings
 from penstock.config.presets import PRESETS
 from penstock.config.recording import (
     is_recording,
+    precision_of,
     reasons_against_compiling,
     reasons_against_recording,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "names_a_file",
     "names_own_code",
     "own_code_file",
+    "precision_of",
     "reasons_against_compiling",
     "reasons_against_recording",
     "segments_fault",

@@ -36,7 +36,7 @@ PRESETS: dict[str, Config] = {
         ModelConfig(layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=0),
         DataConfig(tokens=1024, batch=64),
         _on_devices(4),
-        OptimizerConfig(rate=6e-4, warmup=200),
+        OptimizerConfig(fresh_rate=6e-4, warmup=200),
         _long_run(10_000, every=500),
     ),
     "llama-1b": Config(
@@ -51,7 +51,7 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(tokens=2048, batch=128),
         _on_devices(8),
-        OptimizerConfig(rate=3e-4, warmup=1000),
+        OptimizerConfig(fresh_rate=3e-4, warmup=1000),
         _long_run(100_000, every=1000),
     ),
     "gpt2": Config(
@@ -67,7 +67,7 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(tokens=1024, batch=64),
         _on_devices(4),
-        OptimizerConfig(rate=6e-4, warmup=200),
+        OptimizerConfig(fresh_rate=6e-4, warmup=200),
         _long_run(10_000, every=500),
     ),
     "bert-base": Config(
@@ -83,7 +83,7 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(tokens=512, batch=256),
         _on_devices(4),
-        OptimizerConfig(rate=1e-4, warmup=1000),
+        OptimizerConfig(fresh_rate=1e-4, warmup=1000),
         _long_run(100_000, every=1000),
     ),
 }

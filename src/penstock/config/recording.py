@@ -1,4 +1,4 @@
-"""Which runs can compile their stages and record their actions, and why others cannot."""
+"""How a run computes: its precision, and whether it can compile its stages and record its actions."""
 
 from __future__ import annotations
 
@@ -61,3 +61,10 @@ def is_recording(config: Config, on_gpu: bool) -> bool:
         own_model = not config.model.folder
         return on_gpu and own_model and not reasons_against_recording(config)
     return config.run.graphs == "true"
+
+
+def precision_of(config: Config, on_gpu: bool) -> str:
+    """Return the type in which a run computes, on GPUs that have bfloat16 or elsewhere."""
+    if config.run.precision == AUTO:
+        return "bfloat16" if on_gpu else "float32"
+    return config.run.precision

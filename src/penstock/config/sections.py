@@ -340,7 +340,15 @@ class OptimizerConfig:
         (),
         'parameters with their own settings, such as [{match = "*.bias", rate = 1e-3, decay = 0.0, frozen = false}]',
     )
-    rate: float = setting(1e-2, "highest learning rate", above=0)
+    rate: float = setting(
+        0.0,
+        "highest learning rate; 0 takes 2e-5 for the weights of model.weights, 1e-4 for adapters, and fresh_rate for "
+        "new weights",
+        least=0,
+    )
+    fresh_rate: float = setting(
+        1e-2, "highest learning rate of new weights, if rate = 0", above=0
+    )
     schedule: str = setting(
         "cosine",
         "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
@@ -377,6 +385,11 @@ class OptimizerConfig:
         1.0, "largest norm of all gradients together; 0 switches clipping off", least=0
     )
 
+    @property
+    def highest_rate(self) -> float:
+        """The highest learning rate; that of new weights as long as nobody has looked at what is trained."""
+        return self.rate or self.fresh_rate
+
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
@@ -406,7 +419,8 @@ class RunConfig:
     )
     device: str = setting(AUTO, "cpu, cuda, or auto: GPUs if there are any")
     precision: str = setting(
-        "float32", "float32, or bfloat16 (autocast; the weights stay float32)"
+        AUTO,
+        "float32, bfloat16 (autocast; the weights stay float32), or auto: bfloat16 on GPUs, float32 on CPUs",
     )
     messages: str = setting(
         "float32",
@@ -494,6 +508,11 @@ class RunConfig:
     prove: bool = setting(
         True,
         "check before the first step that every stage computes under the plan what a plain call does",
+    )
+    compare: int = setting(
+        100,
+        "steps between two comparisons of what the ranks have read, besides the first step; 0 compares only there",
+        least=0,
     )
     check_memory: bool = setting(
         True, "refuse to start if the run needs more memory than this machine has"

@@ -15,8 +15,8 @@ AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made fo
 # optimizer.schedule
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 DEVICES = (AUTO, "cpu", "cuda")  # run.device
-PRECISIONS = ("float32", "bfloat16")  # run.precision
-MESSAGE_TYPES = (*PRECISIONS, "int8")  # run.messages
+PRECISIONS = (AUTO, "float32", "bfloat16")  # run.precision
+MESSAGE_TYPES = ("float32", "bfloat16", "int8")  # run.messages
 REDUCTIONS = ("sum", "mean")  # run.reduction
 SWITCHES = (AUTO, "true", "false")  # of SWITCH_KEYS
 # The values of these keys may be written without quotes.

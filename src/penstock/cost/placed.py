@@ -102,9 +102,9 @@ class PlacedCost(LayeredCost):
         )
 
     def updates(self, schedule: Schedule) -> list[float]:
-        """Seconds of the optimizer on each rank."""
+        """Seconds of the optimizer on each rank, and of what else a step does beside its actions."""
         part_updates = self.profile.update(self.partition_of(schedule))
-        rank_updates = [0.0] * schedule.ranks
+        rank_updates = [self.profile.rest] * schedule.ranks
         for rank, part in sorted({(one.rank, one.part) for one in schedule.stages}):
             rank_updates[rank] += part_updates[part]
         return rank_updates
@@ -112,6 +112,15 @@ class PlacedCost(LayeredCost):
     def pause(self, schedule: Schedule, action: Action) -> float:
         """How long the executor takes between two actions."""
         return self.profile.turn
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds until the first byte of a message arrives, and until the executors have sent and taken it.
+
+        About half of what the executor takes for an action lies between its end and the beginning of the action
+        that waits for its message.
+        """
+        there = LayeredCost.latency(self, source, target)
+        return there + self.profile.turn / 2
 
 
 def balance_layers(

@@ -41,6 +41,11 @@ SCALE_BYTES = 4  # a float32 at the end of each row of a message in int8
 # Fitted to one step of 1F1B with two processes that take turns on an H200: 131 ms of work took 145 ms.
 GPU_HANDOVER_SECONDS = 0.45e-3
 KERNEL_TILE_TOKENS = {"cuda": 128}
+# Facts about how a profile was measured, by their names in `Profile.device`:
+REST = "rest"  # processor seconds of a rank for what a step does beside actions and updates
+PROCESSORS = "processors"  # that could compute at the same time
+FASTEST_ROUND = "fastest"  # the time of the fastest round of a measurement, as a share of what it says
+SLOWEST_ROUND = "slowest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +304,31 @@ class Profile:
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
         """The blocks that make up a part, with the count of each."""
         return [(layers, self.layer), (int(first), self.embed), (int(last), self.head)]
+
+    @property
+    def rest(self) -> float:
+        """Processor seconds of a rank for what a step does beside its actions and updates."""
+        return float(dict(self.device).get(REST) or 0.0)
+
+    @property
+    def processors(self) -> int | None:
+        """How many of the processes that measured could compute at the same time; None if nobody measured."""
+        facts = dict(self.device)
+        return int(facts.get(PROCESSORS) or facts.get("ranks") or 0) or None
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The shares of the predicted times between which measured ones may lie.
+
+        They are the fastest and the slowest round of the measurement. Old files do not have them; their curves
+        say how far off they are.
+        """
+        facts = dict(self.device)
+        low, high = facts.get(FASTEST_ROUND), facts.get(SLOWEST_ROUND)
+        if low is None or high is None:
+            error = self.worst_error
+            return max(0.0, 1.0 - error), 1.0 + error
+        return float(low), float(high)
 
     @property
     def worst_error(self) -> float:

@@ -168,7 +168,9 @@ class _ChannelLoad:
     """The messages on one channel of one rank, which sends some of them and receives the others."""
 
     sender: Ints  # the action whose result a message is
-    wait: Floats  # from the end of that action to when the message can occupy the channel
+    wait: (
+        Floats  # from the end of that action to when the message can occupy the channel
+    )
     busy: Floats  # how long it occupies the channel
     tail: Floats  # from then to the end of the step
 

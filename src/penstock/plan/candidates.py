@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -23,19 +24,46 @@ from penstock.cost.columns import columns, levels
 from penstock.cost.cost import Cost
 from penstock.cost.memory import activation_caps, device_bytes
 from penstock.cost.placed import PlacedCost
+from penstock.cost.waiting import WaitingCost
 from penstock.cost.wrapped import CopiedCost, NoisyCost
 from penstock.ir.plan import Facts, Plan
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import Schedule, Stage
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Timeline
 from penstock.plan.bound import lower_bound
+from penstock.plan.workload import Cell
 from penstock.schedules.transforms import replicate
 from penstock.sim.shared import simulate_shared
 from penstock.sim.simulate import simulate
 
 ShapeWords = tuple[tuple[str, int], ...]
+SORTS = ("fixed", "split", "listed")  # of names: the published ones first
 NOISE_SEEDS = range(4)
 ROUNDING = 1e-9  # relative tolerance of times and sizes
+
+
+class Runtime(Protocol):
+    """The runtime of another framework, which a plan is for. A search leaves out what it cannot run."""
+
+    @property
+    def name(self) -> str:
+        """The name of the framework, as people write it."""
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether it runs any order of actions, or only orders that have a name there."""
+
+    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
+        """Why it can run no plan of a cell; empty if it can. `tied` is None if the model is not known."""
+
+    def refuse_stages(self, stages: Sequence[Stage]) -> str:
+        """Why it cannot place stages in this way; empty if it can."""
+
+    def refuse_order(self, schedule: Schedule) -> str:
+        """Why it cannot run a schedule; empty if it can."""
+
+    def waits(self, schedule: Schedule) -> bool:
+        """Whether ranks wait until their messages have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +78,24 @@ class Judge:
     uneven: bool = False  # whether copies differ, because devices or links do
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     gather: float = 0.0  # seconds in which a step gathers sharded weights
+    runtime: Runtime | None = None  # None for our own
 
     def timeline(self, schedule: Schedule, pair: Schedule | None = None) -> Timeline:
         """Return the predicted timeline of one pass, with all copies or with two of them.
 
         `pair` is the schedule in two copies, if it exists already.
         """
+        cost = self.cost
+        if self.runtime is not None and self.runtime.waits(schedule):
+            cost = WaitingCost(cost)
         if self.processors is not None:
             whole = replicate(schedule, self.copies)
-            return simulate_shared(whole, self.cost, self.processors)
+            return simulate_shared(whole, cost, self.processors)
         if self.uneven:
-            return simulate(replicate(schedule, self.copies), self.cost)
+            return simulate(replicate(schedule, self.copies), cost)
         if self.copies == 1:
-            return simulate(schedule, self.cost)
-        cost = CopiedCost(self.cost, self.copies)
+            return simulate(schedule, cost)
+        cost = CopiedCost(cost, self.copies)
         return simulate(pair or replicate(schedule, 2), cost)
 
     def step(self, schedule: Schedule, makespan: float) -> float:
@@ -109,7 +141,7 @@ class Candidate:
     peak: weights and activations on the fullest rank, in the cost's bytes.
     weights: copies of the model's weights over all ranks.
     bound: a time that no order of lanes can beat with this placement and these cuts.
-    noisy: mean makespan if all times vary by a tenth; nan if it was not computed.
+    noisy: mean time of a step if all times vary by a tenth; nan if it was not computed.
     partition: the layers of each part; empty if the cost knows no layers.
     recompute: the parts that are computed again in the backward.
     """
@@ -172,7 +204,7 @@ def evaluate_schedule(
 def add_noise(
     candidate: Candidate, judge: Judge, seeds: Sequence[int] = NOISE_SEEDS
 ) -> Candidate:
-    """Return the candidate with its mean makespan under noise, one simulation for each seed.
+    """Return the candidate with the mean time of its step under noise, one simulation for each seed.
 
     Noise that makes all of the work longer or shorter would only blur the comparison, so
     each makespan is scaled back to the amount of work without noise.
@@ -183,7 +215,24 @@ def add_noise(
         noisy_judge = replace(judge, cost=NoisyCost(judge.cost, seed=seed))
         timeline = noisy_judge.timeline(candidate.schedule)
         makespans.append(timeline.makespan * work / float(timeline.busy.sum()))
-    return replace(candidate, noisy=float(np.mean(makespans)))
+    # On average noise only delays, so a smaller mean is an error of the few samples.
+    mean = max(candidate.makespan, float(np.mean(makespans)))
+    return replace(candidate, noisy=judge.step(candidate.schedule, mean))
+
+
+def merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return each schedule once, under its published name if one of its names is published.
+
+    Recipes that differ may lead to the same three tables: `zb-h1` is often what `1f1b+split` becomes.
+    """
+    found: dict[Schedule, Candidate] = {}
+    for one in candidates:
+        known = found.setdefault(one.schedule, one)
+        if SORTS.index(one.sort) < SORTS.index(known.sort):
+            found[one.schedule] = replace(
+                known, name=one.name, shape=one.shape, sort=one.sort
+            )
+    return list(found.values())
 
 
 def title(name: str, shape: ShapeWords) -> str:
@@ -200,7 +249,7 @@ def candidate_plan(candidate: Candidate, given: Facts = ()) -> Plan:
     """Return a candidate as a plan.json stores it, with more facts if there are any."""
     noisy: Facts = ()
     if not math.isnan(candidate.noisy):
-        noisy = (("noisy_makespan", candidate.noisy),)
+        noisy = (("noisy_step", candidate.noisy),)
     why: Facts = (
         ("shape", " ".join(_shape_words(candidate.shape))),
         ("order", candidate.sort),

@@ -35,6 +35,7 @@ from penstock.plan.candidates import (
     ShapeWords,
     add_noise,
     evaluate_schedule,
+    merge_equal,
     title,
 )
 from penstock.plan.ladder import Rung, orders_on_ladder, rung_work, rungs_of
@@ -347,6 +348,9 @@ class _Ranking:
             most = min(most, MAX_SLICED_STAGES)
         if slices in ODD_SLICES and not self.judge.cost.units.seconds:
             most = min(most, ODD_SLICED_STAGES)
+        runtime = self.limits.runtime
+        if runtime is not None and not runtime.takes_lists:
+            return []
         every = placements(self.setting.ranks, self.limits)
         return [one for one in every if one.stages_per_rank <= most]
 
@@ -418,6 +422,8 @@ class _Ranking:
 
     def add(self, name: str, shape: ShapeWords, sort: str, schedule: Schedule) -> None:
         """Add a schedule to those that fit, or to those that are too large."""
+        if reason := self.limits.refuse_order(schedule):
+            raise ShapeError(reason)
         candidate = evaluate_schedule(name, shape, sort, schedule, self.judge)
         check_skips(candidate, self.limits.skip)
         if not self.judge.fits(candidate.peak):
@@ -448,6 +454,7 @@ class _Ranking:
     def portfolio(self, noise: bool = True) -> Portfolio:
         """Return the ranking; with `noise`, the best rows are also timed under noise, unless they are large."""
         self.sort()
+        self.fits = merge_equal(self.fits)
         self.too_large.sort(key=lambda row: row[1])
         size = 2 * self.setting.ranks * self.setting.microbatches
         if not noise or size > MAX_NOISY_ACTIONS:

@@ -35,7 +35,7 @@ from penstock.plan.recipes import (
     Limits,
     Setting,
     StagePlacement,
-    every_placement,
+    allowed_placements,
     unit_setting,
 )
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
@@ -74,7 +74,7 @@ class UnitPricing:
 
     def judge(self, cell: Cell) -> Judge:
         """Return what times and weighs the schedules of a cell."""
-        return Judge(self.cost, self.memory)
+        return Judge(self.cost, self.memory, runtime=self.limits.runtime)
 
     def setting(self, cell: Cell) -> Setting:
         """Return the ranks and micro-batches of a cell, with slices of equal length."""
@@ -254,6 +254,7 @@ class ProfilePricing:
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
             gather=self.gather(cell),
+            runtime=self.limits.runtime,
         )
 
     def setting(self, cell: Cell) -> Setting:
@@ -308,11 +309,11 @@ class ProfilePricing:
         most = max(1, min(self.limits.stages, self.workload.layers // cell.ranks))
         single = cell.ranks == 1 and cell.copies == 1
         partition = self.workload.fixed.partition
+        limits = replace(self.limits, stages=1 if single else most)
         return [
             one
-            for one in every_placement()
-            if one.stages_per_rank <= (1 if single else most)
-            and len(partition) in (0, one.stages_per_rank * cell.ranks)
+            for one in allowed_placements(cell.ranks, limits)
+            if len(partition) in (0, one.stages_per_rank * cell.ranks)
         ]
 
     def least_time(self, cell: Cell, placement: StagePlacement, cuts: Cuts) -> float:

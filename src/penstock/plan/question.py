@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd
 
-from penstock.config import ModelConfig, is_recording
+from penstock.config import ModelConfig, is_recording, precision_of
 from penstock.cost.cluster import Cluster
 from penstock.cost.gpus import Gpu, analytic_profile
 from penstock.cost.profile import Profile, tile_of
@@ -28,6 +28,7 @@ from penstock.plan.topology import Machines, machines_of
 from penstock.plan.workload import MIN_GRANULARITY, Fixed, Workload, cells_of
 
 ANY_NUMBER_OF_LAYERS = 1 << 30
+UNITS_OF_PAPERS = "units of the papers: a forward of a micro-batch on a rank takes 1"
 IGNORED_IN_UNITS = "that micro-batches and messages delay each other"
 IGNORED = (
     "that micro-batches and messages delay each other, that some links are slower than "
@@ -47,6 +48,31 @@ class Question:
     ignored: str = IGNORED  # what the bound leaves out
     source: str = ""  # where the times come from, for people
     analytic: bool = False  # whether a formula gave the times, and nothing was measured
+    basis: str = ""  # the precision, and data sheet or measurement: the first line
+    # The shares of a predicted time between which steps may lie (`Profile.spread`); None in units of the papers.
+    spread: tuple[float, float] | None = None
+
+    def range_of(self, step: float) -> tuple[float, float] | None:
+        """The times between which a step may lie that is predicted to take `step`; None in units of the papers."""
+        if self.spread is None:
+            return None
+        low, high = self.spread
+        return low * step, high * step
+
+
+def basis_of(profile: Profile) -> str:
+    """Name the precision of a profile, and say whether its times were measured."""
+    device = dict(profile.device)
+    origin = "measured times"
+    if device.get("analytic"):
+        origin = f"times from the data sheet of the {device.get('name')}"
+    return f"in {precision_in(profile)}, with {origin}"
+
+
+def precision_in(profile: Profile) -> str:
+    """Return the type in which the model of a profile computes."""
+    device = dict(profile.device)
+    return str(device.get("autocast") or device.get("dtype") or "an unknown precision")
 
 
 def unit_question(
@@ -82,7 +108,8 @@ def unit_question(
         PAPER_UNITS,
         facts,
         IGNORED_IN_UNITS,
-        "units of the papers: a forward of a micro-batch on a rank takes 1",
+        UNITS_OF_PAPERS,
+        basis=f"in {UNITS_OF_PAPERS}",
     )
 
 
@@ -98,21 +125,24 @@ def profile_question(
 
     `profile_at` returns the profile for a number of rows; `source` says where it comes from.
     """
+    first_cell = next(cells_of(workload))
+    profile = profile_at(first_cell.rows)
     facts: Facts = (
         ("memory_bytes", workload.memory),
         ("profile", source),
+        ("precision", precision_in(profile)),
         ("tokens", workload.tokens),
     )
     pricing = ProfilePricing(workload, profile_at, limits, machines, cluster)
-    first_cell = next(cells_of(workload))
-    device = dict(profile_at(first_cell.rows).device)
     return Question(
         workload,
         pricing,
         limits,
         facts=facts,
         source=source,
-        analytic=bool(device.get("analytic")),
+        analytic=bool(dict(profile.device).get("analytic")),
+        basis=basis_of(profile),
+        spread=profile.spread,
     )
 
 
@@ -122,7 +152,7 @@ def gpu_question(
     """Ask for the best plan on known GPUs, whose times come from a formula."""
     config = workload.config
     assert config is not None
-    precision = config.run.precision
+    precision = precision_of(config, on_gpu="bfloat16" in gpu.peak)
     recorded = is_recording(config, on_gpu=True)
 
     @cache
@@ -139,7 +169,7 @@ def gpu_question(
 
     launched = "recorded once and replayed" if recorded else "launched one by one"
     source = (
-        f"analytic profile of the {gpu.name}, by formula and not measured: {precision}, "
+        f"analytic profile of the {gpu.name}, by formula and not measured: "
         f"kernels {launched}, layers and loss not compiled"
     )
     return profile_question(workload, profile_at, limits, source, machines_of(gpu))

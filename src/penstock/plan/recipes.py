@@ -13,7 +13,7 @@ adds candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +21,7 @@ from penstock.cost.cost import Cost
 from penstock.cost.unit import UnitCost
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.bound import lower_bound
-from penstock.plan.candidates import ROUNDING, Judge, ShapeWords
+from penstock.plan.candidates import ROUNDING, Judge, Runtime, ShapeWords
 from penstock.plan.partial import most_skips, partial_paths
 from penstock.plan.space import space_bound
 from penstock.schedules import REGISTRY, make, shape_of
@@ -57,6 +57,16 @@ class Limits:
     split: bool = True  # whether backwards may be split
     # The share of the layers that a micro-batch may leave out, which changes what is computed.
     skip: float = 0.0
+    # The runtime of another framework, which must be able to run the plans; None for our own.
+    runtime: Runtime | None = None
+
+    def refuse_stages(self, stages: Sequence[Stage]) -> str:
+        """Say why the runtime cannot place stages in this way; empty if it can."""
+        return "" if self.runtime is None else self.runtime.refuse_stages(stages)
+
+    def refuse_order(self, schedule: Schedule) -> str:
+        """Say why the runtime cannot run a schedule; empty if it can."""
+        return "" if self.runtime is None else self.runtime.refuse_order(schedule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +176,7 @@ def placements(ranks: int, limits: Limits) -> Iterator[StagePlacement]:
     On one rank every placement does the same work in the same order, so one is enough for whole
     paths, and waves are the same as chunks.
     """
-    for placement in every_placement():
-        if placement.stages_per_rank > limits.stages:
-            continue
+    for placement in allowed_placements(ranks, limits):
         if ranks == 1 and placement.word == "waves":
             continue
         if ranks > 1 or placement.count == 1:
@@ -178,11 +186,17 @@ def placements(ranks: int, limits: Limits) -> Iterator[StagePlacement]:
             yield replace(placement, skips=skips)
 
 
-def every_placement() -> list[StagePlacement]:
-    """Return all placements that are ever tried, from few stages to many."""
+def allowed_placements(ranks: int, limits: Limits) -> list[StagePlacement]:
+    """Return all placements that the limits allow, from few stages to many."""
     every = [StagePlacement("chunks", count) for count in TRIED_CHUNKS]
     every += [StagePlacement("waves", count) for count in TRIED_WAVES]
-    return sorted(every, key=lambda one: one.stages_per_rank)
+    allowed = [
+        one
+        for one in every
+        if one.stages_per_rank <= limits.stages
+        and not limits.refuse_stages(one.stages(ranks))
+    ]
+    return sorted(allowed, key=lambda one: one.stages_per_rank)
 
 
 def slice_counts(limits: Limits) -> list[int]:
@@ -221,6 +235,8 @@ def _fixed_with_cuts(
     full_shape = shape if slices == 1 else (*shape, ("slices", slices))
     shown = name if slices == 1 else SLICED_NAMES.get(name, name)
     placement = _placement_of(name, shape)
+    if limits.refuse_stages(placement.stages(setting.ranks)):
+        return
     stages = placement.stages_per_rank
     least = setting.least_time(placement, cuts)
     yield FixedRecipe(shown, full_shape, "fixed", build, stages, least)

@@ -31,7 +31,7 @@ from typing import Protocol
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts
-from penstock.plan.candidates import Candidate, Judge, title
+from penstock.plan.candidates import Candidate, Judge, merge_equal, title
 from penstock.plan.portfolio import (
     SURVEYED_ROUNDS,
     Portfolio,
@@ -179,7 +179,7 @@ class _Search:
         self.limits = limits
         self.watch = watch
         self.shown = shown
-        cells = _cells(workload)
+        cells = _cells(workload, limits)
         results = [CellResult(cell, pricing.bound(cell)) for cell in cells]
         results.sort(key=_order_of_bounds)
         self.results = results
@@ -290,33 +290,20 @@ class _Search:
                 raise
             self.results[place] = replace(result, reason=str(error).splitlines()[0])
             return 0
-        if found.interrupted:
-            self.keep(result, found)
-            raise KeyboardInterrupt
         self.results[place] = self.replace_rows(result, found)
+        if found.interrupted:
+            raise KeyboardInterrupt
         return found.work
 
     def replace_rows(self, result: CellResult, found: Portfolio) -> CellResult:
         """Take what a ranking has found, and keep what the survey of the cell knew besides."""
-        known = {(one.name, one.shape, one.sort) for one in found.candidates}
-        self.rows = [
-            row
-            for row in self.rows
-            if row.cell != result.cell
-            or (row.candidate.name, row.candidate.shape, row.candidate.sort)
-            not in known
-        ]
-        taken = self.take(result, found)
-        both = [one for one in (taken.best, result.best) if one is not None]
-        return replace(taken, best=min(both, key=lambda one: one.step, default=None))
-
-    def keep(self, result: CellResult, found: Portfolio) -> None:
-        """Keep what was found in a cell until Ctrl-C, and what was known before."""
-        place = self.results.index(result)
-        taken = self.take(result, found)
-        known = [one for one in (result.best, taken.best) if one is not None]
-        best = min(known, key=lambda one: one.step)
-        self.results[place] = replace(taken, best=best)
+        known = [row.candidate for row in self.rows if row.cell == result.cell]
+        self.rows = [row for row in self.rows if row.cell != result.cell]
+        merged = merge_equal([*found.candidates, *known])
+        taken = self.take(result, replace(found, candidates=tuple(merged)))
+        # The ranking has chosen among equally fast candidates, which it lists first.
+        rivals = [*merged[:1], *merged[len(found.candidates) :]]
+        return replace(taken, best=min(rivals, key=lambda one: one.step, default=None))
 
     def note(self, step: float) -> None:
         """Note the time of a plan that fits."""
@@ -464,8 +451,8 @@ class _Search:
         )
 
 
-def _cells(workload: Workload) -> list[Cell]:
-    """Return the cells of a workload. Refuses too many cells and too large ones at once."""
+def _cells(workload: Workload, limits: Limits) -> list[Cell]:
+    """Return the cells of a workload that its runtime can run. Refuses too many cells and too large ones at once."""
     cells = list(islice(cells_of(workload), MAX_COMPARED_CELLS + 1))
     if len(cells) > MAX_COMPARED_CELLS:
         raise ShapeError(
@@ -474,6 +461,13 @@ def _cells(workload: Workload) -> list[Cell]:
             "  fix some of them: --set schedule.ranks=8, schedule.microbatches=32, "
             "mesh.tensor=1 and so on"
         )
+    runtime = limits.runtime
+    if runtime is not None:
+        reasons = {cell: runtime.refuse_cell(cell, workload.tied) for cell in cells}
+        if all(reasons.values()):
+            reason = next(iter(reasons.values()), "there are none")
+            raise ShapeError(f"{runtime.name} can run none of these plans: {reason}")
+        cells = [cell for cell in cells if not reasons[cell]]
     if cells:
         smallest = min(cells, key=lambda cell: cell.ranks * cell.microbatches)
         refuse_if_too_large(

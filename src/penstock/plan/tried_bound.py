@@ -27,8 +27,8 @@ from penstock.plan.bound import lower_bound
 from penstock.plan.recipes import (
     Limits,
     StagePlacement,
+    allowed_placements,
     even_cuts_only,
-    every_placement,
     slice_counts,
 )
 from penstock.plan.space import space_bound
@@ -53,8 +53,7 @@ def tried_bound(
     cheaper = with_free_choice(cost)
     pairs = [
         (placement, slices)
-        for placement in every_placement()
-        if placement.stages_per_rank <= limits.stages
+        for placement in allowed_placements(ranks, limits)
         for slices in slice_counts(limits)
     ]
     waiting = []

@@ -49,6 +49,7 @@ class Workload:
     heads: int = 1  # tensor parallelism must divide them
     kv_heads: int = 1
     inner: int = 1  # features of an MLP, which it must divide too
+    tied: bool | None = None  # whether embedding and head share weights, if it is known
     memory: float | None = None  # bytes of a device
     processors: int | None = None  # that the processes share; None for one each
     passes: int = 1  # through the pipeline in a step
@@ -59,6 +60,13 @@ class Workload:
     uneven: bool = False
     fixed: Fixed = field(default_factory=Fixed)
     config: Config | None = None  # of the run; None if it was made from options
+
+    def in_one_pass(self) -> Workload:
+        """Return the workload with the micro-batches of all passes in one."""
+        microbatches = self.passes * self.fixed.microbatches
+        return replace(
+            self, passes=1, fixed=replace(self.fixed, microbatches=microbatches)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +284,7 @@ def workload_of(
         model.heads,
         model.heads if model.family in ("gpt", "bert") else model.kv_heads,
         model.inner,
+        model.tied,
         memory,
         processors,
         config.run.accumulate,

@@ -88,6 +88,15 @@ def write_time(value: float, units: Units = REAL_UNITS, digits: int = 4) -> str:
     return time_scale(value, units).quantity(value, digits)
 
 
+def write_range(low: float, high: float, units: Units = REAL_UNITS) -> str:
+    """Write the times between which a predicted one may lie.
+
+    >>> write_range(0.0315, 0.0402), write_range(0.9, 1.2)
+    ('31.5 ms to 40.2 ms', '900 ms to 1.2 s')
+    """
+    return f"{write_time(low, units, 3)} to {write_time(high, units, 3)}"
+
+
 def write_size(value: float, units: Units = REAL_UNITS, digits: int = 3) -> str:
     """Write a size: a plain number in the units of the papers, otherwise bytes.
 

@@ -11,6 +11,7 @@ from penstock.plan.paths.rules import (
     check_schedule_rules,
     find_rule_faults,
 )
+from penstock.plan.paths.step_pairs import StepPair, best_pair
 
 __all__ = [
     "PLANNED",
@@ -20,6 +21,8 @@ __all__ = [
     "Rotation",
     "RuleFault",
     "Rules",
+    "StepPair",
+    "best_pair",
     "check_schedule_rules",
     "even_parts",
     "find_rule_faults",

@@ -42,11 +42,13 @@ def full_pipeline(
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
     stop: Callable[[], bool] = never_stop,
+    stages: list[PathPlan] | None = None,
 ) -> PathPlan:
     """Return the best full pipeline that the same search finds. It leaves out no part.
 
     It has the same nodes, data nodes, micro-batches and links. It chooses its own arrangement and
-    sizes, unless the paths were planned for given ones. Slots are not reserved for paths.
+    sizes, unless the paths were planned for given ones. Slots are not reserved for paths. `stages`
+    takes the plan of each complete stage of the search.
     """
     budget = Budget(iterations, seconds, clock, stop)
     planned = plan.problem
@@ -59,7 +61,7 @@ def full_pipeline(
     elif not problem.sized:
         nodes = problem.traffic.nodes
         sizes = list(replica_counts(nodes, problem.body, problem.hops, sizes[0]))
-    return best_plan(problem, labels, np.array(sizes), budget, seed)
+    return best_plan(problem, labels, np.array(sizes), budget, seed, stages)
 
 
 def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:

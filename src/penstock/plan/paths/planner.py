@@ -145,6 +145,7 @@ def plan_paths(
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
     stop: Callable[[], bool] = never_stop,
+    stages: list[PathPlan] | None = None,
 ) -> PathPlan:
     """Return the best plan that the search finds for a model of these `parts`, the head last.
 
@@ -161,6 +162,7 @@ def plan_paths(
     gap: seconds between two tasks on a node; `first_gap` after the first task of a micro-batch.
     iterations: moves that the search tries. It ends earlier, and marks the plan as `cut_short`, if
         `seconds` pass on the `clock` or once `stop()` returns True.
+    stages: a list that takes the plan of each complete stage of the search.
     """
     budget = Budget(iterations, seconds, clock, stop)
     problem = Problem(
@@ -188,16 +190,22 @@ def plan_paths(
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
     else:
         shape = np.array(_sizes(problem, sizes, data_nodes, nodes))
-    return best_plan(problem, labels, shape, budget, seed)
+    return best_plan(problem, labels, shape, budget, seed, stages)
 
 
 def best_plan(
-    problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int
+    problem: Problem,
+    labels: Ints | None,
+    shape: Ints,
+    budget: Budget,
+    seed: int,
+    stages: list[PathPlan] | None = None,
 ) -> PathPlan:
     """Return the best plan that a search finds for a problem.
 
     labels: the part of each node, if the arrangement is given.
     shape: the number of nodes of each part.
+    stages: a list that takes the plan of each complete stage of the search.
     """
     per_data_node = 2 * (problem.hops + 2) * problem.microbatches * problem.slices
     refuse_if_too_large(
@@ -215,7 +223,12 @@ def best_plan(
         site_stages = cell_stage_moves
     elif free and has_sites(problem):
         site_stages = site_stage_moves
-    solution = search_in_stages(problem, starts, budget, free, seed, site_stages)
+
+    def note(solution: Solution) -> None:
+        if stages is not None:
+            stages.append(finish_plan(problem, solution, bound, budget))
+
+    solution = search_in_stages(problem, starts, budget, free, seed, site_stages, note)
     return finish_plan(problem, solution, bound, budget)
 
 

@@ -45,6 +45,7 @@ TRIAL_SHARE = 0.12  # share of a stage's moves for each short search
 GROUP_TRIAL_MOVES = 1_500  # moves of a short search that works group by group
 Starts = Callable[[int, Budget], Sequence[Solution]]
 StageMoves = Callable[[int], int]
+NoteStage = Callable[[Solution], None]
 UNLIMITED_MOVES = 1 << 60  # until the budget ends or nothing more is found
 
 
@@ -55,27 +56,33 @@ def search_in_stages(
     free: bool,
     seed: int,
     site_stages: StageMoves | None = None,
+    note: NoteStage = lambda solution: None,
 ) -> Solution:
     """Return the best solution that the search meets within its budget.
 
     starts: makes the solutions that a stage starts from, given a seed and a budget.
     free: whether nodes may change their parts.
     site_stages: the moves of each stage, if the starts are planned site by site or cell by cell.
+    note: called with the solution of each stage that is complete.
     """
     if site_stages is not None:
-        return _search_by_sites(problem, starts, budget, free, seed, site_stages)
+        return _search_by_sites(problem, starts, budget, free, seed, site_stages, note)
 
     def value(solution: Solution) -> tuple[float, float]:
         return solution_value(problem, solution)
 
     best: Solution | None = None
+    end = 0
     for stage in count():
         stage_seed = seed + stage
+        end += stage_moves(stage)
         if best is not None and is_restart(stage):
             solution = improve_solution(
                 problem, best, budget, free, stage_seed, stage_moves(stage), WARM
             )
             best = min(best, solution, key=value)
+            if budget.iterations >= end and not budget.cut_short:
+                note(solution)
             if budget.spent:
                 return best
             continue
@@ -89,6 +96,8 @@ def search_in_stages(
         )
         if best is None or value(solution) < value(best):
             best = solution
+        if budget.iterations >= end and not budget.cut_short:
+            note(solution)
         if budget.spent:
             return best
     raise AssertionError("the stages never end")
@@ -101,6 +110,7 @@ def _search_by_sites(
     free: bool,
     seed: int,
     site_stages: StageMoves,
+    note: NoteStage,
 ) -> Solution:
     """Return the best solution of the stages that are complete, or that improve the best so far."""
 
@@ -126,6 +136,8 @@ def _search_by_sites(
         if complete or improves or part.cut_short:
             best = min(best, solution, key=value)
         budget.count(part)
+        if complete and not part.cut_short:
+            note(solution)
         if budget.spent or not part.used:
             return best
     raise AssertionError("the stages never end")
