@@ -30,11 +30,11 @@ import torch.multiprocessing as mp
 from tables import table
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower, make, simulate
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Batch, Executor, ProcessComm, cut_batch
+from penstock.runtime.torch_internals import schedule_runtime
 from penstock.sim.own_times import own_cost
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "llama.md"
@@ -111,12 +111,10 @@ def torchs(schedule: Schedule, rank: int, model: Llama) -> Machine:
     if total == schedule.ranks and "I" not in str(schedule.lanes):
         runtime = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=mean_loss)
     else:
-        runtime = peer._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=mean_loss)
-        runtime.pipeline_order = {
-            r: [peer._Action.from_str(str(action)) for action in lane]
-            for r, lane in enumerate(schedule.lanes)
-        }
-        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+        rows = [list(map(str, lane)) for lane in schedule.lanes]
+        runtime = schedule_runtime(
+            stages, MICROBATCHES, mean_loss, rows, messages=False
+        )
     inputs, labels = data()
 
     def step() -> float:

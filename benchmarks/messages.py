@@ -186,7 +186,7 @@ def exchange_tensors(
     if kind == "gloo":
         comm = GlooComm(store, rank, 2, 600.0, lambda: False)
     else:
-        exchange = Exchange(f"{LOCALHOST}:0", Path(folder) / KEY_FILE)
+        exchange = Exchange(f"{LOCALHOST}:0", Path(folder) / KEY_FILE, 2)
         comm = WireComm(store, rank, 2, 600.0, lambda: False, exchange, meeting)
     tensor = torch.ones(NUMBERS)
 

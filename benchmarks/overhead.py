@@ -32,7 +32,6 @@ import torch.multiprocessing as mp
 from tables import priority, table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as peer
 
 from penstock import ModelCost, PartCost, Seconds, make, simulate
 from penstock.ir import Op, Schedule, lower
@@ -40,7 +39,7 @@ from penstock.ir.program import Receive, RunAction, Send
 from penstock.measure.sleeping import Sleeping
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
 from penstock.runtime.backward import record_in
-from penstock.runtime.torch_internals import walk_back
+from penstock.runtime.torch_internals import schedule_runtime, walk_back
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"
 NAMES = {
@@ -151,14 +150,10 @@ def torchs(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
         PipelineStage(InTwo(seconds, n == 0), n, total, torch.device("cpu"))
         for n in mine
     ]
-    runtime = peer._PipelineScheduleRuntime(
-        stages, count, loss_fn=lambda y, _: Total.apply(y)
+    rows = [list(map(str, lane)) for lane in schedule.lanes]
+    runtime = schedule_runtime(
+        stages, count, lambda y, _: Total.apply(y), rows, messages=False
     )
-    runtime.pipeline_order = {
-        r: [peer._Action.from_str(str(action)) for action in lane]
-        for r, lane in enumerate(schedule.lanes)
-    }
-    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     x, target = torch.zeros(count, 1, size), torch.zeros(count, 1)
 
     def step() -> None:

@@ -1,18 +1,22 @@
-"""`penstock`, except that worker 1 sleeps in every forward while a file exists in the folder of its run."""
+"""`penstock` on a clock that counts actions. Worker 1 is slow on it while a file exists in the folder of its run.
+
+An action takes one second on this clock, and a forward of the slow worker twenty. So nothing depends on the machine.
+"""
 
 from __future__ import annotations
 
-import time
 from inspect import signature
+from itertools import count
 from pathlib import Path
 from runpy import run_module
 
+from penstock.runtime import walk
 from penstock.runtime.stage_actions import ComputedActions
 from penstock.train import session
 from penstock.train.worker import Verdict
 
 SLOW_FILE = "slow"
-SLEEP_SECONDS = 0.15
+SLOW_SECONDS = 19
 SLOW_WORKER = 1
 run_member = session.run_member
 
@@ -21,15 +25,18 @@ def run_slow_member(*arguments: object) -> Verdict:
     """Train as a worker of a crew that is sometimes slow."""
     given = signature(run_member).bind(*arguments).arguments
     slow_file = Path(given["folder"]) / SLOW_FILE
+    seconds = count()
+    walk.perf_counter = lambda: float(next(seconds))
     forward = ComputedActions.forward
 
-    def sleep_and_forward(actions, step):
+    def forward_slowly(actions, step):
         if slow_file.exists():
-            time.sleep(SLEEP_SECONDS)
+            for _ in range(SLOW_SECONDS):
+                next(seconds)
         forward(actions, step)
 
     if given["worker"] == SLOW_WORKER:
-        ComputedActions.forward = sleep_and_forward
+        ComputedActions.forward = forward_slowly
     return run_member(*arguments)
 
 

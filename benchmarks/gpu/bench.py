@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower
 from penstock.cost import Profile
@@ -32,7 +31,7 @@ from penstock.measure.sums import settle
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.torch_internals import recording_bytes
+from penstock.runtime.torch_internals import recording_bytes, schedule_runtime
 from penstock.train.profile import ProfileRequest, measure_request
 from penstock.train.weights import draw_parameters, hold
 
@@ -256,18 +255,9 @@ def _native_runtime(schedule: Schedule, made: list[PipelineStage]) -> Any:
 
 def _listed_runtime(schedule: Schedule, made: list[PipelineStage]) -> Any:
     """Torch's runtime with our lanes."""
+    rows = [list(map(str, lane)) for lane in schedule.lanes]
     count = len(schedule.microbatches)
-    runtime: Any = peer._PipelineScheduleRuntime(made, count, loss_fn=_mean_loss)
-    where = {n: stage.rank for n, stage in enumerate(schedule.stages)}
-    runtime.stage_index_to_group_rank = where
-    for stage in made:
-        stage.stage_index_to_group_rank = where
-    order = {}
-    for rank, lane in enumerate(schedule.lanes):
-        order[rank] = [peer._Action.from_str(str(action)) for action in lane]
-    runtime.pipeline_order = order
-    runtime._prepare_schedule_with_comms(order)
-    return runtime
+    return schedule_runtime(made, count, _mean_loss, rows, messages=False)
 
 
 def _all_first(schedule: Schedule) -> bool:

@@ -233,7 +233,7 @@ def compare_alone(
 ) -> dict[str, Any]:
     """Steps of the candidates by turns, and the peak memory of each while the others are idle."""
     # Otherwise a second shape would be compiled for any shape, which is slower.
-    torch._dynamo.reset()
+    torch.compiler.reset()
     candidates: dict[str, Alone] = {}
     held: dict[str, int] = {}  # bytes that a candidate holds between steps
     losses: dict[str, float] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.tables import print_table, progress, tell
+from penstock.cli.tables import print_table, progress
 from penstock.errors import PenstockError
 from penstock.view.numbers import count_of
 
@@ -28,12 +28,7 @@ def describe_placement(placement: Placement, encrypted: bool = False) -> str:
         processes += f", {placement.neighbours} of them here"
     if placement.device == "cpu":
         reason = ""
-        if placement.wanted == "cuda":  # only a dry run gets here
-            reason = (
-                "; run.device = cuda, but torch sees no GPU here, so times are those "
-                "of these cores"
-            )
-        elif placement.wanted == "auto" and machine.gpus:
+        if placement.wanted == "auto" and machine.gpus:
             gpus = count_of(machine.gpus, "GPU is", "GPUs are")
             reason = f" ({gpus} too few)"
         cores = count_of(machine.cores, "CPU core", "CPU cores")
@@ -59,10 +54,14 @@ def measured_forecast(
     folder: Path | None = None,
     profiles: RowProfiles | None = None,
 ) -> Forecast:
-    """Predict a step. Without profiles, measure one while the terminal shows it."""
+    """Predict a step. The pieces of the plan are measured while the terminal shows it.
+
+    The profiles by which a search has chosen the plan will do on a GPU, where measurements repeat. On cores they
+    differ from one to the next, and the plan that is the fastest of hundreds by one of them promises too much.
+    """
     from penstock.train.forecast import forecast, measure_forecast
 
-    if profiles is not None:
+    if profiles is not None and placement.device == "cuda":
         profile = profiles.at(config.rows)
         return forecast(config, plan, profile, placement.processors)
     with progress("timing a layer"):
@@ -75,7 +74,7 @@ def prediction(config: Config, plan: Plan, placement: Placement, folder: Path) -
 
     try:
         forecast = known_forecast(folder, config, plan)
-        if forecast is None:
+        if forecast is None or (forecast.searched and placement.device == "cpu"):
             forecast = measured_forecast(config, plan, placement, folder)
         return describe_step(forecast, config) + hint(forecast, config)
     except PenstockError as error:
@@ -96,19 +95,9 @@ def print_memory(forecast: Forecast, config: Config) -> None:
     print_table(heads, rows)
 
 
-def tell_if_too_large(config: Config, plan: Plan, placement: Placement) -> None:
-    """Print a warning if a run would not fit into the memory of this machine."""
-    from penstock.train.capacity import why_too_large
-    from penstock.train.worker import model_sizes
-
-    reason = why_too_large(config, plan, model_sizes(config), placement)
-    if reason:
-        tell("memory", reason)
-
-
 def describe_step(forecast: Forecast, config: Config) -> str:
     """Describe the speed and the time of a step."""
-    from penstock.view.numbers import write_time
+    from penstock.view.numbers import write_range, write_time
 
     step = write_time(forecast.seconds, digits=3)
     makespan = write_time(forecast.timeline.makespan, digits=3)
@@ -123,18 +112,20 @@ def describe_step(forecast: Forecast, config: Config) -> str:
     if forecast.gather:
         gather = f"{write_time(forecast.gather, digits=3)} to gather weights, "
     return (
-        f"{forecast.speed:,.0f} tokens/s, {step} per step: {gather}{passes} of {makespan} "
-        f"({', '.join(details)}), optimizer {optimizer}{_describe_full(forecast)}"
+        f"{forecast.speed:,.0f} tokens/s, {step} per step ({write_range(*forecast.range)}): "
+        f"{gather}{passes} of {makespan} ({', '.join(details)}), optimizer and the rest {optimizer}"
+        f"{_describe_full(forecast)}"
     )
 
 
 def _describe_full(forecast: Forecast) -> str:
     """Describe the time of steps that run all parts, if there are such steps beside others."""
-    from penstock.view.numbers import write_time
+    from penstock.view.numbers import write_range, write_time
 
     if forecast.full is None:
         return ""
-    return f"; a step that runs all parts {write_time(forecast.full.seconds, digits=3)}"
+    full = write_time(forecast.full.seconds, digits=3)
+    return f"; a step that runs all parts {full} ({write_range(*forecast.full.range)})"
 
 
 def hint(forecast: Forecast, config: Config) -> str:

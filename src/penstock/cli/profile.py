@@ -83,7 +83,9 @@ def profile_command(
     ] = None,
     autocast: Annotated[
         Optional[str],
-        typer.Option(help="Compute in this data type instead: bfloat16."),
+        typer.Option(
+            help="Compute in this data type instead: bfloat16, the default on GPUs unless --dtype is given."
+        ),
     ] = None,
     gpu: Annotated[
         Optional[str],
@@ -227,7 +229,7 @@ def profile_command(
             1,
             device or "cpu",
             dtype or "float32",
-            autocast,
+            autocast or _default_autocast(device, dtype),
             threads,
             rounds=measuring.measuring_rounds(quick),
             graphs=graphs,
@@ -246,6 +248,17 @@ def profile_command(
         )
     if profiles is not None:
         _write_profiles(profiles, output, json)
+
+
+def _default_autocast(device: str | None, dtype: str | None) -> str | None:
+    """Return the type in which a model computes that has no config, as `train` would compute it."""
+    from penstock.config import Config
+    from penstock.train.placement import precision_on
+
+    kind = (device or "cpu").partition(":")[0]
+    if dtype is not None or precision_on(Config(), kind) == "float32":
+        return None
+    return "bfloat16"
 
 
 def _request_of_config(
@@ -274,7 +287,7 @@ def _request_of_config(
         placement = decide_placement(config, processes)
         rows = (config.rows,)
     request = request_of(config, placement, rows[0], quick=quick)
-    return request, rows, placement.processors
+    return request, rows, placement.measurers
 
 
 def _refuse_settings(source: Path, settings: Mapping[str, object]) -> None:

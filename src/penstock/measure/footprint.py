@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.measure.probe import Probe
 from penstock.runtime.backward import DeferredWork
 from penstock.runtime.chunked_loss import tensors_held
+from penstock.runtime.torch_internals import multiply_all, norms_of_all
 
 TIMED_UPDATES = 5  # steps of the optimizer
 CACHE_SCRUB_BYTES = 64 << 20  # written to empty the caches
@@ -95,14 +96,18 @@ def _activation_bytes(tensors: Iterable[Tensor], weights: dict[int, int]) -> flo
 def _measure_update(probe: Probe) -> tuple[float, float]:
     """The bytes of weights, gradients and optimizer state, and the seconds of an update.
 
-    The next step casts the weights again, which counts as part of the update. The seconds are a
-    median without the first step, which creates the state. The caches are emptied before each
-    step, because in training a whole step lies between two updates.
+    An update begins with the norm of the gradients and their clipping. The next step casts the
+    weights again, which counts as part of the update. The seconds are a median without the first
+    step, which creates the state. The caches are emptied before each step, because in training a
+    whole step lies between two updates.
     """
     module: nn.Module = probe.subject.module
     optimizers = probe.subject.optimizers(module)
 
     def update() -> None:
+        gradients = [one.grad for one in module.parameters() if one.grad is not None]
+        norms_of_all(gradients)
+        multiply_all(gradients, 1.0)
         for optimizer in optimizers:
             optimizer.step()
         if probe.casts is not None:

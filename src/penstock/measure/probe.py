@@ -26,6 +26,8 @@ from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.executor import Loss
+from penstock.runtime.passed_values import has_gradient
+from penstock.runtime.recorder import Clock, Moment
 from penstock.runtime.tape import Tape
 from penstock.runtime.torch_internals import original_module, sleep_on_gpu, walk_back
 
@@ -78,10 +80,16 @@ class PassTimes(NamedTuple):
 
 
 class Probe:
-    """A subject that is ready to be timed; with a tape, as recorded actions."""
+    """A subject that is ready to be timed; with a tape, as recorded actions.
 
-    def __init__(self, subject: Subject, tape: Tape | None = None) -> None:
+    `crowd` processes for each processor time theirs at the same time, so that an action waits for the others.
+    """
+
+    def __init__(
+        self, subject: Subject, tape: Tape | None = None, crowd: float = 1.0
+    ) -> None:
         self.subject = subject
+        self.crowd = crowd
         self.device = subject.inputs.device
         self.tape = tape
         self.carry = Carry(subject.tokens, subject.starts)
@@ -138,10 +146,38 @@ class Probe:
         ready()
         if self.device.type == "cpu":
             return self.times_of_flight(tokens, prefix, passes)
-        times: list[PassTimes] = []
-        for _ in range(passes):
-            times += self.times_of_flight(tokens, prefix, 1)
-        return times
+        self.times_of_flight(tokens, prefix, 1)  # says how long launches take
+        return self.times_in_a_row(tokens, prefix, passes)
+
+    def times_in_a_row(self, tokens: int, prefix: int, count: int) -> list[PassTimes]:
+        """Time passes as a GPU runs them in a step: one action after the other, without a rest.
+
+        A GPU that rests between actions is faster than it can stay. It has worked for a while before the first
+        pass, and the host reads no time before the last pass is launched. So the GPU waits for the host only where
+        launches take longer than kernels, as in a step.
+        """
+        clock = Clock([self.subject.module])
+        clock.begin()
+        end = time.perf_counter() + WARM_UP_SECONDS
+        while time.perf_counter() < end:
+            for _, action in self.actions(tokens, prefix):
+                action()
+        names: list[str] = []
+        starts: list[Moment] = []
+        ends: list[Moment] = []
+        for _ in range(count):
+            for name, action in self.actions(tokens, prefix):
+                names.append(name)
+                starts.append(clock.now())
+                action()
+                ends.append(clock.now())
+        begun, done = clock.seconds(starts), clock.seconds(ends)
+        spans = [after - before for before, after in zip(begun, done, strict=True)]
+        each = len(names) // count  # actions of a pass
+        return [
+            _pass_times(zip(names[at : at + each], spans[at : at + each], strict=True))
+            for at in range(0, len(names), each)
+        ]
 
     def times_of_replays(
         self,
@@ -211,6 +247,8 @@ class Probe:
         piece = self.open(tokens, prefix)
         whole = None if self.casts is None else self.ledger(splits=False)
         yield "F", partial(self.forward, piece, whole)
+        if whole is not None:
+            whole.begin_backward()
         yield "B", partial(self.backward, piece, self.gradient(piece))
         piece = self.open(tokens, prefix)
         ledger = self.ledger(splits=True)
@@ -227,7 +265,7 @@ class Probe:
     def forward(self, piece: Slice, ledger: Ledger | None = None) -> None:
         """Run the forward of a slice."""
         x = self.subject.inputs[:, piece.begin : piece.end].detach()
-        if x.is_floating_point():
+        if has_gradient(x.dtype):
             x.requires_grad_()
         record_in(ledger)
         with self.autocast():
@@ -296,10 +334,8 @@ class Probe:
 
     @property
     def load(self) -> float:
-        """How many times longer actions took than they computed: 1 on a quiet machine."""
-        if self.processor_seconds <= 0:
-            return 1.0
-        return max(1.0, self.elapsed_seconds / self.processor_seconds)
+        """How many times longer actions took than their share of the processors allows: 1 on a quiet machine."""
+        return load_of([self])
 
     def clock(self, action: TimedAction) -> float:
         """The seconds that an action takes.
@@ -340,6 +376,23 @@ class Probe:
         self.elapsed_seconds += time.perf_counter() - begin
         self.processor_seconds += seconds
         return seconds
+
+
+def load_of(
+    probes: Sequence[Probe], since: Sequence[tuple[float, float]] = ()
+) -> float:
+    """How many times longer all actions of some probes took than their share of the processors allows.
+
+    `since` has the processor time and the elapsed time of each probe that do not count any more.
+    Processes that time their own actions meanwhile are no load: they will be there in a step, too,
+    and whoever predicts the step makes them wait for each other.
+    """
+    processor = sum(probe.crowd * probe.processor_seconds for probe in probes)
+    elapsed = sum(probe.elapsed_seconds for probe in probes)
+    for probe, (processor_before, elapsed_before) in zip(probes, since, strict=False):
+        processor -= probe.crowd * processor_before
+        elapsed -= elapsed_before
+    return max(1.0, elapsed / processor) if processor else 1.0
 
 
 def has_thread_clock() -> bool:

@@ -6,7 +6,9 @@
     ...                                    training too, so the minimum would promise too much
 
 All ranks measure at the same time, point by point, as they will train, because cores share
-caches, memory and heat.
+caches, memory and heat. If there are fewer processors than ranks, each finds its caches as the others have left them.
+
+How much the rounds differ says how far the next ones may be from their middle: that is the range of every forecast.
 """
 
 from __future__ import annotations
@@ -21,15 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost.network import Network
-from penstock.cost.profile import Block, Point, Profile, block, tile_of
+from penstock.cost.profile import (
+    FASTEST_ROUND,
+    REST,
+    SLOWEST_ROUND,
+    Block,
+    Point,
+    Profile,
+    block,
+    tile_of,
+)
 from penstock.cost.row_profiles import RowProfiles
 from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
 from penstock.measure.links import measured_network
-from penstock.measure.overhead import overhead_per_action
+from penstock.measure.overhead import Overhead, measured_overhead
 from penstock.measure.points import SlicePoint, measuring_points, quick_points
-from penstock.measure.probe import PassTimes, Probe, Subject
+from penstock.measure.probe import PassTimes, Probe, Subject, load_of
 from penstock.measure.switching import switch_share
 from penstock.runtime.collector import collector_paused
 from penstock.runtime.comm.comm import Comm
@@ -74,6 +85,7 @@ class Setup:
     middle: Middle
     tape: Tape | None
     quick: bool
+    crowd: float  # processes for each processor
 
 
 def measure(
@@ -108,16 +120,18 @@ def measure_rows(
     middle: Middle = statistics.median,
     tape: Tape | None = None,
     quick: bool = False,
+    crowd: float = 1.0,
 ) -> RowProfiles:
     """Measure the profiles of a model with several numbers of rows in a micro-batch.
 
     `subjects` has the same modules for each number of rows, the fewest rows first. Each
     round measures all of them in random order, so that what disturbs the machine for a
     while does not favour one number of rows. A `quick` measurement takes few points, and
-    together about QUICK_SECONDS unless single passes take longer.
+    together about QUICK_SECONDS unless single passes take longer. `crowd` ranks share a
+    processor.
     """
     keep_freed_memory()
-    setup = Setup(comm, rounds, watch, tuple(where), middle, tape, quick)
+    setup = Setup(comm, rounds, watch, tuple(where), middle, tape, quick, crowd)
     with collector_paused():
         embeds = _measure_block("embedding", [each.embed for each in subjects], setup)
         layers = _measure_block("layer", [each.layer for each in subjects], setup)
@@ -128,19 +142,27 @@ def measure_rows(
     network = Network()
     if comm is not None:
         network = measured_network(comm, links, device)
+    counts = ((embeds, 1), (layers, first.layers), (heads, 1))
+    low, high = spread_of([(one[0], count) for one, count in counts])
+    overheads = [Overhead(0.0, 0.0) for _ in subjects]
+    if comm is not None and device.type == "cpu":
+        shapes = [each.layer.inputs.shape for each in subjects]
+        overheads = [measured_overhead(comm, *shape) for shape in shapes]
     facts = (
         *first.device,
         ("recorded", tape is not None),
         ("launch", layers[0].launch),
+        (FASTEST_ROUND, low),
+        (SLOWEST_ROUND, high),
+        (REST, overheads[0].step),
     )
     shared = shared_weights(first.embed.module, first.head.module)
     profiles = []
-    for each, embed, layer, head in zip(subjects, embeds, layers, heads, strict=True):
+    for each, embed, layer, head, overhead in zip(
+        subjects, embeds, layers, heads, overheads, strict=True
+    ):
         inputs = each.layer.inputs
-        rows, tokens, width = inputs.shape
-        turn = 0.0
-        if comm is not None and device.type == "cpu":
-            turn = overhead_per_action(comm, rows, tokens, width)
+        rows, tokens, _ = inputs.shape
         profile = Profile(
             each.layers,
             tokens,
@@ -152,7 +174,7 @@ def measure_rows(
             network,
             each.model,
             facts,
-            turn,
+            overhead.action,
             head.block.weights * shared,
             layer.switch,
         )
@@ -178,17 +200,19 @@ class MeasuredBlock(NamedTuple):
     block: Block
     launch: float  # how many times longer it takes because of kernel launches
     switch: float  # how much longer a forward takes right after a backward
+    rounds: Sequence[float]  # the time of each round, as a share of their middle
 
 
 def _measure_block(
     name: str, subjects: Sequence[Subject], setup: Setup
 ) -> list[MeasuredBlock]:
     """Measure one block with each number of rows."""
-    probes = [Probe(subject, setup.tape) for subject in subjects]
+    probes = [Probe(subject, setup.tape, setup.crowd) for subject in subjects]
     fitted, held_out = _points_of(probes[0], setup)
     where = [*fitted, *held_out]
-    seconds = _measure_points(name, probes, where, setup) / subjects[0].layers
-    times = _mean_over_ranks(seconds, setup.comm).tolist()
+    seconds, rounds = _measure_points(name, probes, where, setup)
+    times = _mean_over_ranks(seconds / subjects[0].layers, setup.comm).tolist()
+    shares = _mean_over_ranks(rounds, setup.comm).tolist()
     memory = None
     blocks = []
     for probe, rows in zip(probes, times, strict=True):
@@ -209,8 +233,21 @@ def _measure_block(
         )
         launch = round(probe.seconds / probe.kernels, 2) if probe.kernels else 1.0
         switch = _switch_of(probe, measured, setup) if name == "layer" else 0.0
-        blocks.append(MeasuredBlock(measured, launch, switch))
+        blocks.append(MeasuredBlock(measured, launch, switch, shares))
     return blocks
+
+
+def spread_of(
+    blocks: Sequence[tuple[MeasuredBlock, float]],
+) -> tuple[float, float]:
+    """The fastest and the slowest round of a model with so many of each block, as shares of what was measured."""
+    low = high = total = 0.0
+    for each, count in blocks:
+        seconds = sum(point.F + point.B for point in each.block.points) * count
+        total += seconds
+        low += min(each.rounds) * seconds
+        high += max(each.rounds) * seconds
+    return min(1.0, low / total), max(1.0, high / total)
 
 
 def _switch_of(probe: Probe, measured: Block, setup: Setup) -> float:
@@ -250,10 +287,14 @@ def _distinct_points(subject: Subject, where: Sequence[SlicePoint]) -> list[Slic
 
 def _measure_points(
     name: str, probes: Sequence[Probe], points: Sequence[SlicePoint], setup: Setup
-) -> Tensor:
-    """The seconds of F, B, I and W of each probe at each point, in the shape (probes, points, 4)."""
+) -> tuple[Tensor, Tensor]:
+    """The seconds of F, B, I and W of each probe at each point, in the shape (probes, points, 4).
+
+    Then the time of each round, as a share of what all of them say.
+    """
     visits = [(probe, point) for probe in probes for point in points]
     measured: list[list[PassTimes]] = [[] for _ in visits]
+    by_round: list[float] = []  # the seconds of all visits
     min_passes = 1 if setup.tape is None else MIN_RECORDED_PASSES
     seconds_per_point = SECONDS_PER_POINT
     if setup.quick:
@@ -263,6 +304,8 @@ def _measure_points(
     numbers = range(len(visits))
     ready = setup.comm.barrier if setup.comm is not None else lambda: None
     for turn in range(1 + setup.rounds):
+        begun = [(probe.processor_seconds, probe.elapsed_seconds) for probe in probes]
+        seconds_of_round = 0.0
         # The seed is the same on all ranks, and so is the order.
         for number in random.Random(turn).sample(numbers, len(numbers)):
             probe, (tokens, prefix) = visits[number]
@@ -270,24 +313,22 @@ def _measure_points(
                 f"{name}: round {turn} of {setup.rounds}, {tokens} tokens after {prefix}"
             )
             times = probe.times(tokens, prefix, passes[number], ready)
+            seconds_of_round += statistics.fmean(map(sum, times))
             if turn:
                 measured[number] += times
             else:
                 fitting = int(seconds_per_point / sum(times[0]) + 1)
                 passes[number] = min(max(fitting, min_passes), MAX_PASSES)
+        if turn:
+            by_round.append(seconds_of_round * load_of(probes, begun))
     rows = []
     for times in measured:
         columns = zip(*times, strict=True)
         rows.append([setup.middle(column) for column in columns])
-    seconds = torch.tensor(rows, dtype=torch.float64) * _load_of(probes)
-    return seconds.reshape(len(probes), len(points), len(PassTimes._fields))
-
-
-def _load_of(probes: Sequence[Probe]) -> float:
-    """How many times longer all actions took than they computed."""
-    processor = sum(probe.processor_seconds for probe in probes)
-    elapsed = sum(probe.elapsed_seconds for probe in probes)
-    return max(1.0, elapsed / processor) if processor else 1.0
+    seconds = torch.tensor(rows, dtype=torch.float64) * load_of(probes)
+    shares = torch.tensor(by_round, dtype=torch.float64) / seconds.sum()
+    shape = (len(probes), len(points), len(PassTimes._fields))
+    return seconds.reshape(shape), shares
 
 
 def _mean_over_ranks(seconds: Tensor, comm: Comm | None) -> Tensor:

@@ -7,6 +7,7 @@ The likely reason is that an action finds in the caches what the one before it h
 
 Other measurements run actions of one kind in a row. So the difference is what a schedule pays besides if its ranks
 often change between forwards and backwards, as in 1F1B. With small actions it decides between 1F1B and GPipe.
+The speed of a machine changes from second to second, so both are compared within each round.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.measure.probe import Probe
 SEQUENCES = 5  # in flight
 LEAD = 2  # sequences that have gone forward before backwards and forwards take turns
 MAX_SWITCH_ROUNDS = 16
-SWITCH_SECONDS = 0.3  # for all rounds, unless one round takes longer
+SWITCH_SECONDS = 0.6  # for all rounds, unless one round takes longer
 
 
 def switch_share(probe: Probe, seconds: float, ready: Callable[[], None]) -> float:
@@ -31,14 +32,16 @@ def switch_share(probe: Probe, seconds: float, ready: Callable[[], None]) -> flo
     """
     rounds = int(SWITCH_SECONDS / max(2 * SEQUENCES * seconds, 1e-9))
     rounds = min(max(rounds, 1), MAX_SWITCH_ROUNDS)
-    in_a_row = PairTimes()
-    by_turns = PairTimes()
+    shares = []
     for _ in range(rounds):
+        in_a_row = PairTimes()
+        by_turns = PairTimes()
         for lead, times in ((SEQUENCES, in_a_row), (LEAD, by_turns)):
             ready()
             times.add(*probe.times_of_turns(SEQUENCES, lead))
-    longer = by_turns.seconds - in_a_row.seconds
-    return max(0.0, longer / statistics.median(in_a_row.forwards))
+        longer = by_turns.seconds - in_a_row.seconds
+        shares.append(longer / statistics.median(in_a_row.forwards))
+    return max(0.0, statistics.median(shares))
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from penstock.config import Config
+from penstock.config import Config, ModelConfig
 from penstock.cost import RowProfiles
 from penstock.cost.profile import tile_of
 from penstock.ir import Plan
@@ -59,11 +59,13 @@ def machine_workload(
     memory: float | None = None,
     granularity: int | None = None,
     uneven: bool = False,
+    model: ModelConfig | None = None,
 ) -> tuple[Workload, Placement]:
     """Return the workload of a config on this machine, with its memory and processors.
 
     If a number of devices is given, the plan is for that many devices of their own, and
-    only `memory` limits it.
+    only `memory` limits it. `model` has the sizes of the model, if they are not those of the
+    config.
     """
     workload = workload_of(config, layers, given, devices)
     placement = decide_placement(config, workload.devices)
@@ -86,6 +88,7 @@ def machine_workload(
         granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
         exact=under_launcher(),
         uneven=uneven,
+        model=model,
         on_gpu=placement.device == "cuda",
     )
     return workload, placement

@@ -1,8 +1,9 @@
 """Predicts how long a step of a run will take, before the run starts.
 
-config, plan ──► embedding, layer, head    timed by as many processes at once as will compute at once
+config, plan ──► embedding, layer, head    timed by as many processes at once as will run
              ──► cost of the parts         ──► simulated on the available processors ──► one pass
-             ──► the optimizer, timed too                                            ──► + the optimizer
+             ──► the optimizer, and empty steps, timed too                           ──► + the rest of a step
+             ──► how much the rounds of these measurements differ                    ──► the range
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from hashlib import sha256
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.config import Config, is_recording
 from penstock.cost import Cost, Profile, RowProfiles
@@ -26,12 +26,11 @@ from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.plan.candidates import Judge
+from penstock.train.placement import Placement, precision_on
 from penstock.train.step_paths import step_paths
 
-if TYPE_CHECKING:
-    from penstock.train.placement import Placement
-
 PROFILE = "profile.json"  # in the folder of a run
+SEARCHED = "searched"  # a fact of a profile by which a search has chosen the plan
 FEW_ROUNDS = 5
 MANY_ROUNDS = 12
 # A pass on a CPU with at most this many operations is timed in many rounds, because the
@@ -44,10 +43,10 @@ MIN_SAMPLE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A predicted step: the gather, `passes` times the timeline, then the optimizer."""
+    """A predicted step: the gather, `passes` times the timeline, then the optimizer and the rest of the step."""
 
     timeline: Timeline
-    optimizer: float  # seconds
+    optimizer: float  # seconds, with what else a step does beside its actions
     passes: int
     tokens: int  # of the whole step
     processors: int  # that the ranks share
@@ -57,6 +56,9 @@ class Forecast:
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     # The forecast of steps that run all parts, if the others leave out some.
     full: Forecast | None = None
+    # The shares of the predicted time between which steps may lie (`Profile.spread`).
+    spread: tuple[float, float] = (1.0, 1.0)
+    searched: bool = False  # whether the plan was chosen by these very times
 
     @property
     def seconds(self) -> float:
@@ -65,6 +67,12 @@ class Forecast:
         passes = summing * self.timeline.makespan
         passes += (self.passes - summing) * float(self.timeline.end.max())
         return self.gather + passes + self.optimizer
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The times between which steps may lie, in seconds."""
+        low, high = self.spread
+        return low * self.seconds, high * self.seconds
 
     @property
     def speed(self) -> float:
@@ -121,6 +129,8 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         gather=gather,
         recorded=bool(dict(profile.device).get("recorded")),
         full=full,
+        spread=profile.spread,
+        searched=bool(dict(profile.device).get(SEARCHED)),
     )
 
 
@@ -140,7 +150,7 @@ def profile_of_process(profile: Profile, config: Config, processors: int) -> Pro
 
 # ---------------------------------------------------------------- measuring
 def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
-    """Time the pieces of a run's model, in as many processes as will compute at once."""
+    """Time the pieces of a run's model, in as many processes as will run."""
     import torch  # noqa: PLC0415
 
     from penstock.models.flops import flops_per_token  # noqa: PLC0415  # torch
@@ -158,7 +168,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     sampled = (rows, shortening) != (config.rows, 1)
     quick = placement.device == "cpu" and flops * rows * tokens <= QUICK_OPERATIONS
     rounds = MANY_ROUNDS if quick else FEW_ROUNDS
-    precision = config.run.precision
+    precision = precision_on(config, placement.device)
     slices = set()
     for boundaries in cuts:
         for begin, end in pairwise(boundaries):
@@ -182,7 +192,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         lora=config.lora,
         inside=config.run.recomputed_inside,
     )
-    profile = profile_model(request, placement.processors)
+    profile = profile_model(request, placement.measurers)
     assert profile is not None, (
         "only torchrun returns None, and there we do not forecast"
     )
@@ -254,12 +264,19 @@ def profile_mark(config: Config, plan: Plan) -> str:
 
 
 def keep_profiles(
-    profiles: RowProfiles, folder: Path, config: Config, plan: Plan
+    profiles: RowProfiles,
+    folder: Path,
+    config: Config,
+    plan: Plan,
+    searched: bool = False,
 ) -> None:
-    """Write profiles into the folder of a run, with a mark of what they were measured for."""
-    mark = ("run", profile_mark(config, plan))
+    """Write profiles into the folder of a run, with a mark of what they were measured for.
+
+    `searched` says that a search has chosen the plan by them.
+    """
+    marks = (("run", profile_mark(config, plan)), (SEARCHED, searched))
     marked = [
-        replace(profile, device=(*profile.device, mark))
+        replace(profile, device=(*profile.device, *marks))
         for profile in profiles.measured
     ]
     write_row_profiles(RowProfiles(tuple(marked)), folder / PROFILE)
@@ -276,8 +293,8 @@ def known_forecast(folder: Path, config: Config, plan: Plan) -> Forecast | None:
     facts = dict(profiles.measured[0].device)
     if facts.get("run") != profile_mark(config, plan):
         return None
-    processors = int(facts.get("ranks") or 1)
-    return forecast(config, plan, profiles.at(config.rows), processors)
+    profile = profiles.at(config.rows)
+    return forecast(config, plan, profile, profile.processors or 1)
 
 
 def measure_forecast(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.config import Config, LoraConfig, OptimizerConfig, is_recording
-from penstock.cost.profile import Profile, enlarge
+from penstock.cost.profile import PROCESSORS, Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
@@ -54,13 +54,18 @@ from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
-from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
+from penstock.runtime.process.machine import (
+    count_neighbours,
+    look_at_machine,
+    own_gpu,
+    processes_at_once,
+)
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
 from penstock.train.own_models import sizes_of
-from penstock.train.placement import Placement
+from penstock.train.placement import Placement, precision_on
 from penstock.train.weights import Sizes
 from penstock.train.worker import model_sizes
 
@@ -141,7 +146,7 @@ def request_of(
     `rows` is the number of rows of a micro-batch, by default as many as the config has,
     or 1 if the config leaves them open.
     """
-    precision = config.run.precision
+    precision = precision_on(config, placement.device)
     if rows is None:
         rows = config.rows if config.passages else 1
     return ProfileRequest(
@@ -175,7 +180,7 @@ def profile_config(
     """Measure the model of a run with several numbers of rows in a micro-batch.
 
     By default the rows are those of the config, and as many processes measure at once as
-    will compute at once. A quick measurement leaves out what takes too long: numbers of
+    will run. A quick measurement leaves out what takes too long: numbers of
     rows, which `RowProfiles` scales from the others, and if one row is already too much,
     some of its tokens. With `whole`, it times whole sequences and no slices.
     """
@@ -185,7 +190,7 @@ def profile_config(
         request, counts = affordable(request, counts)
     if whole:
         request = replace(request, where=whole_sequence(request))
-    processes = placement.processors if ranks is None else ranks
+    processes = placement.measurers if ranks is None else ranks
     profiles = profile_rows(request, counts, processes, watch)
     tokens = config.data.tokens
     if profiles is None or request.tokens == tokens:
@@ -296,6 +301,7 @@ def measure_rows_of(
         torch.set_num_threads(request.threads)
     if comm is not None and comm.rank > 0:
         watch = _silent
+    ranks = 1 if comm is None else comm.ranks
     subjects = subjects_by_rows(request, rows, comm)
     if request.graphs and subjects[0].layer.inputs.device.type != "cuda":
         raise RunError(
@@ -312,7 +318,24 @@ def measure_rows_of(
         statistics.fmean if request.mean else statistics.median,
         CudaTape() if request.graphs else None,
         request.quick,
+        crowd_of(subjects[0].layer.inputs.device, ranks),
     )
+
+
+def crowd_of(device: torch.device, ranks: int) -> float:
+    """Return how many of the processes that measure share a processor of this machine.
+
+    Each GPU has a process of its own, or gives several a share.
+    """
+    return count_neighbours(ranks) / processors_at_once(device, ranks)
+
+
+def processors_at_once(device: torch.device, ranks: int) -> int:
+    """Return how many of the processes that measure on this machine can compute at the same time."""
+    neighbours = count_neighbours(ranks)
+    if device.type != "cpu":
+        return neighbours
+    return min(neighbours, processes_at_once(torch.get_num_threads()))
 
 
 # ---------------------------------------------------------------- the pieces of a model
@@ -518,5 +541,6 @@ def _device_facts(device: torch.device, request: ProfileRequest, ranks: int) -> 
         ("autocast", request.autocast),
         ("threads", torch.get_num_threads()),
         ("ranks", ranks),
+        (PROCESSORS, processors_at_once(device, ranks)),
         ("compiled", request.compiled),
     )
