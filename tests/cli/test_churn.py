@@ -25,7 +25,7 @@ from penstock.train.loop import Trainer
 from penstock.train.worker import job_of
 from slow_worker import SLOW_FILE
 
-STEPS = 5000  # more than the test waits for
+STEPS = 1_000_000  # more than any machine does while a test waits
 
 
 def signal_worker(folder: Path, worker: int, number: int) -> int:
@@ -106,7 +106,7 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
     wait_for(folder, read_events(folder)[-1].step + 2)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     assert re.search(r"event +worker 0 was killed by SIGKILL; 3 workers go on", err)
     assert re.search(r"event +worker 0 has joined; 4 workers go on", err)
     assert re.search(r"event +worker 3 was stopped \(SIGSTOP\), so it was ended", err)
@@ -138,7 +138,7 @@ def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text
     wait_for(folder, read_events(folder)[-1].step + 2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     assert re.search(
         r"worker 1 was killed by SIGKILL; worker 0 has part 1 from its mirror; "
         r"1 workers go on after step \d+",
@@ -153,9 +153,9 @@ def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text
     assert "mirrors" in (folder / "report.html").read_text()
 
 
-def test_a_worker_that_sleeps_in_its_stage_gets_less_work_until_it_wakes_up(text):
+def test_a_worker_that_becomes_slow_gets_less_work_until_it_is_fast_again(text):
     words = (
-        "train config.toml --sample 0 --set run.steps=100000 --set run.silence=300 "
+        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.silence=300 "
         "--set run.slow=4 --set run.save=0 --set run.timed=0 --set run.forecast=false"
     )
     script = Path(__file__).parents[1] / "slow_worker.py"
@@ -170,7 +170,7 @@ def test_a_worker_that_sleeps_in_its_stage_gets_less_work_until_it_wakes_up(text
     wait_for_events(process, folder, 2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     slow, fast = read_events(folder)[:2]
     assert (slow.event, len(slow.members), fast.event) == ("pace", 4, "pace")
     assert re.match(r"worker 1 takes [\d.]+ times as long", slow.text)

@@ -82,7 +82,7 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
         wait_for_events(run, folder, 4)
         run.send_signal(signal.SIGINT)
         _, err = run.communicate(timeout=600)
-        assert run.returncode == 0, err
+        assert run.returncode == 130, err
         _, far_err = spare.communicate(timeout=600)
         assert spare.returncode == 0, far_err
         first.communicate(timeout=600)

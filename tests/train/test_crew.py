@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from crews import Crew, Killed, MortalComm
+from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
@@ -288,6 +289,69 @@ def test_a_lost_part_alone_is_read_from_a_checkpoint_of_the_same_step(
     assert not crew.decide().keep
 
 
+# ---------------------------------------------------------------- a loss while others take over
+def test_a_newcomer_makes_a_mirror_superfluous_only_once_it_has_the_part(tmp_path):
+    # Part 1 has no layers, so that few messages carry it.
+    plan = replace(TWO_COPIES, partition=(4, 0))
+    quiet = losses(train(job_with(plan, tmp_path / "quiet", "run.save=0")))
+    crew = Crew(job_with(plan, tmp_path / "run", "run.save=0"))
+    crew.reports = {n: Report(n) for n in (0, 2, 3)}
+    crew.change_at = 2
+    crew.run(crew.decide())
+    mirrors = {n: crew.reports[n].mirrors for n in (0, 2, 3)}
+    assert mirrors == {0: (1,), 2: (), 3: ()}
+    crew.reports[1] = Report(1, newcomer=True)
+    decision = crew.decide()
+    assert decision.transfers == ((1, 3, 1),)
+    assert decision.mirrors == ()
+    deaths = Counter()
+    for worker, _ in let_die_in_handover(crew, decision):
+        after = crew.decide()
+        assert (after.keep, after.step) == (True, 2), (worker, deaths[worker])
+        assert not after.restores
+        deaths[worker] += 1
+    # Worker 3 sends eight tensors, and worker 1 is asked before and after each.
+    assert deaths[3] >= deaths[0] + 8
+    assert deaths[1] >= deaths[0] + 16
+    crew.change_at = 0
+    crew.run(after)
+    rows = read_rows(tmp_path / "run")
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert losses(rows) == pytest.approx(quiet, rel=1e-5)
+
+
+def test_no_part_is_lost_in_a_handover_while_somebody_has_it(tmp_path):
+    plan = replace(ALONE, partition=(0, 4, 0))
+    quiet = losses(train(job_with(plan, tmp_path / "quiet", "run.save=0")))
+    crew = Crew(job_with(plan, tmp_path / "run", "run.save=0"))
+    crew.change_at = 2
+    crew.run(crew.decide())
+    del crew.reports[0]
+    decision = crew.decide()
+    # Worker 1 had the mirror of part 0. Now it holds it alone, as worker 2 holds part 2.
+    assert decision.members == (1, 2)
+    assert decision.transfers == ((0, 0, 1), (2, 1, 0))
+    tensors = {
+        1: 4,
+        2: 8,
+    }  # of these two parts: one and two parameters, with AdamW's state
+    kept = None
+    for worker, comm in let_die_in_handover(crew, decision):
+        ends = {1: (0, 1), 2: (1, 0)}[worker]
+        sent = comm.others.sent[ends]
+        after = crew.decide()
+        assert after.keep == (sent >= tensors[worker]), (worker, sent)
+        if after.keep:
+            assert after.step == 2
+            kept = after
+    assert kept is not None
+    crew.change_at = 0
+    crew.run(kept)
+    rows = read_rows(tmp_path / "run")
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert losses(rows) == pytest.approx(quiet, rel=1e-5)
+
+
 ROTATED = Plan(
     dealt(ranks=3, microbatches=4, skips=1, seed=1)[0],
     "skip",
@@ -472,13 +536,15 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
-    event = Event(2, "lost", 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5, 0.6)
+    event = Event(
+        2, "lost", 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5, 0.6, 7
+    )
     log.put(event)
     assert read_events(tmp_path) == [event]
     (line,) = list_events(summarize_run(tmp_path))
     assert line.startswith(
         "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms, "
-        "planned at 50% of the full speed (at most 60% is possible); "
+        "went back 7 steps, planned at 50% of the full speed (at most 60% is possible); "
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line

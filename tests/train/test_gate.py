@@ -15,13 +15,20 @@ from penstock.errors import PeerLostError, RunError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config
 from penstock.runtime.process.launch import keep_store
-from penstock.runtime.torch_internals import TCPStore
+from penstock.runtime.torch_internals import PrefixStore, TCPStore
 from penstock.runtime.wire.frames import receive_frame, send_frame
 from penstock.runtime.wire.key import keep_key
 from penstock.runtime.wire.store import RemoteStore
+from penstock.train.crew import gate as gate_module
 from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import Gate, tell_verdict
+from penstock.train.crew.gate import (
+    MAX_CONNECTIONS,
+    MAX_SPARES,
+    Gate,
+    tell_verdict,
+)
 from penstock.train.crew.guest import Joining
+from penstock.train.crew.member import Member
 from penstock.train.crew.site import Site
 from penstock.train.data.corpus import open_corpus, open_validation
 from penstock.train.data.dataset import encode_dataset
@@ -52,10 +59,13 @@ def gate(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, run / "plan.json")
     (run / "secret.txt").write_text("not for workers")
+    pytest.importorskip("cryptography")
     keep_key(run / "key.pem")
     said: list[str] = []
     files = RunFiles(run, config)
-    opened = Gate("127.0.0.1:0", run / "key.pem", keep_store(), files, "1", said.append)
+    opened = Gate(
+        "127.0.0.1:0", run / "key.pem", keep_store(), files, "1", said.append, 2
+    )
     opened.said = said
     opened.run = run
     yield opened
@@ -186,8 +196,10 @@ def test_a_worker_that_was_given_up_reaches_nothing_any_more(gate, tmp_path):
 
 
 def test_spares_are_told_when_the_run_is_over_and_other_versions_are_refused(
-    gate, tmp_path
+    gate, tmp_path, monkeypatch
 ):
+    # However slow this machine is, the spare hears of it before its connection ends.
+    monkeypatch.setattr(gate_module, "ANSWER_SECONDS", 600.0)
     with pytest.raises(RunError, match="it is Penstock 1, and this one 2"):
         joining(gate, tmp_path / "old").run(None, "2")
     ended: list[Verdict] = []
@@ -198,6 +210,50 @@ def test_spares_are_told_when_the_run_is_over_and_other_versions_are_refused(
     gate.close()
     waits.join()
     assert ended == [Verdict()]
+
+
+def test_a_worker_that_was_let_in_cannot_exhaust_the_launcher(gate, tmp_path):
+    worker, control = ask_for_place(gate, tmp_path / "far")
+    (guest,) = gate.guests.values()
+    store = RemoteStore(worker.dial_store)
+    with pytest.raises(Exception, match="cannot be reached"):
+        store.set("long", "x" * (1 << 21))
+    store.close()
+    wait_until(lambda: not guest.others)
+    stores = [RemoteStore(worker.dial_store) for _ in range(MAX_CONNECTIONS)]
+    for number, one in enumerate(stores):
+        one.set("a", str(number))
+    late = RemoteStore(worker.dial_store)
+    with pytest.raises(Exception, match="cannot be reached"):
+        late.set("a", "too many")
+    for one in (*stores, late):
+        one.close()
+    wait_until(lambda: not guest.others)
+    # The run has places for two, and keeps some spares beyond these.
+    others = [ask_for_place(gate, tmp_path / "far") for _ in range(MAX_SPARES + 1)]
+    with pytest.raises(RunError, match=f"has {MAX_SPARES + 2} workers and spares"):
+        joining(gate, tmp_path / "far").run("", "1")
+    control.close()
+    wait_until(guest.gone.is_set)
+    others.append(ask_for_place(gate, tmp_path / "far"))
+    for _, one in others:
+        one.close()
+
+
+def test_a_worker_has_no_more_connections_after_many_generations(gate, tmp_path):
+    worker, control = ask_for_place(gate, tmp_path / "far")
+    (guest,) = gate.guests.values()
+    member = Member(0, RemoteStore(worker.dial_store))
+    wait_until(lambda: len(guest.others) == 2)  # with that of its signs of life
+    for _ in range(2 * MAX_CONNECTIONS):
+        member.meeting = member.own_connection()
+        board = PrefixStore("g1", member.meeting).clone()  # as a watchdog does
+        board.set("a", "b")
+        assert len(guest.others) == 4
+        member.leave()
+        wait_until(lambda: len(guest.others) == 2)
+    member.store.close()
+    control.close()
 
 
 def test_the_user_hears_of_strangers_but_not_of_each(gate):

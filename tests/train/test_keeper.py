@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +16,14 @@ from penstock import Plan, make
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.schedules.transforms import replicate
+from penstock.train.crew import keeper as keeper_module
 from penstock.train.crew.events import read_events
-from penstock.train.crew.keeper import Keeper, Worker, describe_takeovers
+from penstock.train.crew.keeper import (
+    Keeper,
+    Worker,
+    describe_takeovers,
+    find_stop,
+)
 from penstock.train.crew.member import Member, local_store
 from penstock.train.crew.notes import (
     FINISHED,
@@ -23,6 +31,7 @@ from penstock.train.crew.notes import (
     alive_key,
     broken_key,
     ready_key,
+    report_key,
 )
 from penstock.train.crew.succession import decide
 from penstock.train.step_figures import StepFigures
@@ -96,7 +105,7 @@ def keeper_of(tmp_path, name: str, restarts: int = 0) -> Keeper:
     folder = tmp_path / name
     folder.mkdir()
     said = []
-    settings = RunConfig(silence=60.0, patience=60.0, restarts=restarts)
+    settings = RunConfig(silence=600.0, patience=600.0, restarts=restarts)
     keeper = Keeper(play, folder, PLAN, settings, False, said.append)
     keeper.said = said
     return keeper
@@ -159,6 +168,30 @@ def test_a_worker_moves_only_if_nobody_comes_for_the_place_of_a_lost_one(
     assert keeper.decision.seat_of[3] == (0 if move else 3)
 
 
+def test_an_event_counts_from_the_last_step_and_says_how_far_a_run_went_back(tmp_path):
+    keeper = keeper_of(tmp_path, "back")
+    alone = make("1f1b", ranks=2, microbatches=2)
+    keeper.plan = Plan(alone, "1f1b", (1, 1))
+    keeper.settings = replace(keeper.settings, mirror="false")
+    keeper.own_workers = 2
+    keeper.workers = {n: Worker(n, None, None) for n in range(2)}
+    keeper.reports = {n: Report(n) for n in range(2)}
+    keeper.break_generation("")
+    keeper.begin_generation()
+    del keeper.workers[0]
+    keeper.losses = ["worker 0 was killed by SIGKILL"]
+    left = Report(1, 4, FIGURES, parts=(1,), error="its link was cut", idle=15.0)
+    keeper.store.set(report_key(1, 1), left.dump())
+    keeper.break_generation("its link was cut")
+    keeper.read_reports()
+    keeper.begin_generation()
+    assert "so 1 workers go back to step 0" in keeper.said[0]
+    keeper.write_event()
+    (event,) = read_events(keeper.folder)
+    assert event.seconds >= 15.0
+    assert (event.step, event.back) == (0, 4)
+
+
 def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd):
     keeper = keeper_of(tmp_path, "retry", restarts=2)
     assert keeper.run() == Verdict(8)
@@ -179,22 +212,93 @@ def test_workers_that_leave_hear_of_one_that_is_lost_on_the_way_out(tmp_path):
     assert keeper.store.get(broken_key(0)) == b"worker 2 was killed by SIGKILL"
 
 
-def test_a_worker_without_a_sign_of_life_is_lost(tmp_path):
-    keeper = keeper_of(tmp_path, "silent")
-    keeper.settings = replace(keeper.settings, silence=0.2)
-    keeper.start()
+class Clock:
+    """A clock for the launcher that shows what a test sets."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def watched_keeper(
+    tmp_path, monkeypatch
+) -> tuple[Keeper, Clock, list[tuple[int, str]]]:
+    """Return a launcher with a worker 1, the clock that it reads, and whom it loses."""
+    clock = Clock()
+    monkeypatch.setattr(keeper_module, "time", clock)
+    keeper = keeper_of(tmp_path, "watched")
+    keeper.settings = replace(keeper.settings, silence=60.0)
+    keeper.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
+    lost = []
+
+    def lose(worker: Worker, event: str) -> None:
+        lost.append((worker.number, event))
+        del keeper.workers[worker.number]
+
+    keeper.lose = lose
+    return keeper, clock, lost
+
+
+def test_a_worker_without_a_sign_of_life_is_lost(tmp_path, monkeypatch):
+    keeper, clock, lost = watched_keeper(tmp_path, monkeypatch)
+    for look in range(1, 1000):
+        clock.now = look / 4
+        if clock.now < 10:
+            keeper.store.add(alive_key(1), 1)
+        keeper.check_signs_of_life()
+        if lost:
+            break
+    assert lost == [(1, "has shown no life for 60 s and was ended")]
+    assert 70 < clock.now < 72
+    clock.now += 3600  # The machine was asleep, and with it all workers.
+    keeper.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
+    keeper.check_signs_of_life()
+    assert len(lost) == 1
+
+
+def test_only_a_stop_of_more_than_a_second_in_one_go_ends_a_worker(
+    tmp_path, monkeypatch
+):
+    keeper, clock, lost = watched_keeper(tmp_path, monkeypatch)
+    forever = 100.0  # From then on the worker stays stopped.
+
+    def find_stop(pid: int) -> int | None:
+        """The worker is stopped for 0.15 s again and again, and runs for 0.05 s in between."""
+        turn = round(20 * min(clock.now, forever))
+        return turn // 4 if turn % 4 < 3 else None
+
+    monkeypatch.setattr(keeper_module, "find_stop", find_stop)
+    # Every look at these times finds it stopped.
+    for look in range(500):
+        clock.now = look / 5
+        assert find_stop(0) is not None
+        keeper.check_signs_of_life()
+    assert not lost
+    clock.now = forever
+    while not lost:
+        keeper.check_signs_of_life()
+        clock.now += 0.25
+    assert lost == [(1, "was stopped (SIGSTOP), so it was ended")]
+    assert forever + 1.0 < clock.now <= forever + 1.75
+
+
+def test_two_stops_of_a_process_are_told_apart():
+    process = subprocess.Popen(["sleep", "600"])
+
+    def stop() -> int | None:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        return find_stop(process.pid)
+
     try:
-        lost = []
-        keeper.lose = lambda worker, event: lost.append((worker.number, event))
-        for number in range(3):
-            keeper.store.add(alive_key(number), 1)
-        keeper.workers = {1: keeper.workers[1]}  # It alone may still beat by itself.
-        keeper.workers[1].process.kill()
-        keeper.workers[1].process.join()
-        for _ in range(10):
-            keeper.check_signs_of_life()
-            time.sleep(0.05)
-        assert lost[0] == (1, "has shown no life for 0.2 s and was ended")
+        assert find_stop(process.pid) is None
+        first = stop()
+        assert first is not None
+        assert find_stop(process.pid) == first
+        os.kill(process.pid, signal.SIGCONT)
+        assert stop() not in (None, first)
     finally:
-        for worker in keeper.workers.values():
-            worker.kill()
+        process.kill()
+        process.wait()
+    assert find_stop(process.pid) is None

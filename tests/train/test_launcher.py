@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 
+from penstock.errors import RunError
 from penstock.train import launcher
+from penstock.train.entry import run_worker
 
 
 class Deaf:
@@ -28,7 +35,7 @@ def test_a_signal_that_python_drops_comes_again(monkeypatch):
     def work() -> None:
         with launcher.ended_by_signals(said.append):
             Deaf()
-            for _ in range(1000):
+            for _ in range(60_000):
                 time.sleep(0.01)
 
     with pytest.raises(SystemExit) as ended:
@@ -36,3 +43,26 @@ def test_a_signal_that_python_drops_comes_again(monkeypatch):
     assert ended.value.code == 128 + signal.SIGTERM
     assert said == ["by SIGTERM"]
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_workers_that_end_on_a_full_disk_leave_nothing_half_written(
+    tmp_path, monkeypatch
+):
+    good = tmp_path / "checkpoints" / "step-00000002"
+    good.mkdir(parents=True)
+
+    def torch_launcher(*_: object) -> Callable[..., None]:
+        def run(*_: object) -> None:
+            (tmp_path / "checkpoints" / "step-00000004.saving").mkdir()
+            (
+                tmp_path / "failure.json"
+            ).touch()  # There is room for names, not for text.
+            failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
+            raise ChildFailedError("workers", {0: failure})
+
+        return run
+
+    monkeypatch.setattr(launcher, "elastic_launch", torch_launcher)
+    with pytest.raises(RunError, match="No space left on device"):
+        launcher.launch(run_worker, tmp_path, 1, 0, False)
+    assert sorted(tmp_path.rglob("*")) == [good.parent, good]

@@ -47,6 +47,7 @@ from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.crew.depot import RunFiles
+from penstock.train.crew.events import EventLog
 from penstock.train.crew.gate import Gate
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
@@ -58,6 +59,7 @@ from penstock.train.worker import (
     STOP_FILE,
     Verdict,
     read_failure,
+    tidy_up,
 )
 
 __all__ = [
@@ -117,6 +119,7 @@ def launch(
     """
     _silence_torch()
     forget_previous_end(folder)
+    EventLog(folder, resume)
     _set_environment()
     method = "spawn"
     if sys.platform == "linux":
@@ -135,7 +138,7 @@ def launch(
         start_method=method,
         signals_to_handle="SIGQUIT",
     )
-    with _stopping(folder / STOP_FILE, say):
+    with _tidying(folder), _stopping(folder / STOP_FILE, say):
         verdicts = _run_workers(config, entry, folder, resume)
     return _raise_worst(verdicts)
 
@@ -163,7 +166,9 @@ def launch_crew(
         key = key_of(config, folder)
         keep_key(key)
         files = RunFiles(folder, config)
-        gate = Gate(config.run.listen, key, store, files, version, say_event)
+        ranks = plan.schedule.ranks
+        listen = config.run.listen
+        gate = Gate(listen, key, store, files, version, say_event, ranks)
         host, _, _ = config.run.listen.rpartition(":")
         say_event(f"others can join: penstock join {host}:{gate.port} --key {key}")
         return gate
@@ -177,7 +182,7 @@ def launch_crew(
         say_event,
         open_gate if config.run.listen else None,
     )
-    with _stopping(folder / STOP_FILE, say):
+    with _tidying(folder), _stopping(folder / STOP_FILE, say):
         try:
             verdict = keeper.run()
         except (EOFError, ConnectionError):
@@ -262,6 +267,15 @@ def _stopping(stop_file: Path, say: SayLine) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         stop_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _tidying(folder: Path) -> Iterator[None]:
+    """Leave nothing half-written behind, however the workers end."""
+    try:
+        yield
+    finally:
+        tidy_up(folder)
 
 
 @contextmanager

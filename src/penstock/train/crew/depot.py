@@ -20,7 +20,12 @@ from typing import Any, BinaryIO
 
 from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
-from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
+from penstock.runtime.wire.frames import (
+    MAX_PLAN_BYTES,
+    receive_bytes,
+    receive_frame,
+    send_frame,
+)
 from penstock.runtime.wire.store import Dial
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, STEP_PREFIX, newest
 from penstock.train.data.corpus import validation_data
@@ -204,7 +209,7 @@ class RemoteDepot:
 
 def _answer(connection: ssl.SSLSocket) -> dict[str, Any]:
     """Return the launcher's answer; raise OSError if the launcher reports an error."""
-    answer = receive_frame(connection)
+    answer = receive_frame(connection, MAX_PLAN_BYTES)
     if "error" in answer:
         raise OSError(str(answer["error"]))
     return answer

@@ -1,7 +1,7 @@
 """What happened to the workers of a run, one line an event: RUN/events.jsonl.
 
 {"step": 41, "event": "lost", "seconds": 0.9, "text": "worker 3 was killed by SIGKILL",
- "members": [0, 1, 2], "speed": 0.52, "limit": 0.55}
+ "members": [0, 1, 2], "speed": 0.52, "limit": 0.55, "back": 0}
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class Event:
     """A change of the crew."""
 
     step: int  # the last step before it
-    event: str  # "lost", "joined", "pace" if one is slow or fast again, or "retry"
-    seconds: float  # without training
+    event: str  # "lost", "joined", "pace" if one is slow or fast again, "retry" or "restart"
+    seconds: float  # from the end of the last step to the beginning of the next one
     text: str
     members: tuple[int, ...]  # the workers that go on
     # Steps per second of their plan, compared with the plan for all workers, and what no plan for
     # them can exceed.
     speed: float = 1.0
     limit: float = 1.0
+    back: int = 0  # steps that were done already and are done again
 
 
 class EventLog:

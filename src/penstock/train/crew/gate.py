@@ -6,6 +6,7 @@
                                                        └─ verdict   how the worker ended
 
 A connection asks for one of these. The one that asks for a place stays open: when it ends, the worker is lost.
+There is a limit for the workers and for the connections of each, so that a broken one cannot exhaust this machine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from penstock.train.worker import Verdict
 
 # A worker that waits for a place hears after this time that it still waits.
 ANSWER_SECONDS = 1.0
+MAX_SPARES = 16  # workers beyond those that the run has places for
+# To store and files, at a time; a worker has at most five.
+MAX_CONNECTIONS = 12
 
 
 class Guest:
@@ -93,9 +97,9 @@ class Guest:
     def serve(
         self, connection: ssl.SSLSocket, work: Callable[[ssl.SSLSocket], None]
     ) -> None:
-        """Serve another connection of it, unless it has ended."""
+        """Serve another connection of it, unless it has ended or has too many."""
         with self.lock:
-            if self.gone.is_set():
+            if self.gone.is_set() or len(self.others) >= MAX_CONNECTIONS:
                 return
             self.others.add(connection)
         try:
@@ -120,7 +124,9 @@ class Gate:
         files: RunFiles,
         version: str,
         say: SayLine,
+        ranks: int,
     ) -> None:
+        self.most_guests = ranks + MAX_SPARES
         self.store = store
         self.files = files
         self.version = version
@@ -129,7 +135,9 @@ class Gate:
         self.guests: dict[str, Guest] = {}  # by their tokens
         self.refused = 0
         host, port = split_address(listen, "run.listen")
-        self.door = Door(host, port, key, self.serve, self.refuse)
+        # Each also has the connection over which it asked for a place, and one for its verdict.
+        most = self.most_guests * (MAX_CONNECTIONS + 2)
+        self.door = Door(host, port, key, self.serve, self.refuse, most)
 
     @property
     def port(self) -> int:
@@ -188,7 +196,14 @@ class Gate:
         name = "".join(one for one in str(request.get("name")) if one.isprintable())
         guest = Guest(name[:64] or "a machine without a name", connection)
         with self.lock:
-            self.guests[guest.token] = guest
+            here = [one for one in self.guests.values() if not one.gone.is_set()]
+            full = len(here) >= self.most_guests
+            if not full:
+                self.guests[guest.token] = guest
+        if full:
+            text = f"it has {len(here)} workers and spares of other machines already"
+            send_frame(connection, {"refused": text})
+            return
         send_frame(connection, {"token": guest.token})
         guest.attend()
 

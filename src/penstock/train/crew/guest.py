@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
+from penstock.formats.plan_json import read_plan
 from penstock.runtime.wire.door import dial, split_address
 from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.frames import receive_frame, send_frame
@@ -33,7 +34,7 @@ from penstock.train.crew.member import (
     work_in_crew,
 )
 from penstock.train.crew.site import Site
-from penstock.train.history import WatchRow
+from penstock.train.history import PLAN_FILE, WatchRow
 from penstock.train.worker import FAILURE_FILE, Verdict
 
 SayTopic = Callable[[str, str], None]  # a topic and a line
@@ -88,7 +89,8 @@ class Joining:
             if listen is None:
                 host = control.getsockname()[0]
                 listen = f"[{host}]:0" if ":" in host else f"{host}:0"
-            exchange = Exchange(listen, self.key)
+            ranks = read_plan(self.folder / PLAN_FILE).schedule.ranks
+            exchange = Exchange(listen, self.key, ranks)
             place = self.wait_for_place(control)
         except (PeerLostError, OSError) as error:
             raise RunError(f"the launcher is gone: {error}") from None

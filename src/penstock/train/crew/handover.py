@@ -5,6 +5,10 @@
 
 Weights and optimizer state of a part travel as raw tensors, in the order of their names, between the
 ranks that the launcher has named. No file is involved.
+
+Another rank may be lost at any moment of this. So nobody gives up what it had before until all ranks have
+what they need: if the holder of a part is lost while a newcomer copies it, the mirror that the newcomer
+would have made superfluous is still there.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class PartState:
                 yield from state_tensors(self.optimizer, parameter)
 
     def copy_from(self, other: PartState) -> None:
-        """Copy weights and optimizer state from another place in this process."""
+        """Copy weights and optimizer state from another place in this process, unless it is the same."""
+        if all(one is other.parameters[name] for name, one in self.parameters.items()):
+            return
         for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs)
 
@@ -59,20 +65,21 @@ class Transfers:
     def run(
         self,
         comm: Comm,
-        sources: Mapping[int, PartState],
+        known: dict[int, PartState],
         targets: Mapping[int, PartState],
     ) -> None:
-        """Send and receive what concerns this rank, from its sources and into its targets."""
+        """Send parts that this rank knows, and receive others into its targets; it knows them then."""
         sends = []
         for part, source, target in self.wanted:
             if comm.rank == source:
-                tensors = list(sources[part].tensors())
+                tensors = list(known[part].tensors())
                 sends += [comm.send(one.contiguous(), target) for one in tensors]
             elif comm.rank == target:
                 for tensor in targets[part].tensors():
                     shape = tuple(tensor.shape)
                     arriving = comm.receive(shape, tensor.dtype, source)
                     tensor.copy_(arriving.wait())
+                known[part] = targets[part]
         for send in sends:
             send.wait()
 

@@ -77,7 +77,7 @@ BEATS_LOOK_SECONDS = 0.8  # between two looks at the workers' signs of life
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
-# A worker that the system has stopped (SIGSTOP) for this long is lost.
+# A worker that the system has stopped (SIGSTOP) for this long in one go is lost.
 MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
@@ -100,7 +100,8 @@ class Worker:
     newcomer: bool = False  # whether it has come during the run and has no place yet
     beats: int = 0
     silent: float = 0.0  # seconds since its last sign of life
-    stopped: float = 0.0  # seconds since the system has stopped it
+    stop: int | None = None  # the stop in which the last look has found it
+    stopped: float = 0.0  # seconds that looks have found it in this stop
 
     @property
     def is_guest(self) -> bool:
@@ -155,7 +156,8 @@ class Keeper:
         self.retries = 0
         self.broken_at: float | None = None  # when this generation ended
         self.announced = False  # whether its workers were told why
-        self.broken_before = 0.0  # when the generation before ended
+        self.broken_before = 0.0  # when the last step of the generation before was done
+        self.done_at: dict[int, float] = {}  # when each worker has done its last step
         self.last_look = time.monotonic()
         self.unheard = 0.0  # seconds since the last look at signs of life
         self.watch = PaceWatch(settings.slow)
@@ -296,8 +298,10 @@ class Keeper:
         passed = min(now - self.last_look, MAX_LOOK_SECONDS)
         self.last_look = now
         for worker in list(self.workers.values()):
-            stopped = is_stopped(worker.process.pid)
-            worker.stopped = worker.stopped + passed if stopped else 0.0
+            stop = find_stop(worker.process.pid)
+            lasts = stop is not None and stop == worker.stop
+            worker.stopped = worker.stopped + passed if lasts else 0.0
+            worker.stop = stop
             if worker.stopped > MAX_STOPPED_SECONDS:
                 self.lose(worker, "was stopped (SIGSTOP), so it was ended")
         self.unheard += passed
@@ -363,6 +367,7 @@ class Keeper:
             if self.store.check([key]):
                 report = load_report(self.store.get(key))
                 self.reports[number] = report
+                self.done_at[number] = time.monotonic() - report.idle
                 self.break_generation(report.error)
 
     # ------------------------------------------------------------ newcomers
@@ -480,7 +485,9 @@ class Keeper:
             self.workers[number].newcomer = False
             self.store.set(place_key(number), str(decision.generation))
         assert self.broken_at is not None
-        self.broken_before = self.broken_at
+        # Long before a loss is noticed, it may have stopped the steps.
+        self.broken_before = min([self.broken_at, *self.done_at.values()])
+        self.done_at = {}
         self.broken_at = None
         self.announced = False
 
@@ -516,17 +523,19 @@ class Keeper:
             self.retries = 0
         text = " and ".join(stories)
         workers = len(decision.members)
-        step = decision.step
+        step, back = decision.step, 0
         if decision.keep:
             text += describe_takeovers(before, decision)
             text += self.describe_moves(before, decision)
             self.say(f"{text}; {workers} workers go on after step {step}")
         else:
             step = saved_step(self.folder) if decision.resume else 0
+            done = max(report.step for report in self.reports.values())
+            back = max(done, last_step(self.folder), step) - step
             self.say(
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
-        self.pending = Event(step, kind, 0.0, text, decision.members)
+        self.pending = Event(step, kind, 0.0, text, decision.members, back=back)
 
     def describe_moves(self, before: Decision, decision: Decision) -> str:
         """Say which workers change their seats; how fast they were there says nothing any more."""
@@ -603,13 +612,20 @@ def describe_takeovers(before: Decision, decision: Decision) -> str:
     return "".join(f"; {sentence}" for sentence in sentences)
 
 
-def is_stopped(pid: int | None) -> bool:
-    """Whether the system has stopped a process; known only on Linux."""
+def find_stop(pid: int | None) -> int | None:
+    """Return a number for the stop (SIGSTOP) in which a process is, or None; known only on Linux.
+
+    It is how often the process has left a processor, so it is another number if the process has
+    run in between, however shortly. Two looks that find the same number have seen the same stop.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
-        return False
-    return fields[0] == "T"
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    if not fields["State"].strip().startswith("T"):
+        return None
+    return sum(int(fields[name]) for name in fields if name.endswith("_switches"))
 
 
 def _end_of(code: int | None) -> str:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerLostError, PenstockError, StuckError
+from penstock.models.count import count_parameters
 from penstock.runtime.comm.gloo import GlooComm
 from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
@@ -33,6 +34,8 @@ from penstock.runtime.torch_internals import (
     TCPStore,
 )
 from penstock.runtime.wire.exchange import Exchange
+from penstock.runtime.wire.links import MOST_EARLY_BYTES
+from penstock.runtime.wire.store import RemoteStore
 from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import (
     FINISHED,
@@ -71,6 +74,11 @@ from penstock.train.worker import (
 BEAT_SECONDS = 0.5  # between two signs of life
 POLL_SECONDS = 0.02  # between two looks for a decision
 STORE_SECONDS = 60.0  # how long the launcher's store may take to answer
+# What may come before a worker waits for it. These are limits, not estimates.
+LEAST_EARLY_BYTES = 1 << 26
+BYTES_PER_NUMBER = 8
+NUMBERS_PER_PARAMETER = 6  # its value, its gradient, its state, and sums on their way
+STATES_PER_TOKEN = 8  # vectors that cross a border, with those of the way back
 Show = Callable[[], WatchRow]  # begins to show steps; called when this worker is rank 0
 
 
@@ -81,6 +89,7 @@ class Member:
         self.worker = worker
         self.store = store
         self.generation = 0
+        self.meeting: Store | None = None  # the connection of this generation
         threading.Thread(target=self.beat, name="beats", daemon=True).start()
 
     def beat(self) -> None:
@@ -125,12 +134,17 @@ class Member:
         return decision
 
     def connect(
-        self, decision: Decision, patience: float, exchange: Exchange | None = None
+        self,
+        decision: Decision,
+        patience: float,
+        exchange: Exchange | None = None,
+        most_early: int = MOST_EARLY_BYTES,
     ) -> GlooComm:
         """Connect to the other workers of a generation, encrypted if there is an exchange."""
         broken = broken_key(decision.generation)
         name = f"g{decision.generation}"
-        meeting = PrefixStore(name, self.own_connection())
+        self.meeting = self.own_connection()
+        meeting = PrefixStore(name, self.meeting)
         rank = decision.members.index(self.worker)
         ranks = len(decision.members)
 
@@ -141,8 +155,21 @@ class Member:
             return GlooComm(meeting, rank, ranks, patience, is_broken)
         launch = self.store.get(LAUNCH).decode()
         return WireComm(
-            meeting, rank, ranks, patience, is_broken, exchange, f"{launch}/{name}"
+            meeting,
+            rank,
+            ranks,
+            patience,
+            is_broken,
+            exchange,
+            f"{launch}/{name}",
+            most_early,
         )
+
+    def leave(self) -> None:
+        """End the connections to the store that only this generation had."""
+        if isinstance(self.meeting, RemoteStore):
+            self.meeting.close()
+        self.meeting = None
 
     def is_changing(self, decision: Decision) -> bool:
         """Whether all should leave a generation after their step."""
@@ -220,7 +247,9 @@ class Generations:
         while decision is not None:
             try:
                 outcome = self.train_generation(decision)
-                return Verdict(outcome.step, outcome.stopped)
+                return Verdict(
+                    outcome.step, outcome.stopped, interrupted=outcome.interrupted
+                )
             except (PeerLostError, StuckError) as error:
                 text = str(error)
             except CrewChange:
@@ -241,22 +270,7 @@ class Generations:
 
     def report(self, error: str = "") -> Report:
         """What this worker has now."""
-        trainer = self.trainer
-        if trainer is None:
-            return Report(self.member.worker, error=error)
-        if trainer.saver.step is not None:
-            trainer.save_again = True
-        return Report(
-            self.member.worker,
-            trainer.step,
-            trainer.figures,
-            trainer.save_again,
-            tuple(sorted(trainer.parts)),
-            error,
-            trainer.seen,
-            trainer.closed,
-            mirrors=tuple(sorted(trainer.mirrors.kept)),
-        )
+        return report_of(self.member.worker, self.trainer, error)
 
     def train_generation(self, decision: Decision) -> RunOutcome:
         """Train in one generation, from its decision to the end of the run."""
@@ -267,11 +281,15 @@ class Generations:
         if not decision.keep:
             self.trainer = None  # Its weights are of no use any more.
         patience = self.job.config.run.patience
-        comm = self.member.connect(decision, patience, self.site.exchange)
+        most = most_early_bytes(self.job)
         try:
-            return self.train(decision, comm, before)
+            comm = self.member.connect(decision, patience, self.site.exchange, most)
+            try:
+                return self.train(decision, comm, before)
+            finally:
+                comm.abandon()
         finally:
-            comm.abandon()
+            self.member.leave()
 
     def train(
         self, decision: Decision, comm: GlooComm, before: Trainer | None
@@ -319,6 +337,42 @@ class Generations:
             leader=decision.leader,
             mirrors=decision.mirrors,
         )
+
+
+def report_of(worker: int, trainer: Trainer | None, error: str = "") -> Report:
+    """Return the report of a worker, whose trainer may have been broken at any moment."""
+    if trainer is None or not trainer.weights.known:
+        return Report(worker, error=error)
+    if trainer.saver.step is not None:
+        trainer.save_again = True
+    known = set(trainer.weights.known)
+    parts = known.intersection(trainer.parts)
+    return Report(
+        worker,
+        trainer.step,
+        trainer.figures,
+        trainer.save_again,
+        tuple(sorted(parts)),
+        error,
+        trainer.seen,
+        trainer.closed,
+        mirrors=tuple(sorted(known - parts)),
+        idle=time.monotonic() - trainer.done_at,
+    )
+
+
+def most_early_bytes(job: Job) -> int:
+    """Return how many bytes another worker can send before this one waits for them.
+
+    A worker is ahead of another by less than a step or a handover. So it is at most all parts with
+    gradients and optimizer state, and what crosses all borders between parts in a step. Numbers have
+    at most eight bytes.
+    """
+    sizes, schedule = job.sizes, job.plan.schedule
+    model = count_parameters(sizes).total * NUMBERS_PER_PARAMETER
+    tokens = job.config.data.batch * job.config.data.tokens
+    states = tokens * sizes.width * schedule.parts * STATES_PER_TOKEN
+    return LEAST_EARLY_BYTES + BYTES_PER_NUMBER * (model + states)
 
 
 def set_environment(worker: int, workers: int, neighbours: int) -> None:

@@ -93,7 +93,8 @@ class Report:
     seen: int = 0  # sequences of its steps, and of earlier runs
     closed: bool = True  # whether its last step was evaluated and written down
     newcomer: bool = False  # whether it has come during the run
-    mirrors: tuple[int, ...] = ()  # parts of others that it has a mirror of
+    mirrors: tuple[int, ...] = ()  # other parts whose weights of that step it has
+    idle: float = 0.0  # seconds since its last step was done
 
     @property
     def known_parts(self) -> tuple[int, ...]:

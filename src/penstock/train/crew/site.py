@@ -88,12 +88,12 @@ def key_of(config: Config, folder: Path) -> Path:
     return Path(config.run.key) if config.run.key else folder / KEY_FILE
 
 
-def own_site(folder: Path, worker: int) -> Site:
-    """The site of a worker on the launcher's machine."""
+def own_site(folder: Path, worker: int, workers: int) -> Site:
+    """The site of one of the workers of a run, on the launcher's machine."""
     config = read_config(folder / CONFIG_FILE)
     if not config.run.listen:
         return Site(folder)
     host, port = split_address(config.run.listen, "run.listen")
     own = port + 1 + worker if port else 0
     shown = f"[{host}]" if ":" in host else host
-    return Site(folder, Exchange(f"{shown}:{own}", key_of(config, folder)))
+    return Site(folder, Exchange(f"{shown}:{own}", key_of(config, folder), workers))
