@@ -273,3 +273,17 @@ def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
     code, out, err = here(f"{line} --set run.check_memory=false")
     assert code == 0, err
     assert "stopped before the first step" in out
+
+
+def test_a_dry_run_shows_the_memory_that_is_missing_and_is_refused_like_the_run(
+    here, tmp_path, monkeypatch
+):
+    (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
+    # Enough to time a layer, but not to hold eight.
+    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 3e6)
+    line = "train --set run.device=cpu --set schedule.name=gpipe --set schedule.ranks=1 --set data.sources=text.txt"
+    code, out, err = here(f"{line} --dry-run")
+    assert code == 2
+    assert "predicted: " in out
+    assert "but this machine has 2.86 MiB available" in err
+    assert here(line)[0] == 2

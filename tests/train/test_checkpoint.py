@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import resource
+import shutil
+import signal
+import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from commands import called
 from penstock.errors import FileError, RunError
 from penstock.formats.config_toml import apply_changes
-from penstock.models import LlamaConfig
 from penstock.runtime import run_threads
 from penstock.train import checkpoint
 from penstock.train.after.export import export_run
@@ -21,25 +27,36 @@ from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoint import (
     Saver,
     checkpoint_faults,
+    good_step,
     load,
     newest,
     newest_good,
     prune,
     read_facts,
+    step_name,
+    step_of,
+    sweep,
 )
-from penstock.train.hub import read_sizes, settle_tokenizer, write_folder
+from penstock.train.hub import read_sizes, settle_tokenizer
 from penstock.train.loop import Trainer
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
 
 SOME = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+FEWER = {"a": SOME["a"]}
 FACTS = {"model": {}, "data": {}, "tokenizer": "bytes"}
 
 
-def save_all(folder: Path, step: int, keep: int = 9) -> Path:
+class DiskUsage(NamedTuple):
+    free: int
+
+
+def save_all(
+    folder: Path, step: int, keep: int = 9, tensors: dict[str, torch.Tensor] = SOME
+) -> Path:
     """One rank that saves at once."""
     saver = Saver(folder, 0, 1, keep)
-    saver.begin(step, SOME, FACTS)
+    saver.begin(step, tensors, FACTS)
     saver.thread.join()
     assert saver.done()
     return saver.commit()
@@ -155,6 +172,20 @@ def test_a_copy_is_saved_not_what_training_makes_of_it_meanwhile(tmp_path):
     assert not found.any()
 
 
+def test_a_checkpoint_is_on_the_disk_when_its_save_ends(tmp_path, monkeypatch):
+    synced = []
+    own = os.fsync
+
+    def note(handle: int) -> None:
+        synced.append(os.fstat(handle).st_ino)
+        own(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    path = save_all(tmp_path, 5)
+    files = [path / checkpoint.NOTE, tmp_path]  # its note, then the name of its folder
+    assert synced[-2:] == [file.stat().st_ino for file in files]
+
+
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
 def test_a_crash_while_saving_leaves_the_last_good_one(moment, tmp_path, monkeypatch):
     good = save_all(tmp_path, 5)
@@ -196,6 +227,11 @@ def rewrite(file: Path, **facts: object) -> None:
     note.write_text(json.dumps(json.loads(note.read_text()) | facts))
 
 
+def known_of(file: Path) -> dict[str, int]:
+    """What the note of a checkpoint says about a file of it."""
+    return read_facts(file.parent)["files"][file.name]
+
+
 DAMAGES = {
     "a bit": (flip_a_bit, "does not have its checksum"),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "bytes, not"),
@@ -213,6 +249,10 @@ DAMAGES = {
     "its step": (lambda p: rewrite(p, step="x"), "its step cannot be read"),
     "its model": (lambda p: rewrite(p, model=[]), "its model cannot be read"),
     "its files": (lambda p: rewrite(p, files={p.name: {}}), "its files cannot be read"),
+    "files elsewhere": (
+        lambda p: rewrite(p, files={f"../{p.parent.name}/{p.name}": known_of(p)}),
+        "its files cannot be read",
+    ),
 }
 
 
@@ -224,6 +264,98 @@ def test_a_damaged_one_is_found_and_the_one_before_is_taken(damage, tmp_path, ca
     assert newest_good(tmp_path) == good
     assert words in caplog.text
     assert str(bad) in caplog.text
+
+
+def test_a_later_checkpoint_with_damage_displaces_no_new_one(tmp_path):
+    save_all(tmp_path, 5)
+    flip_a_bit(next(save_all(tmp_path, 10).glob("*.safetensors")))
+    # The run has gone on from step 5. By its size alone the damaged one looks complete.
+    new = save_all(tmp_path, 6, keep=1)
+    assert [path.name[-2:] for path in newest(tmp_path)] == ["10", "06"]
+    assert newest_good(tmp_path) == new
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut off", "too long", "missing", "of fewer weights"]
+)
+def test_the_newest_complete_checkpoint_stays_beside_damaged_ones(damage, tmp_path):
+    good = save_all(tmp_path, 5)
+    for step in (10, 15):
+        file = next(save_all(tmp_path, step).glob("*.safetensors"))
+        if damage == "too long":
+            file.write_bytes(file.read_bytes() + b"\0")
+        elif damage == "of fewer weights":
+            save_all(tmp_path, step, tensors=FEWER)
+        else:
+            DAMAGES[damage][0](file)
+    prune(tmp_path, 1, SOME if damage == "of fewer weights" else ())
+    assert newest(tmp_path) == [tmp_path / "step-00000015", good]
+
+
+def test_a_checkpoint_that_lacks_weights_is_not_resumed(tmp_path, caplog):
+    good = save_all(tmp_path, 5)
+    save_all(tmp_path, 10, tensors=FEWER)
+    assert newest_good(tmp_path, names=SOME) == good
+    assert "it has no b" in caplog.text
+
+
+def test_damage_in_the_middle_of_a_large_file_is_found(tmp_path):
+    path = save_all(tmp_path, 5, tensors={"a": torch.zeros(3 << 18)})  # 3 MiB
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert newest_good(tmp_path) is None
+
+
+def test_the_newest_is_that_of_the_largest_step_and_a_folder(tmp_path):
+    steps = (99_999_999, 100_000_000, 7)  # names of more digits are smaller texts
+    for step in steps:
+        (tmp_path / step_name(step)).mkdir()
+    for other in ("step-00000008", "step-x"):
+        (tmp_path / other).write_text("no checkpoint")
+    (tmp_path / "step-00000009.saving").mkdir()
+    assert [step_of(path) for path in newest(tmp_path)] == sorted(steps, reverse=True)
+
+
+def test_a_complete_checkpoint_has_its_note_and_the_files_that_it_names(tmp_path):
+    path = save_all(tmp_path, 5)
+    found = {file.name for file in path.iterdir()}
+    assert found == {checkpoint.NOTE, *read_facts(path)["files"]}
+
+
+def test_the_newest_checkpoint_has_a_good_step_only_without_damage(tmp_path):
+    assert good_step(tmp_path) == -1
+    save_all(tmp_path, 5)
+    path = save_all(tmp_path, 10)
+    assert good_step(tmp_path) == 10
+    flip_a_bit(next(path.glob("*.safetensors")))
+    assert good_step(tmp_path) == -1
+
+
+def test_what_later_steps_are_writing_is_not_swept_away(tmp_path):
+    for step in (5, 6, 7):
+        (tmp_path / f"{step_name(step)}.saving").mkdir()
+    sweep(tmp_path, 6)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007.saving"]
+
+
+@pytest.mark.parametrize("moment", ["read_metadata", "read_data"])
+def test_ctrl_c_while_a_checkpoint_loads_is_an_interrupt_and_no_fault_of_it(
+    moment, tmp_path, monkeypatch, capsys
+):
+    config = apply_changes(SMALL, ["model.vocab=256"])
+    train(job_of(tmp_path, "1f1b", "run.steps=1", config=config))
+    own = getattr(HuggingFaceStorageReader, moment)
+
+    def interrupted(*args: object) -> object:
+        signal.raise_signal(signal.SIGINT)
+        return own(*args)
+
+    # DCP catches whatever is raised in here, and raises an exception of its own.
+    monkeypatch.setattr(HuggingFaceStorageReader, moment, interrupted)
+    code, out, err = called(monkeypatch, capsys, f"generate {tmp_path} --tokens 2")
+    assert (code, out, err) == (130, "", "Interrupted.\n")
 
 
 def test_all_ranks_agree_when_one_of_them_finds_damage(tmp_path):
@@ -253,20 +385,41 @@ def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):
         ):
             run_threads(2, work, patience=20)
     finally:
+        for thread in threading.enumerate():  # that still save for the other rank
+            if thread.name.startswith("saves step"):
+                thread.join()
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert newest_good(job.checkpoints).name == "step-00000002"
+    assert [path.name for path in job.checkpoints.iterdir()] == ["step-00000002"]
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
+    job = job_of(tmp_path, "1f1b", "run.steps=8", "run.save=2")
+    train(job_of(tmp_path, "1f1b", "run.steps=2"))
+    taken = sum(
+        tensor.nbytes for tensor in tensors_in(newest(job.checkpoints)[0]).values()
+    )
+    disk = [taken - 1]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(*disk))
+    words = (
+        rf"(?s)checkpoint of step 2 takes {taken / 1e9:.3f} GB, but .*checkpoints has room for "
+        rf"{disk[0] / 1e9:.3f} GB\n  the last good checkpoint is .*00000002; make room"
+    )
+    with pytest.raises(RunError, match=words):
+        run_threads(2, lambda comm: Trainer(job, comm).run(), patience=20)
+    assert [path.name for path in job.checkpoints.iterdir()] == ["step-00000002"]
+    disk[0] = taken
+    run_threads(2, lambda comm: Trainer(job, comm).run(), patience=20)
+    assert newest_good(job.checkpoints).name == "step-00000008"
 
 
 def test_an_export_that_finds_no_room_leaves_nothing_in_its_way(tmp_path):
-    holding = hold_whole(LlamaConfig(256, 32, 3, 4, 2, 48))
-    weights = {
-        name: parameter.detach() for name, parameter in holding.parameters.items()
-    }
+    train(job_of(tmp_path, "1f1b", "run.steps=1", "model.width=64"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
         with pytest.raises(FileError, match="cannot write"):
-            write_folder(tmp_path / "out", weights, LlamaConfig(256, 32, 3, 4, 2, 48))
+            export_run(tmp_path, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list((tmp_path / "out").iterdir())

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Semaphore
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from penstock.errors import FileError, RunError
+from penstock.errors import FileError, PenstockError, RunError
 from penstock.runtime import run_threads
 from penstock.runtime.comm.texts import gather_texts
-from penstock.train.checkpoint import is_complete_checkpoint, newest
+from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
 from penstock.train.folders import group
 from penstock.train.folders.group import (
     RunFolders,
@@ -23,7 +25,9 @@ from penstock.train.folders.group import (
     work_together,
 )
 from penstock.train.folders.launched import agree_on_restarts, share_earlier_end
+from penstock.train.folders.saver import SeparateSaver
 from penstock.train.folders.separate import SeparateFolders
+from penstock.train.folders.stock import Stock, Survey
 from penstock.train.folders.travel import PIECE_BYTES, Passage, pass_file, pass_files
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job
@@ -339,6 +343,15 @@ def test_new_machines_resume_from_the_storage_without_what_was_half_copied(
     assert remote.steps() == [12, 9]
 
 
+def test_checkpoints_of_one_step_are_told_apart_by_their_descriptions():
+    one, other = ({"bytes": 1, "crc32": number} for number in (1, 2))
+    holders = {2: Stock({NOTE: one}, {}, {}), 0: Stock({NOTE: other}, {}, {})}
+    survey = Survey({5: holders}, {5: [(0, one), (1, other)]})
+    # First the one that the first rank has.
+    found = [(set(each.holders), each.storages) for each in survey.versions(5)]
+    assert found == [({0}, (1,)), ({2}, (0,))]
+
+
 def test_a_later_checkpoint_that_cannot_be_resumed_displaces_no_new_one(tmp_path):
     bucket = tmp_path / "bucket"
     for folder in (
@@ -353,6 +366,49 @@ def test_a_later_checkpoint_that_cannot_be_resumed_displaces_no_new_one(tmp_path
     left = {"step-00000099", "step-00000002"}
     assert set(checkpoints(tmp_path / "a")) == set(checkpoints(tmp_path / "b")) == left
     assert RemoteCheckpoints(f"file://{bucket}", keep=1).steps() == [99, 2]
+
+
+def test_an_old_checkpoint_stays_until_all_machines_have_the_new_one(tmp_path):
+    options = ("run.keep=1", "run.save=2")
+    train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options, "run.steps=2"))
+    # A file has the name of the folder.
+    (tmp_path / "b" / "checkpoints" / "step-00000004").write_text("")
+    more = job_of(tmp_path, "1f1b", *options, "run.steps=4", resume=True)
+    with pytest.raises(PenstockError, match="step-00000004"):
+        train_apart(tmp_path, ("a", "b"), more)
+    for machine in ("a", "b"):
+        assert "step-00000002" in checkpoints(tmp_path / machine)
+
+
+def test_each_machine_needs_room_for_the_files_of_its_own_ranks(tmp_path, monkeypatch):
+    free = [400]
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=free[0])
+    )
+    places = tuple(str(tmp_path / name) for name in ("a", "b"))
+    folders = RunFolders((0, 1), ("a", "b"), places)
+
+    def work(comm) -> None:
+        saver = SeparateSaver(tmp_path, comm, folders, 1, (), None)
+        saver.check_room(1, {"x": torch.ones(100)}, comm)
+
+    run_threads(2, work)
+    free[0] = 399
+    with pytest.raises(RunError, match="make room"):
+        run_threads(2, work, patience=20)
+
+
+def test_a_storage_that_lacks_the_files_of_one_rank_has_no_such_checkpoint(
+    tmp_path, caplog
+):
+    url = f"file://{tmp_path}/bucket"
+    # Where the second rank should write there are folders.
+    name = "shard-00001-model-00002-of-00002.safetensors"
+    (tmp_path / "bucket" / "step-00000002" / name / name).mkdir(parents=True)
+    options = (f"run.checkpoints={url}", "run.save=2", "run.steps=3")
+    train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options))
+    assert "rank 1 on b: " in caplog.text
+    assert RemoteCheckpoints(url, keep=2).steps() == [3]
 
 
 def test_a_copy_that_fails_on_one_machine_ends_the_run_only_if_it_is_the_last(

@@ -40,7 +40,7 @@ from penstock.train.optimizer import (
     parameter_numbers,
 )
 from penstock.train.own_models import config_of
-from penstock.train.placement import Placement, uses_gpus
+from penstock.train.placement import Placement, precision_on, uses_gpus
 from penstock.train.step_paths import step_paths
 from penstock.train.weights import Sizes
 from penstock.view.numbers import write_size
@@ -106,6 +106,7 @@ class MemoryPool:
 
 def load_of(config: Config, plan: Plan, sizes: Sizes) -> MemoryLoad:
     """Return what a config and its plan ask for."""
+    on_gpu = uses_gpus(config)
     return MemoryLoad(
         sizes,
         plan.schedule,
@@ -114,8 +115,8 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> MemoryLoad:
         config.data.tokens,
         config.mesh,
         config.run.recompute,
-        config.run.precision == "bfloat16",
-        is_recording(config, uses_gpus(config)),
+        precision_on(config, "cuda" if on_gpu else "cpu") == "bfloat16",
+        is_recording(config, on_gpu),
         plan.recompute,
         chunk_of(config),
         config.run.messages,
@@ -170,7 +171,7 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
     counts = count_parameters(sizes)
     parameters = counts.embed + counts.layer + counts.head
     each = NUMBERS_PER_PARAMETER * FLOAT32_BYTES * parameters
-    need = each * placement.processors
+    need = each * placement.measurers
     room = sum(pool.bytes for pool in memory_pools(placement, config.mesh.size))
     if need > room:
         raise ConfigError(

@@ -32,6 +32,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -39,6 +40,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
@@ -50,6 +52,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from penstock.errors import FileError, RunError
 from penstock.runtime import Comm, local_share, share_offset
+from penstock.runtime.comm.texts import gather_texts
 
 CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
 Fingerprint: TypeAlias = dict[str, int]  # the size and checksum of a file
@@ -99,6 +102,9 @@ class Saver:
         self.folder = folder
         self.rank = rank
         self.ranks = ranks
+        self.writers = tuple(range(ranks))  # all ranks whose files get to this folder
+        self.looks = self.leads  # whether this rank says how much room there is
+        self.own_files = f"*-{rank + 1:05d}-of-{ranks:05d}.safetensors"
         self.keep = keep
         self.names = names  # all parameters of the model
         self.step: int | None = None  # being saved; the same on all ranks
@@ -108,6 +114,22 @@ class Saver:
         self.files: dict[str, Fingerprint] = {}  # that this rank has written
         # Called on the rank that leads, with the step and folder of every complete checkpoint.
         self.announce: Callable[[int, Path], None] = lambda step, folder: None
+
+    def check_room(self, step: int, tensors: Mapping[str, Tensor], comm: Comm) -> None:
+        """Raise RunError on all ranks if the disk has too little room for what they will write there; all must call it.
+
+        The oldest checkpoint does not count as room: it is deleted only after the new one is complete.
+        """
+        size = sum(local_share(tensor).nbytes for tensor in tensors.values())
+        free = free_bytes(self.folder) if self.looks else None
+        told = [json.loads(one) for one in gather_texts(comm, json.dumps([size, free]))]
+        need = sum(told[rank][0] for rank in self.writers)
+        rooms = [told[rank][1] for rank in self.writers if told[rank][1] is not None]
+        if rooms and need > rooms[0]:
+            raise RunError(
+                f"the checkpoint of step {step} takes {need / 1e9:,.3f} GB, but {self.folder} has room for "
+                f"{rooms[0] / 1e9:,.3f} GB\n  {self._way_on()}"
+            )
 
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], facts: CheckpointFacts
@@ -147,17 +169,24 @@ class Saver:
             path.mkdir(parents=True, exist_ok=True)
             if tensors:
                 _save(path, tensors, corners, self.rank, self.ranks)
-            pattern = f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors"
-            self.files = {file.name: _fingerprint(file) for file in path.glob(pattern)}
+            own = path.glob(self.own_files)
+            self.files = {file.name: _fingerprint(file) for file in own}
             _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(self.files))
             self.after_writing(path)
             if self.depot is not None:
                 self.depot.put(path)
                 shutil.rmtree(path)
-        except OSError as error:
-            self.failure = f"cannot write {path}: {error.strerror or error}"
         except BaseException as error:
-            self.failure = f"cannot write {path}: {_cause(error)}"
+            self.failure = f"cannot write {path}: {_text(_cause(error))}"
+            self._discard(path)
+
+    def _discard(self, path: Path) -> None:
+        """Delete what this rank has written of a checkpoint that will never be complete: others need the room."""
+        for file in path.glob(self.own_files):
+            file.unlink(missing_ok=True)
+        (path / f"rank-{self.rank:05d}.json").unlink(missing_ok=True)
+        with suppress(OSError):  # Others may have files there.
+            path.rmdir()
 
     def after_writing(self, path: Path) -> None:
         """Do what else is to be done with this rank's files; runs on a thread."""
@@ -169,18 +198,16 @@ class Saver:
         self.thread.join()
         if not self.failure:
             return True
+        raise RunError(f"{self.failure}\n  {self._way_on()}")
+
+    def _way_on(self) -> str:
+        """How to continue if there is no room for a checkpoint."""
         checkpoints = newest(self.folder)
         if checkpoints:
-            hint = (
-                f"the last good checkpoint is {checkpoints[0]}; "
-                "make room, then go on with --resume"
-            )
-        else:
-            hint = (
-                "there is no checkpoint yet; "
-                "make room, then start again, without --resume"
-            )
-        raise RunError(f"{self.failure}\n  {hint}")
+            return f"the last good checkpoint is {checkpoints[0]}; make room, then go on with --resume"
+        return (
+            "there is no checkpoint yet; make room, then start again, without --resume"
+        )
 
     def commit(self) -> Path:
         """Give the checkpoint its final name and delete old ones, once all ranks are done.
@@ -268,6 +295,15 @@ def _save(
     )
 
 
+def free_bytes(folder: Path) -> int | None:
+    """The room on the disk of a folder, which may not exist yet; None if the system does not say."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:
+        return None
+
+
 def publish(
     path: Path,
     final: Path,
@@ -304,10 +340,12 @@ def prune(
 ) -> None:
     """Delete all but the `keep` newest checkpoints, and what a crash left behind.
 
-    The newest complete checkpoint always stays. With `step`, later steps are not touched,
-    because other ranks may already be saving one.
+    The newest complete checkpoint always stays. With `step`, later ones are neither touched nor counted: other ranks
+    may already be saving one, and a complete one has damage, so that the run has gone on from before it.
     """
     checkpoints = newest(folder)
+    if step is not None:
+        checkpoints = [path for path in checkpoints if step_of(path) <= step]
     newest_complete = None
     for path in checkpoints:
         if is_complete_checkpoint(path, names):
@@ -568,10 +606,11 @@ def load(path: Path, tensors: Mapping[str, Tensor]) -> None:
             no_dist=True,
         )
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
+        cause = _cause(error)
+        if not isinstance(cause, Exception):  # an interrupt, which DCP wraps as well
+            raise cause from None
         raise FileError(
-            f"{path} does not have what this model needs: {_cause(error)}"
+            f"{path} does not have what this model needs: {_text(cause)}"
         ) from None
 
 
@@ -603,9 +642,13 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _cause(error: BaseException) -> str:
-    """The reason inside an error of DCP, which wraps failures by rank."""
-    failures = getattr(error, "failures", None)
-    inner = next(iter(failures.values())) if failures else error
-    reason = inner[0] if isinstance(inner, tuple) else inner
-    return str(getattr(reason, "strerror", None) or reason)
+def _cause(error: BaseException) -> BaseException:
+    """The failure inside an error of DCP, which wraps failures by rank, or the error itself."""
+    if isinstance(error, CheckpointException):
+        return next(failure for failure, _ in error.failures.values())
+    return error
+
+
+def _text(error: BaseException) -> str:
+    """What an error says; that of the system without its number and file."""
+    return str(getattr(error, "strerror", None) or error)

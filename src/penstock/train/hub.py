@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from penstock.models import (
 from penstock.models.decoder import decoder_blueprint, load_whole, read_decoder
 from penstock.models.split import tied_names
 from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
+from penstock.train.rates import settle_rate
 from penstock.train.weights import Sizes
 
 # Our names of sizes, and those in a config.json.
@@ -245,7 +247,7 @@ def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
 
 # ---------------------------------------------------------------- tokenizer
 def settle_model(config: Config) -> Config:
-    """Replace what a config leaves to the folder of its model: the tokenizer, and the family of an encoder.
+    """Replace what a config leaves to its model: the tokenizer, the learning rate, and the family of an encoder.
 
     All encoders are of the family bert: they guess masked words and see both ways.
     """
@@ -256,7 +258,7 @@ def settle_model(config: Config) -> Config:
             config = check_config(replace(config, model=model))
         elif config.data.segments:
             raise ConfigError(segments_fault(config))
-    return settle_tokenizer(config)
+    return settle_rate(settle_tokenizer(config))
 
 
 def settle_tokenizer(config: Config) -> Config:
@@ -397,35 +399,34 @@ def _ours(theirs: str, tensor: Tensor, sizes: OwnSizes) -> Tensor:
     )
 
 
-def write_folder(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    sizes: Sizes,
-    tokenizer: str = BYTE_TOKENIZER,
-    dtype: str = "float32",
-) -> None:
-    """Write a folder that `transformers` loads, with its tokenizer.json if it has one."""
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[None]:
+    """Create a folder if it is missing, and empty it again if what is written there is cut off: half is no model."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(sizes, DecoderConfig):
-            _write_decoder(folder, weights, sizes)
-        else:
-            _write_own_model(folder, weights, sizes, dtype)
-        if names_a_file(tokenizer):
-            shutil.copyfile(tokenizer, folder / TOKENIZER)
+        yield
     except (OSError, SafetensorError) as error:
-        # Half a folder is not a model, so remove what was written.
-        for pattern in (
-            "*.safetensors*",
-            "config.json",
-            "generation_config.json",
-            TOKENIZER,
-        ):
-            for file in folder.glob(pattern):
-                file.unlink(missing_ok=True)
+        for file in folder.glob("*"):
+            file.unlink(missing_ok=True)
         raise FileError(
             f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
         ) from None
+
+
+def write_model(
+    folder: Path, weights: Mapping[str, Tensor], sizes: Sizes, dtype: str = "float32"
+) -> None:
+    """Write a model that `transformers` loads into a folder."""
+    if isinstance(sizes, DecoderConfig):
+        _write_decoder(folder, weights, sizes)
+    else:
+        _write_own_model(folder, weights, sizes, dtype)
+
+
+def write_tokenizer(folder: Path, tokenizer: str) -> None:
+    """Write a tokenizer.json into a folder; the tokenizer of bytes has none."""
+    if names_a_file(tokenizer):
+        shutil.copyfile(tokenizer, folder / TOKENIZER)
 
 
 def _write_own_model(

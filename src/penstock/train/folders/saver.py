@@ -50,6 +50,8 @@ class SeparateSaver(Saver):
         super().__init__(folder, comm.rank, comm.ranks, keep, names)
         self.comm = comm
         self.folders = folders
+        self.writers = tuple(folders.neighbours(comm.rank))
+        self.looks = folders.keeps(comm.rank)
         self.storage = storage
         self.copy_failure = ""  # of the last checkpoint, on this rank
         self.not_copied = ""  # on rank 0: why the last checkpoint is not in the storage
