@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from html import unescape
 from pathlib import Path
@@ -42,6 +43,7 @@ from penstock.ir import parse_action
 from penstock.plan.planner import plan_run
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
+from penstock.train.crew.events import read_events
 from penstock.train.data.corpus import open_corpus
 from penstock.train.entry import run_worker
 from penstock.train.history import StepRow, read_rows
@@ -99,6 +101,16 @@ def here(monkeypatch, capsys, text):
     return lambda line: Done(*called(monkeypatch, capsys, line))
 
 
+def refused(here: Callable[[str], Done], line: str) -> str:
+    """Run a command line that is refused, and return its message; a dry run gives the same one."""
+    done = here(line)
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    if line.startswith("train"):
+        assert here(f"{line} --dry-run") == done
+    return done.err
+
+
 # ---------------------------------------------------------------- a whole run
 def makespans_of(page: str) -> list[str]:
     """The makespans of the predicted and the measured timeline on a page."""
@@ -129,7 +141,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     ):
         assert words in done.err, words
     assert re.search(
-        r"predicted [\d,]+ tokens/s, [\d.]+ m?s per step: a pass of .*, optimizer [\d.]+ [mµ]?s",
+        r"predicted [\d,]+ tokens/s, [\d.]+ m?s per step \(.* to .*\): a pass .*, optimizer and the rest [\d.]+ [mµ]?s",
         done.err,
     )
     assert "Traceback" not in done.err
@@ -223,6 +235,12 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     assert "a worker was lost; restart 1 of 3" in err
     assert re.search(r"going on from runs/config/checkpoints/step-000000\d\d", err)
     assert "trained 30 steps" in out
+    (event,) = read_events(folder)
+    assert f"going on from runs/config/checkpoints/step-{event.step:08d}" in err
+    assert (event.event, event.members) == ("restart", (0, 1))
+    assert 7 <= event.step + event.back <= 30
+    back = f"went back {event.back} step" if event.back else "2 workers went on after"
+    assert back in (folder / "report.html").read_text()
     quiet = undisturbed(folder, text / "quiet")
     assert [row.loss for row in read_rows(folder)] == [row.loss for row in quiet]
     one, other = weights(text / "quiet", 30), weights(folder, 30)
@@ -239,7 +257,8 @@ def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
     wait_for(folder, 4)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
+    assert "Interrupted." not in err
     stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
     assert 4 <= stopped < 400
     assert "continue    penstock train runs/config --resume" in out
@@ -395,11 +414,11 @@ def test_an_error_says_that_the_process_which_starts_workers_was_killed(
 def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(
     text, here, monkeypatch
 ):
-    monkeypatch.setattr(
-        "penstock.train.session.launch", lambda *_: Verdict(0, stopped=True)
-    )
+    verdict = Verdict(0, stopped=True, interrupted=True)
+    monkeypatch.setattr("penstock.train.session.launch", lambda *_: verdict)
     done = here("train config.toml")
-    assert (done.code, done.out.splitlines()[0]) == (0, "stopped before the first step")
+    said = done.out.splitlines()[0]
+    assert (done.code, said) == (130, "stopped before the first step")
     assert "start again with the same command" in done.out
     assert not (text / "runs" / "config").exists()
 
@@ -445,7 +464,7 @@ def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
     wait_for(text / "runs" / "config", 2)
     os.killpg(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
+    assert process.returncode == 130, err
     assert "stopping  this step is finished and saved first" in err
     assert "a worker was lost" not in err
     stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
@@ -460,16 +479,16 @@ def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
 
 
 # ---------------------------------------------------------------- before anything starts
-def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
+def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_only_tokens(here, text):
     done = here("train config.toml --dry-run")
     assert done.code == 0, done.err
     assert re.search(
-        r"predicted: [\d,]+ tokens/s, [\d.]+ m?s per step: a pass of [\d.]+ m?s \(bubble \d",
+        r"predicted: [\d,]+ tokens/s, [\d.]+ m?s per step \(.* to .*\): a pass of [\d.]+ m?s \(bubble \d",
         done.out,
     )
     assert len(re.findall(r"^ \d +[\d.]+ [KM]iB", done.out, re.M)) == 2
     assert "hanayo: 2 ranks" in done.err
-    assert not (text / "runs").exists()
+    assert [folder.name for folder in (text / "runs").iterdir()] == ["cache"]
 
 
 def test_auto_picks_a_schedule_that_fits_the_layers(here):
@@ -585,16 +604,27 @@ def test_init_writes_a_config_that_is_read_back(here, text):
             "--preset gpt2 is for a run without a config, but config.toml was given",
         ),
         (
-            "train config.toml --dry-run --set data.sources=gone.txt",
-            "cannot read gone.txt",
+            "train config.toml --set optimizer.name=AdamX",
+            "there is no optimizer.name 'AdamX'; did you mean 'Adam'?",
         ),
+        (
+            "train config.toml --set schedule.name=auto --set optimizer.name=AdamX",
+            "there is no optimizer.name 'AdamX'; did you mean 'Adam'?",
+        ),
+        (
+            "train config.toml --set data.tokens=200000",
+            "too few for sequences of 200000",
+        ),
+        (
+            "train config.toml --set data.validation=short.txt",
+            "too few for sequences of 32",
+        ),
+        ("train config.toml --resume", "there is no good checkpoint"),
     ],
 )
 def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):
-    done = here(line)
-    assert done.code == 2
-    assert words in done.err
-    assert "Traceback" not in done.err
+    (text / "short.txt").write_text("too short")
+    assert words in refused(here, line)
     assert not (text / "runs").exists() or not list(
         (text / "runs").glob("*/metrics.jsonl")
     )
@@ -889,11 +919,8 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
     (text / "odd.toml").write_text(
         '[data]\nsources = [""]\n[schedule]\nname = "1f1b"\n'
     )
-    done = here("train odd.toml --dry-run")
-    assert (done.code, "data.sources has a source without a name" in done.err) == (
-        2,
-        True,
-    ), done.err
+    said = refused(here, "train odd.toml")
+    assert "data.sources has a source without a name" in said
 
 
 @pytest.mark.parametrize(
@@ -915,9 +942,14 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
             gzip.compress(b"some text" * 99, mtime=0)[:-9],
             "cannot unpack a.txt.gz: ",
         ),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "a.jsonl:2:9: this line is not JSON"),
+        (
+            "a.jsonl",
+            b'{"body": "a"}\n',
+            "a.jsonl:1: this line has no text under 'text'",
+        ),
     ],
 )
 def test_a_source_that_is_not_text_is_refused(name, content, words, text, here):
     (text / name).write_bytes(content)
-    done = here(f"train config.toml --set data.sources={name}")
-    assert (done.code, words in done.err) == (2, True), done.err
+    assert words in refused(here, f"train config.toml --set data.sources={name}")

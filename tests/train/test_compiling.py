@@ -38,7 +38,7 @@ def graphs() -> int:
 
 def test_a_compiled_run_trains_like_any_other(tmp_path, monkeypatch, caplog):
     """Traced but not made into kernels, which takes too long here. All is compiled before the first step."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled_method.cache_clear()
     monkeypatch.setattr(rank_setup, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
@@ -122,7 +122,7 @@ def test_a_profile_is_measured_as_the_run_computes(monkeypatch):
     chunked = request_for(*changes, "run.loss_chunk=128", "run.compile=true")
     assert (plain.compiled, plain.loss_chunk) == (False, 0)
     assert (chunked.compiled, chunked.loss_chunk) == (True, 128)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled_method.cache_clear()
     before = graphs()
     found = [profile.measure_request(None, one) for one in (plain, chunked)]

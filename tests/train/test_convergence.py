@@ -59,7 +59,7 @@ def left_out(steps: list[Paths], parts: int) -> Counter[int]:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     parts=st.integers(1, 9),
     microbatches=st.integers(1, 12),
@@ -84,7 +84,7 @@ def test_sampled_paths_obey_the_rules(parts, microbatches, swaps, seed, choice):
             assert len(backs) <= swaps
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     parts=st.integers(2, 9),
     microbatches=st.integers(1, 12),
@@ -103,7 +103,7 @@ def test_no_part_is_left_out_more_than_once_more_often_than_another(
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parts=st.integers(2, 12),
     ahead=st.integers(2, 5),

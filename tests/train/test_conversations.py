@@ -139,7 +139,7 @@ def test_a_template_is_found_beside_the_tokenizer(home, tmp_path):
 
 # ---------------------------------------------------------------- rows
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=60), st.integers(12, 20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_hold_every_conversation_whole_and_once(lengths, row):
     coming = [
         Conversation(

@@ -57,7 +57,7 @@ def numbers(loader: Loader, batches) -> list[int]:
 
 # ---------------------------------------------------------------- order
 @given(st.integers(1, 700), st.integers(0, 2**63 - 1), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_an_epoch_is_a_permutation_of_all_sequences(length, seed, epoch):
     assert sorted(
         shuffled(epoch * length + k, length, seed) for k in range(length)
@@ -212,7 +212,7 @@ def test_a_rank_reads_only_what_begins_or_ends_on_it():
 
 
 @given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_never_stopped(
     steps, rows, microbatches
 ):

@@ -39,7 +39,7 @@ from penstock.train.after.generate import open_trained
 from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
-from penstock.train.hub import read_sizes, read_weights, settle_model, write_folder
+from penstock.train.hub import read_sizes, read_weights, settle_model, write_model
 from penstock.train.resumption import check_same_model, describe_model
 from penstock.train.start import check_training
 from penstock.train.weights import copy_weights, draw_parameters, hold_whole
@@ -283,7 +283,8 @@ def test_biases_that_balance_experts_are_read_and_written_like_weights(tmp_path)
     path = "model.layers.3.mlp.gate.e_score_correction_bias"
     assert path in holding.parameters
     assert path not in holding.trained
-    write_folder(tmp_path / "end", dict(holding.parameters), sizes)
+    (tmp_path / "end").mkdir()
+    write_model(tmp_path / "end", dict(holding.parameters), sizes)
     end = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end")
     assert torch.equal(end.get_buffer(path), biases)
 

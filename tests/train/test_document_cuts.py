@@ -50,7 +50,7 @@ def packed(lengths) -> np.ndarray:
     return document_starts(torch.tensor(lengths)).numpy()[None]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
     st.integers(1, 5),

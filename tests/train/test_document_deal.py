@@ -49,7 +49,7 @@ def clock_of(schedule, shards=1):
     return step_clock(schedule, (1,) * schedule.parts, shards)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 99), st.integers(1, 3), st.sampled_from([1, 2]), st.integers(1, 4)
 )

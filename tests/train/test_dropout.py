@@ -8,7 +8,8 @@ import torch
 from penstock.dropout import Dropout, dropping, place_at
 from penstock.errors import ConfigError, ShapeError
 from penstock.formats.config_toml import load_config
-from penstock.train.start import prepare_run
+from penstock.train.start import check_training
+from penstock.train.worker import model_sizes
 from trainings import apart, job_of, losses, train
 
 pytestmark = pytest.mark.numerics
@@ -83,11 +84,10 @@ def test_it_drops_its_share_and_keeps_the_mean():
         assert abs(float((pair & first).double().mean()) - 0.25**2) < noise
 
 
-def test_models_without_such_modules_are_refused(tmp_path):
+def test_models_without_such_modules_are_refused():
     config = load_config("", changes=["model.family=bert", "model.dropout=0.1"])
     with pytest.raises(ConfigError, match="is for our own llama and gpt"):
-        # As rank 0 of torchrun does; it refuses before it looks at anything else.
-        prepare_run(config, None, None, tmp_path, False, None, lambda *_: None)
+        check_training(config, model_sizes(config))
     with dropping(0, 0), pytest.raises(ShapeError, match="rows, tokens and features"):
         Dropout("here", 0.5)(torch.ones(2, 3))
     with pytest.raises(

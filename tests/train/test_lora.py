@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import called
 from crews import Crew
 from hugging_face import decoder_sizes, gpt2_sizes
 from penstock.config import LoraConfig, OptimizerConfig
@@ -24,12 +25,14 @@ from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import parameter_numbers
+from penstock.train.origin import keep_origin
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint
 from trainings import SMALL, VOCAB, apart, corpus, job_of, losses, train
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.numerics
 
 STEPS = 4
@@ -140,6 +143,35 @@ def test_adapters_train_as_in_peft_and_peft_loads_them(
         assert torch.allclose(merged.eval()(x).logits, loaded(x).logits, atol=1e-5)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"]) == (2, 8)
+
+
+def test_an_export_of_adapters_has_the_tokenizer_and_says_that_it_is_no_model(
+    tmp_path, monkeypatch, capsys
+):
+    base, run = tmp_path / "base", tmp_path / "run"
+    llama().save_pretrained(base)
+    words = {f"word{n}": n for n in range(VOCAB)}
+    told = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "word0"))
+    told.save(str(base / "tokenizer.json"))
+    (base / "tokenizer_config.json").write_text('{"eos_token": "word7"}')
+    train(
+        job(run, base, "1f1b", f"data.tokenizer={base}/tokenizer.json", "run.steps=1")
+    )
+    keep_origin(base, run)
+    line = f"export {run} -o {tmp_path / 'adapters'}"
+    code, out, err = called(monkeypatch, capsys, line)
+    assert code == 0, err
+    assert "the LoRA adapters of " in out
+    assert f"peft loads them beside the base model, {base}" in out
+    assert f"penstock export {run} --merge -o FOLDER" in out
+    assert sorted(file.name for file in (tmp_path / "adapters").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    code, out, _ = called(monkeypatch, capsys, f"export {run} --merge -o {tmp_path}/m")
+    assert out.startswith(f"wrote {tmp_path}/m, the model of ")
 
 
 def test_other_adapters_than_those_of_the_checkpoint_are_refused(tmp_path):

@@ -46,6 +46,7 @@ def machine(monkeypatch):
     def build(gpus: int, **environment: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpus > 0)
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from penstock.config import OptimizerConfig
+from penstock.config import PRESETS, OptimizerConfig
 from penstock.errors import ConfigError
-from penstock.formats.config_toml import load_config, with_absolute_paths
-from penstock.train.rates import factor_at, rate_at
+from penstock.formats.config_toml import dump_config, load_config, with_absolute_paths
+from penstock.models import LlamaConfig
+from penstock.train.hub import write_model
+from penstock.train.rates import describe_rate, factor_at, rate_at
+from penstock.train.start import find_run
+from penstock.train.weights import hold_whole
 
 WARMUP = 4
 STEPS = 14
@@ -86,3 +90,40 @@ def test_a_function_that_gives_no_factor_is_refused(
     settings = OptimizerConfig(schedule=name)
     with pytest.raises(ConfigError, match=message):
         factor_at(30, 99, settings)
+
+
+# ---------------------------------------------------------------- the highest rate
+@pytest.mark.parametrize(
+    ("changes", "rate", "words"),
+    [
+        ([], 6e-4, "0.0006, as suits new weights"),
+        (["model.config=hub"], 6e-4, "0.0006, as suits new weights"),
+        (["model.weights=hub"], 2e-5, "2e-05, as suits weights that are trained"),
+        (["model.weights=hub", "lora.rank=4"], 1e-4, "0.0001, as suits adapters"),
+        (
+            ["model.weights=hub", "optimizer.rate=0.003"],
+            3e-3,
+            "0.003, as optimizer.rate says; 2e-05 suits weights",
+        ),
+    ],
+)
+@pytest.mark.parametrize("source", ["preset", "file of init"])
+def test_the_highest_rate_suits_what_is_trained_unless_it_is_set(
+    source, changes, rate, words, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    sizes = LlamaConfig(256, 32, 3, 4, 2, 48)
+    weights = {n: p.detach() for n, p in hold_whole(sizes).parameters.items()}
+    Path("hub").mkdir()
+    write_model(Path("hub"), weights, sizes)
+    file, name = None, "llama-150m"
+    if source == "file of init":
+        file, name = Path("config.toml"), None
+        file.write_text(dump_config(PRESETS["llama-150m"]))
+    config, _ = find_run(file, name, changes, exists=False)
+    assert config.optimizer.rate == rate
+    assert rate_at(config.optimizer.warmup, 10_000, config.optimizer) == rate
+    assert describe_rate(config).startswith(words)
+    # The folder of the run keeps it, so that a run that is resumed goes on with it.
+    kept = load_config(dump_config(config))
+    assert kept.optimizer.rate == rate

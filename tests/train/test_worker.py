@@ -22,7 +22,7 @@ from penstock.runtime import Executor
 from penstock.schedules import make
 from penstock.train.history import read_rows
 from penstock.train.launcher import forget_previous_end
-from penstock.train.worker import read_failure, work
+from penstock.train.worker import Verdict, read_failure, work
 
 CONFIG = """
 model = { layers = 1, width = 16, heads = 2, kv_heads = 2, inner = 16 }
@@ -154,7 +154,7 @@ def test_a_start_that_was_stopped_says_so_when_it_starts_again(folder, monkeypat
     (folder / "stop").touch()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     verdict = work(folder, False)
-    assert (verdict.step, verdict.stopped, verdict.error) == (0, True, "")
+    assert verdict == Verdict(0, stopped=True, interrupted=True)
 
 
 def test_a_worker_process_does_not_load_the_command_line():

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.doctor import doctor_command, print_first_steps
-from penstock.cli.interrupt import INTERRUPTED, SearchInterrupted
+from penstock.cli.interrupt import INTERRUPTED, ShownInterrupt
 from penstock.cli.join import join_command
 from penstock.cli.paths import paths_command
 from penstock.cli.plan import plan_command
@@ -155,7 +155,7 @@ def main() -> None:
             raise
         _print_error(missing)
         raise SystemExit(USER_ERROR) from None
-    except SearchInterrupted:
+    except ShownInterrupt:
         raise
     except SystemExit as end:
         if end.code == INTERRUPTED:  # typer turns a KeyboardInterrupt into it

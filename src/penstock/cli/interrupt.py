@@ -10,8 +10,11 @@ from dataclasses import dataclass
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
-class SearchInterrupted(SystemExit):
-    """The exit after Ctrl-C ended a search and its best plan was shown."""
+class ShownInterrupt(SystemExit):
+    """The exit after Ctrl-C ended a command that has shown its results so far.
+
+    It is an interrupt all the same, so `penstock train && penstock export` does not go on.
+    """
 
 
 @dataclass(slots=True)

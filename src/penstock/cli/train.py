@@ -18,8 +18,8 @@ from penstock.cli.forecast import (
     measured_forecast,
     prediction,
     print_memory,
-    tell_if_too_large,
 )
+from penstock.cli.interrupt import INTERRUPTED, ShownInterrupt
 from penstock.cli.landscape import show_progress
 from penstock.cli.options import PRESET_NAMES, ConfigChanges
 from penstock.cli.tables import (
@@ -75,7 +75,8 @@ def train_command(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Show the plan, memory and speed, but do not train."
+            "--dry-run",
+            help="Check everything, show the plan, memory and speed, but do not train.",
         ),
     ] = False,
     sample: Annotated[
@@ -91,10 +92,9 @@ def train_command(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     from penstock.formats.config_toml import written_keys
-    from penstock.train.crew.choice import is_elastic
     from penstock.train.launcher import ended_by_signals, under_launcher, way_on
     from penstock.train.lock import locking
-    from penstock.train.placement import check_gpus_suffice, prepare_cpu
+    from penstock.train.placement import prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare, start_workers
     from penstock.train.start import (
         check_sources,
@@ -113,14 +113,13 @@ def train_command(
         find = partial(find_run, source, preset, changes or [], exists=True)
         _as_a_rank(find, source, changes or [], resume, resume_if_any, sample)
         return
-    exists = resume or resume_if_any or dry_run
+    exists = resume or resume_if_any
     config, folder = find_run(source, preset, changes or [], exists)
     resume = resume or (resume_if_any and has_checkpoint(config, folder))
     given = written_keys(source, changes or [])
     prepare_cpu(config)
     check_sources(config)
-    if not dry_run:
-        check_start(config, folder, resume)
+    check_start(config, folder, resume)
     kept = kept_plan(config, folder, changes or []) if resume else None
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
         claimed = None if dry_run else lock
@@ -128,8 +127,6 @@ def train_command(
             config, folder, resume, claimed, given, kept, _display()
         )
         config, plan, placement = prepared.config, prepared.plan, prepared.placement
-        check_gpus_suffice(config, placement)
-        is_elastic(config, plan, placement)  # Raises if the config asks for too much.
         _announce(config, plan, folder, prepared.corpus, placement)
         if resume:
             _tell_if_finished(folder, config.run.steps)
@@ -152,6 +149,8 @@ def train_command(
             tell("ended", way_on(folder))
             raise
         show_ending(folder, verdict, sample)
+    if verdict.interrupted:
+        raise ShownInterrupt(INTERRUPTED)
 
 
 def init_command(
@@ -196,11 +195,13 @@ def _announce(
     config: Config,
     plan: Plan,
     folder: Path,
-    corpus: Corpus | None,
+    corpus: Corpus,
     placement: Placement,
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
+    from penstock.train.placement import precision_on
+    from penstock.train.rates import describe_rate
     from penstock.train.step_paths import describe_paths
     from penstock.train.weights import model_name
     from penstock.train.worker import model_sizes
@@ -227,12 +228,14 @@ def _announce(
         tell("paths", paths)
     if config.mesh.size > 1:
         tell("mesh", config.mesh.over(schedule.ranks))
-    if corpus is not None:
-        tell("data", _describe_text(corpus, config))
+    tell("data", _describe_text(corpus, config))
     tell("tokenizer", config.data.tokenizer)
     steps = count_of(config.run.steps, *STEPS)
-    tell("step", f"{tokens:,} tokens; {steps}, {config.run.precision}")
+    tell(
+        "step", f"{tokens:,} tokens; {steps}, {precision_on(config, placement.device)}"
+    )
     encrypted = bool(config.run.listen)
+    tell("rate", describe_rate(config))
     tell("workers", describe_placement(placement, encrypted))
     tell("folder", str(folder))
 
@@ -271,12 +274,15 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
 
 
 def _print_dry_run(prepared: PreparedRun) -> None:
-    """Print the memory and the speed that a run would have."""
+    """Print the memory and the speed that a run would have; refuse it if this machine has too little memory."""
+    from penstock.train.capacity import check_memory
+    from penstock.train.worker import model_sizes
+
     config, plan, placement = prepared.config, prepared.plan, prepared.placement
     forecast = measured_forecast(config, plan, placement, profiles=prepared.profiles)
     print_memory(forecast, config)
-    tell_if_too_large(config, plan, placement)
     print_plain(f"predicted: {describe_step(forecast, config)}")
+    check_memory(config, plan, model_sizes(config), placement)
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -353,6 +359,7 @@ def _as_a_rank(
     verdict = run_worker(str(folder), resume, separate)
     if verdict.error:
         raise RunError(verdict.text)
+    # A rank that was asked to stop exits with 0: torchrun would restart all ranks after any other code.
     if comm.rank == 0:
         # If ranks with separate folders were asked to stop, this folder has only a share of the model.
         last = folder / CHECKPOINTS_FOLDER / step_name(verdict.step)

@@ -41,14 +41,21 @@ def export_command(
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
 
-    If a run has trained LoRA adapters, the folder holds only them, and peft loads it on top of the base model.
+    If a run has trained LoRA adapters, the folder holds them instead, and peft loads it beside the base model.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
     from penstock.train.after.export import export_run
 
     trained = export_run(run, output, dtype, merge)
-    print_plain(f"wrote {output}, the model of {trained.path}")
+    if not trained.adapters or merge:
+        print_plain(f"wrote {output}, the model of {trained.path}")
+        return
+    print_plain(
+        f"wrote {output}, the LoRA adapters of {trained.path}, which are no model by themselves\n"
+        f"  peft loads them beside the base model, {trained.base}\n"
+        f"  to write the whole model with the adapters added to it: penstock export {run} --merge -o FOLDER"
+    )
 
 
 def generate_command(

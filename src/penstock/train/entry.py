@@ -70,5 +70,5 @@ def run_member(
             return screens.enter_context(Screen(run.steps, run.log, console)).put
 
         member = Member(worker, local_store(host, port))
-        site = own_site(Path(folder), worker)
+        site = own_site(Path(folder), worker, workers)
         return work_in_crew(member, site, resume, newcomer, show)

@@ -78,7 +78,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The last step of a run, and whether it was asked to stop before its end."""
+    """The last step of a run, and whether it was asked to stop before its end: by anybody, and from outside."""
 
     step: int
     stopped: bool
+    interrupted: bool = False  # not by a callback of its own

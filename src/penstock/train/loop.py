@@ -108,8 +108,10 @@ class Trainer:
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
         self.rows = RowMaker(job, self.paths, comm.ranks, self.device)
         self.step = 0  # steps done
+        # When the last of them was done, or the work on the first began.
+        self.done_at: float = before.done_at if before is not None else time.monotonic()
         self.seen = 0  # sequences of those steps, and of earlier runs
-        self.begun = False  # whether the weights are filled
+        self.begun = False  # whether it takes the place of the trainer before
         self.figures: StepFigures | None = None  # of the last step
         self.closed = True  # whether the last step was evaluated and written down
         self.save_again = False  # because a loss has interrupted the last checkpoint
@@ -167,20 +169,24 @@ class Trainer:
             self.fill()
             states = self.weights.part_states
             Transfers(self.job.mirrors).run(self.comm, states, states)
-        self.before = None  # It would keep its memory.
+        self.weights.settle()
         self.begun = True
 
     def take_over(self, handover: Handover) -> None:
         """Go on after the last step of the generation before, with its weights.
 
-        A step in flight is dropped with its gradients, and its data is read again.
+        A step in flight is dropped with its gradients, and its data is read again. Until all ranks
+        have their parts, nobody forgets one.
         """
-        self.weights.take_over(self.before, handover)
+        before, self.before = self.before, None  # It would keep its memory.
+        self.begun = True  # It knows all that the trainer before knew.
         self.step = handover.step
         self.seen = self.loader.seen = handover.seen
         self.figures = handover.figures
         self.closed = handover.figures is None
         self.save_again = handover.save
+        self.weights.take_over(before, handover)
+        self.comm.barrier()
 
     def fill(self) -> None:
         """Fill the weights: from the newest good checkpoint, from a folder, or at random."""
@@ -248,7 +254,9 @@ class Trainer:
         if not stopped:
             self.collect_checkpoint()
         self.callbacks.on_end(self.step, stopped)
-        return RunOutcome(self.step, stopped)
+        figures = self.figures
+        interrupted = stopped and figures is not None and figures.interrupted
+        return RunOutcome(self.step, stopped, interrupted)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
@@ -312,10 +320,11 @@ class Trainer:
         return loss, timeline.bubble
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
-        """Whether this rank was asked to stop, has saved its share, and knows of a change; the cost of mirrors."""
+        """Whether this rank was asked to stop, has enough, has saved, and knows of a change; what mirrors cost."""
         saved = self.saver.step is not None and self.saver.done()
         return [
-            int(stop() or self.callbacks.wants_stop),
+            int(stop()),
+            int(self.callbacks.wants_stop),
             int(saved),
             int(self.changing()),
             self.mirrors.sent_bytes,
@@ -333,6 +342,7 @@ class Trainer:
             if began is not None:
                 figures = replace(figures, seconds=time.perf_counter() - began)
             self.step += 1
+            self.done_at = time.monotonic()
             self.seen = self.loader.seen
             self.figures = figures
             self.closed = False
@@ -386,7 +396,9 @@ class Trainer:
             self.saver.finish(self.comm)
         if self.remote is not None:
             self.remote.wait()  # What it copies might be deleted as soon as the next one is complete.
-        self.saver.begin(self.step, self.weights.tensors(), self.facts())
+        tensors = self.weights.tensors()
+        self.saver.check_room(self.step, tensors, self.comm)
+        self.saver.begin(self.step, tensors, self.facts())
 
     def collect_checkpoint(self) -> None:
         """Complete the last checkpoint in rank 0's folder, from which the model will be used."""

@@ -292,7 +292,6 @@ def write_adapters(
         base_model_name_or_path=base,
         inference_mode=True,
     )
-    folder.mkdir(parents=True, exist_ok=True)
     settings.save_pretrained(folder)
     save_file(tensors, folder / ADAPTERS_FILE, metadata={"format": "pt"})
 

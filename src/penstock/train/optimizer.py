@@ -89,7 +89,7 @@ def classes_of(settings: OptimizerConfig) -> tuple[OptimizerClass, ...]:
 def arguments_of(kind: OptimizerClass, settings: OptimizerConfig) -> dict[str, Any]:
     """Return the keyword arguments of a class, without the parameters."""
     accepted = inspect.signature(kind).parameters
-    arguments: dict[str, Any] = {"lr": settings.rate}
+    arguments: dict[str, Any] = {"lr": settings.highest_rate}
     if "betas" in accepted:
         arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     if kind.__name__ in FUSED:
@@ -281,7 +281,7 @@ def _groups(
     groups: dict[tuple[float, float, object], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        rate = settings.rate
+        rate = settings.highest_rate
         decay = settings.decay if parameter.dim() > 1 else 0.0
         own = group_of(name, settings)
         if own is not None:
@@ -296,7 +296,7 @@ def _groups(
         listed.append(group)
     if not listed:
         # A rank may have nothing to train, but torch refuses an empty list of groups.
-        listed.append({"params": [], HIGHEST_RATE: settings.rate})
+        listed.append({"params": [], HIGHEST_RATE: settings.highest_rate})
     return listed
 
 

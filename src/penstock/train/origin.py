@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,17 @@ def give_back(origin: Path, folder: Path, dtype: str) -> None:
     (folder / CONFIG).write_text(
         json.dumps(_config(origin / CONFIG, dtype), indent=2) + "\n", encoding="utf-8"
     )
-    names = [name for name in MODEL_FILES if name != CONFIG]
+    _copy([name for name in MODEL_FILES if name != CONFIG], origin, folder)
+    give_back_tokenizer(origin, folder)
+
+
+def give_back_tokenizer(origin: Path, folder: Path) -> None:
+    """Write what belongs to the original's tokenizer into an export, if the model was trained with it."""
     if _same_tokenizer(origin, folder):
-        names += TOKENIZER_FILES
+        _copy(TOKENIZER_FILES, origin, folder)
+
+
+def _copy(names: Iterable[str], origin: Path, folder: Path) -> None:
     for name in names:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)

@@ -20,13 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.config import AUTO, Config
+from penstock.config import AUTO, Config, precision_of
 from penstock.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from penstock.runtime.process.machine import Machine
 
 CPU_BACKEND = "gloo"
+MAX_CROWD = 4  # processes for each processor while the pieces of a model are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,18 @@ class Placement:
             slots = max(1, self.machine.cores // self.threads)
         return min(slots, self.neighbours)
 
+    @property
+    def measurers(self) -> int:
+        """How many processes time the pieces of a model: all that will run on these cores.
+
+        Processes that take turns find their caches as the others have left them. With `MAX_CROWD` of them for
+        each processor they find nothing, and more would only take longer. On a GPU as many measure as compute at
+        the same time.
+        """
+        if self.device == "cuda":
+            return self.processors
+        return min(self.neighbours, MAX_CROWD * self.processors)
+
 
 def decide_placement(config: Config, processes: int) -> Placement:
     """Decide where the processes of a run compute."""
@@ -103,6 +116,15 @@ def uses_gpus(config: Config) -> bool:
     from penstock.runtime.process.machine import look_at_machine  # noqa: PLC0415
 
     return config.run.device != "cpu" and look_at_machine().gpus > 0
+
+
+def precision_on(config: Config, device: str) -> str:
+    """Return the type in which a run computes on a device of this machine, such as cuda."""
+    import torch  # noqa: PLC0415
+
+    # Older GPUs only emulate bfloat16, which is slow.
+    half = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return precision_of(config, half)
 
 
 def prepare_cpu(config: Config) -> None:

@@ -27,6 +27,7 @@ from penstock.train.data.loader import Deal, Loader, wanted_by
 from penstock.train.job import Job
 from penstock.train.mesh import MeshPlace, place_of
 from penstock.train.optimizer import frozen_names
+from penstock.train.placement import precision_on
 from penstock.train.rank_weights import RankWeights
 from penstock.train.step_paths import sum_messages_of
 from penstock.train.weights import Holding, attach_parameters, hold
@@ -55,6 +56,7 @@ class RankSetup:
             if run.recompute or schedule.stages[stage].part in self.job.plan.recompute
         )
         records = is_recording(config, self.device.type == "cuda")
+        precision = precision_on(config, self.device.type)
         record = records and schedule is self.job.plan.schedule
         compiler = COMPILER if self.compiles else ""
         loss = loss_of(compiler, chunk_of(config), run)
@@ -64,7 +66,7 @@ class RankSetup:
             self.place.pipeline,
             loss,
             recompute=recompute,
-            autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
+            autocast=torch.bfloat16 if precision == "bfloat16" else None,
             tied=self.holding.tied,
             mean=Mean(config.paths.mean),
             tape=CudaTape() if record else None,
@@ -73,6 +75,7 @@ class RankSetup:
             messages=MESSAGE_DTYPES[run.messages],
             sums=self.job.plan.sums,
             sum_messages=MESSAGE_DTYPES[sum_messages_of(config.paths, self.job.plan)],
+            compare=run.compare,
         )
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
@@ -118,7 +121,7 @@ def set_up_rank(
     if before is not None:
         # A generation that broke before it had begun may have tied them otherwise.
         attach_parameters(before.holding)
-        kept = before.parts
+        kept = before.filled_parts
     holding = hold(
         job.sizes,
         schedule,

@@ -58,6 +58,9 @@ class RankWeights:
             layer_parameters(holding.stages.values()),
         )
         self.mirrors = self.make_mirrors(before, device)
+        # The parts whose weights of the last step are in the memory of this process, wherever
+        # they are. They stay until a handover is over, so that a loss in it takes none of them.
+        self.known: dict[int, PartState] = {} if before is None else dict(before.known)
 
     @property
     def parts(self) -> dict[int, Part]:
@@ -66,8 +69,24 @@ class RankWeights:
         return {stages[n].part: part for n, part in self.holding.stages.items()}
 
     @property
+    def filled_parts(self) -> dict[int, Part]:
+        """The parts that it trains, without those that a broken handover has not filled."""
+        known = {n for n, one in self.known.items() if one.optimizer is self.optimizer}
+        return {number: part for number, part in self.parts.items() if number in known}
+
+    @property
+    def filled_mirrors(self) -> dict[int, Mirror]:
+        """The mirrors, without those that a broken handover has not filled."""
+        kept = {}
+        for number, mirror in self.mirrors.kept.items():
+            state = self.known.get(number)
+            if state is not None and state.optimizer is mirror.optimizer:
+                kept[number] = mirror
+        return kept
+
+    @property
     def part_states(self) -> dict[int, PartState]:
-        """The parts in the memory of this process: those that it trains, and its mirrors."""
+        """The parts that this process is to know: those that it trains, and its mirrors."""
         states = {}
         for number, mirror in self.mirrors.kept.items():
             states[number] = mirror.state
@@ -89,11 +108,12 @@ class RankWeights:
         job = self.job
         held = {number: part_parameters(part) for number, part in self.parts.items()}
         kept = {}
+        old = {} if before is None else before.filled_mirrors
         for number, _, target in job.mirrors:
             if target != self.comm.rank:
                 continue
-            if before is not None and number in before.mirrors.kept:
-                kept[number] = before.mirrors.kept[number]
+            if number in old:
+                kept[number] = old[number]
                 continue
             model = adapted_blueprint(job.sizes, job.config.lora)
             part = split(model, job.partition)[number]
@@ -159,7 +179,8 @@ class RankWeights:
     def take_over(self, before: RankWeights | None, handover: Handover) -> None:
         """Take the weights of the generation before, from this process, a peer or a checkpoint.
 
-        Gradients of a step in flight are dropped.
+        Gradients of a step in flight are dropped. If a peer is lost meanwhile, this process still
+        knows every part that it knew, and those that have arrived.
         """
         for name, parameter in self.holding.parameters.items():
             parameter.grad = None
@@ -169,12 +190,9 @@ class RankWeights:
                 state = before.optimizer.state_of(parameter)
                 self.optimizer.load_state(parameter, state)
         targets = self.part_states
-        sources = before.part_states if before is not None else {}
-        for number in targets.keys() & sources.keys():
-            # A mirror has become a part that is trained, or the other way round.
-            assert before is not None
-            if (number in self.parts) != (number in before.parts):
-                targets[number].copy_from(sources[number])
+        for number in targets.keys() & self.known.keys():
+            targets[number].copy_from(self.known[number])
+            self.known[number] = targets[number]
         mine = [part for rank, part in handover.restores if rank == self.comm.rank]
         if mine and self.job.depot is not None:
             self.job.depot.fetch(self.job.checkpoints)
@@ -183,7 +201,12 @@ class RankWeights:
         for number in mine:
             path = self.job.checkpoints / step_name(handover.step)
             self.read_part(path, targets[number])
-        handover.transfers.run(self.comm, {**targets, **sources}, targets)
+            self.known[number] = targets[number]
+        handover.transfers.run(self.comm, self.known, targets)
+
+    def settle(self) -> None:
+        """Know only the parts of this generation, which must be filled."""
+        self.known = self.part_states
 
     # ------------------------------------------------------------ saving
     def tensors(self) -> dict[str, Tensor]:

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-from penstock.config import OptimizerConfig, names_own_code
+from penstock.config import Config, OptimizerConfig, names_own_code
 from penstock.errors import ConfigError
 from penstock.train.own_code import own_function
 
 SCHEDULE_KEY = "optimizer.schedule"
+TRAINED_RATE = (
+    2e-5  # for weights of model.weights; fresh ones bear a hundred times as much
+)
+ADAPTER_RATE = 1e-4  # for LoRA, whose adapters begin at zero
 
 
 def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
@@ -25,7 +30,7 @@ def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
     >>> [round(rate_at(step, 10, OptimizerConfig(rate=1.0, warmup=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.55, 0.134]
     """
-    return settings.rate * factor_at(step, steps, settings)
+    return settings.highest_rate * factor_at(step, steps, settings)
 
 
 def factor_at(step: int, steps: int, settings: OptimizerConfig) -> float:
@@ -53,6 +58,31 @@ def own_factor(step: int, name: str) -> float:
             "  return a number of at least 0, by which optimizer.rate is multiplied"
         )
     return float(factor)
+
+
+# ---------------------------------------------------------------- the highest rate
+def settle_rate(config: Config) -> Config:
+    """Replace an open rate (0) by one that suits what is trained."""
+    rate = config.optimizer.rate or _suitable_rate(config)[0]
+    return replace(config, optimizer=replace(config.optimizer, rate=rate))
+
+
+def describe_rate(config: Config) -> str:
+    """Say what the highest rate is, and what it was chosen for."""
+    rate = config.optimizer.rate
+    suitable, trained = _suitable_rate(config)
+    if rate == suitable:
+        return f"{rate:g}, as suits {trained}"
+    return f"{rate:g}, as optimizer.rate says; {suitable:g} suits {trained}"
+
+
+def _suitable_rate(config: Config) -> tuple[float, str]:
+    """The rate that suits what a run trains, and what that is."""
+    if config.lora.rank:
+        return ADAPTER_RATE, "adapters"
+    if config.model.weights:
+        return TRAINED_RATE, "weights that are trained already"
+    return config.optimizer.fresh_rate, "new weights"
 
 
 # ---------------------------------------------------------------- courses after the warm-up

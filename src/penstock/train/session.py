@@ -33,7 +33,7 @@ from penstock.train.auto import (
     measure_workload,
     plan_workload,
 )
-from penstock.train.capacity import check_timing
+from penstock.train.capacity import check_memory, check_timing
 from penstock.train.crew.choice import is_elastic
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.dataset import encode_dataset
@@ -57,11 +57,12 @@ from penstock.train.placement import (
 )
 from penstock.train.screen import SayLine
 from penstock.train.start import (
-    check_dry_run,
     check_sources,
     check_start,
+    check_training,
     find_run,
     prepare_run,
+    read_run,
 )
 from penstock.train.worker import Verdict, cache_of, model_sizes
 from penstock.version import read_version
@@ -133,7 +134,6 @@ def fit(
     kept = kept_plan(settings, folder, changes) if resume else None
     with locking() as lock:
         run = plan_and_prepare(settings, folder, resume, lock, given, kept)
-        check_gpus_suffice(run.config, run.placement)
         with _main_hidden():
             verdict = start_workers(run.config, run.plan, run.placement, folder, resume)
     return TrainedRun(folder, verdict.step, verdict.stopped)
@@ -206,7 +206,7 @@ class PreparedRun:
     config: Config
     plan: Plan
     placement: Placement
-    corpus: Corpus | None  # None in a dry run
+    corpus: Corpus
     profiles: RowProfiles | None  # that auto planned with; None if the plan was given
 
 
@@ -220,24 +220,31 @@ def plan_and_prepare(
     display: Display = NO_DISPLAY,
     launched: int = 0,
 ) -> PreparedRun:
-    """Plan, read the text and write the files of the run; without a lock, only check.
+    """Plan, read the text and write the files of the run. A dry run has no lock, and writes nothing but the tokens.
 
     A plan that was `kept` from before is used instead of a new one. If a launcher has started the processes already,
     `launched` is their number.
     """
+    sizes = model_sizes(config)
+    check_training(config, sizes)  # Under a launcher nobody has done it before.
     config, plan, profiles = plan_config(config, given, kept, display)
+    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if launched:
         check_launched(config.mesh, plan.schedule.ranks, launched)
-    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
+    else:
+        check_gpus_suffice(config, placement)
+        is_elastic(config, plan, placement)  # Raises if the config asks for too much.
     if lock is None:
-        check_dry_run(config, placement)
-        return PreparedRun(config, plan, placement, None, profiles)
+        check_timing(config, sizes, placement)
+    else:  # A dry run shows how much memory it would need before it refuses.
+        check_memory(config, plan, sizes, placement)
     with display.reading() as watch:
-        config, corpus = prepare_run(
-            config, plan, placement, folder, resume, lock, watch
-        )
+        corpus = read_run(config, folder, resume, watch)
+    if lock is None:
+        return PreparedRun(config, plan, placement, corpus, profiles)
+    config = prepare_run(config, plan, corpus, folder, resume, lock)
     if profiles is not None:
-        keep_profiles(profiles, folder, config, plan)
+        keep_profiles(profiles, folder, config, plan, searched=True)
     return PreparedRun(config, plan, placement, corpus, profiles)
 
 

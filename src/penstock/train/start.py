@@ -3,15 +3,19 @@
 find_run       the config, and the folder of the run
 check_sources  refuses text that is missing or empty
 check_start    refuses what no worker could begin with
-prepare_run    reads the text, and writes the files that every rank will read
+read_run       reads the text, and refuses it or a checkpoint that does not go with the run
+prepare_run    writes the files that every rank will read
+
+A dry run does all but the last.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from errno import ENOSPC
+from errno import EACCES, EEXIST, ENOSPC
 from pathlib import Path
 
 from penstock.config import Config, DataConfig, names_own_code
@@ -29,7 +33,6 @@ from penstock.models import DecoderConfig
 from penstock.models.decoder import initial_constants
 from penstock.models.recompute import recompute_inside
 from penstock.train.callbacks import checked_callback
-from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.conversations import keep_template
 from penstock.train.data.corpus import Corpus
@@ -48,7 +51,7 @@ from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
 from penstock.train.own_loss import check_loss
-from penstock.train.placement import Placement, check_gpu_exists
+from penstock.train.placement import check_gpu_exists
 from penstock.train.rates import own_factor
 from penstock.train.remote import RemoteCheckpoints
 from penstock.train.resumption import check_resumable, nothing_to_resume
@@ -100,8 +103,19 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
     if config.model.weights:
         weight_files(Path(config.model.weights))
     check_storage(config)
+    check_folder(folder)
     if resume and not has_checkpoint(config, folder):
         raise nothing_to_resume(folder / CHECKPOINTS_FOLDER)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or that nobody may write to."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    with explaining_writes(folder):
+        if not there.is_dir():
+            raise FileExistsError(EEXIST, os.strerror(EEXIST))
+        if not os.access(there, os.W_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
 
 
 def has_checkpoint(config: Config, folder: Path) -> bool:
@@ -174,37 +188,35 @@ def _check_files(data: DataConfig, key: str) -> None:
         )
 
 
-def check_dry_run(config: Config, placement: Placement) -> None:
-    """Refuse what a dry run could not measure."""
+def read_run(
+    config: Config, folder: Path, resume: bool, watch: ProgressBytes
+) -> Corpus:
+    """Read the text of a run, and check that it and the checkpoint go with the model.
+
+    All of it is encoded, and stays in the token cache. Calls `watch` with the amount of text that is done, and with
+    the total.
+    """
+    corpus = corpus_of(config, folder, watch)
+    validation_of(config, folder)
+    if resume:
+        _check_resumable(config, folder, corpus)
+    return corpus
+
+
+def _check_resumable(config: Config, folder: Path, corpus: Corpus) -> None:
     sizes = model_sizes(config)
-    check_training(config, sizes)
-    check_timing(config, sizes, placement)
+    check_resumable(folder / CHECKPOINTS_FOLDER, sizes, corpus, config.run.seed)
 
 
 def prepare_run(
-    config: Config,
-    plan: Plan,
-    placement: Placement,
-    folder: Path,
-    resume: bool,
-    lock: Lock,
-    watch: ProgressBytes,
-) -> tuple[Config, Corpus]:
-    """Read the text, lock the folder, and write the files that every rank will read.
-
-    Calls `watch` with the amount of text that is done, and with the total.
-    """
-    sizes = model_sizes(config)
-    check_training(config, sizes)  # Under torchrun nobody has done it before.
-    check_memory(config, plan, sizes, placement)
-    corpus = corpus_of(config, folder, watch)
-    validation_of(config, folder)
+    config: Config, plan: Plan, corpus: Corpus, folder: Path, resume: bool, lock: Lock
+) -> Config:
+    """Lock the folder, and write the files that every rank will read. The config that comes back is one of them."""
     with explaining_writes(folder):
         lock.claim(folder)
-    if resume:
-        if not under_launcher():  # Its ranks first find out who sees the folder.
-            fetch_checkpoint(config, folder)
-        check_resumable(folder / CHECKPOINTS_FOLDER, sizes, corpus, config.run.seed)
+    if resume and not under_launcher():  # Its ranks first find out who sees the folder.
+        fetch_checkpoint(config, folder)
+        _check_resumable(config, folder, corpus)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
         config = replace(config, schedule=schedule)
@@ -221,7 +233,7 @@ def prepare_run(
         prompt = find_prompt(corpus, tokenizer)
         (folder / PROMPT).write_text(prompt, encoding="utf-8")
     _write_plan(plan, folder)
-    return config, corpus
+    return config
 
 
 @contextmanager

@@ -11,15 +11,17 @@ import torch
 
 from penstock.runtime import Executor
 
-# The counts that ranks exchange with every step: how many were asked to stop, how many have
-# saved their share of a checkpoint, how many know that the crew is about to change, and what
-# mirrors cost: bytes that were sent, and microseconds since the last step.
+# The counts that ranks exchange with every step: how many were asked to stop from outside, how
+# many by a callback, how many have saved their share of a checkpoint, how many know that the
+# crew is about to change, and what mirrors cost: bytes that were sent, and microseconds since
+# the last step.
 STOP_COUNT = 0
-SAVED_COUNT = 1
-CHANGE_COUNT = 2
-MIRROR_BYTES = 3
-MIRROR_MICROSECONDS = 4
-COUNTS = 5
+ENOUGH_COUNT = 1
+SAVED_COUNT = 2
+CHANGE_COUNT = 3
+MIRROR_BYTES = 4
+MIRROR_MICROSECONDS = 5
+COUNTS = 6
 # The numbers of each rank that all others get with every step: its memory in bytes, and the
 # seconds that it has worked.
 MEMORY_NUMBER = 0
@@ -39,6 +41,7 @@ class StepFigures:
     stopping: bool  # whether a rank was asked to stop
     mirror_bytes: int = 0  # sent to mirrors by all ranks
     mirror_seconds: float = 0.0  # that mirrors cost a rank on average
+    interrupted: bool = False  # whether that came from outside, not from a callback
 
 
 def figures_of(
@@ -58,9 +61,10 @@ def figures_of(
         memory=int(max(own[MEMORY_NUMBER] for own in numbers)),
         seconds=0.0,
         bubble=bubble,
-        stopping=counts[STOP_COUNT] > 0,
+        stopping=counts[STOP_COUNT] + counts[ENOUGH_COUNT] > 0,
         mirror_bytes=counts[MIRROR_BYTES],
         mirror_seconds=counts[MIRROR_MICROSECONDS] * 1e-6 / len(numbers),
+        interrupted=counts[STOP_COUNT] > 0,
     )
 
 

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,14 +43,15 @@ from penstock.runtime.torch_internals import (
     is_connection_error_text,
     is_memory_error_text,
 )
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of, sweep
 from penstock.train.compiling import starting_patience
+from penstock.train.crew.events import Event, EventLog
 from penstock.train.data.corpus import Corpus, open_validation
 from penstock.train.data.masking import masking_of
 from penstock.train.data.mixture import open_text
 from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
-from penstock.train.history import PLAN_FILE, ROOM, WatchRow
+from penstock.train.history import METRICS, PLAN_FILE, ROOM, WatchRow, last_step
 from penstock.train.hub import read_sizes, settle_model
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
@@ -73,14 +75,15 @@ _log = logging.getLogger(__name__)
 class Verdict:
     """How a rank ended.
 
-    `stopped` says that somebody asked it to stop. `error` and `text` describe a failure
-    that a restart cannot fix.
+    `stopped` says that somebody asked it to stop, and `interrupted` that this was not one of
+    the run's own callbacks. `error` and `text` describe a failure that a restart cannot fix.
     """
 
     step: int = 0
     stopped: bool = False
     error: str = ""
     text: str = ""
+    interrupted: bool = False
 
 
 def work(
@@ -101,12 +104,18 @@ def work(
             return earlier
     threading.Thread(target=end_with_parent, daemon=True).start()
     saved = saved_step(folder) if resume or again else 0
-    trainer = None
+    done, ended = last_step(folder), _last_sign(folder)
+    trainer: Trainer | None = None
+
+    def ready() -> None:
+        if again and trainer is not None and trainer.leads:
+            _note_restart(folder, trainer, done, time.time() - ended)
+
     try:
         trainer, stop = _prepare(
             folder, resume or again, again, watch, open_job or job_of
         )
-        outcome = trainer.run(stop)
+        outcome = trainer.run(stop, ready)
     except (PeerLostError, StuckError):
         raise
     except PenstockError as error:
@@ -124,12 +133,34 @@ def work(
         note_crash(folder, error, started)
         raise
     finish()
-    return Verdict(outcome.step, outcome.stopped)
+    return Verdict(outcome.step, outcome.stopped, interrupted=outcome.interrupted)
 
 
 def restarted() -> bool:
     """Whether the launcher started this process to replace one that died."""
     return int(os.environ.get(RESTART_COUNT, "0")) > 0
+
+
+def _last_sign(folder: Path) -> float:
+    """When the last finished step was written down; now if none was."""
+    with suppress(OSError):
+        return (folder / METRICS).stat().st_mtime
+    return time.time()
+
+
+def _note_restart(folder: Path, trainer: Trainer, done: int, seconds: float) -> None:
+    """Write down that all workers have started again, and how far they went back from the `done` steps."""
+    step, ranks = trainer.step, range(trainer.comm.ranks)
+    text = "a worker was lost, so all started again"
+    event = Event(
+        step,
+        "restart",
+        round(max(seconds, 0.0), 3),
+        text,
+        tuple(ranks),
+        back=max(done - step, 0),
+    )
+    EventLog(folder, resume=True).put(event)
 
 
 # ---------------------------------------------------------------- failures
@@ -205,7 +236,7 @@ def out_of_memory_text(rank: int, error: Exception, config: Config) -> str:
 def write_failure(folder: Path, error: PenstockError) -> None:
     """Write down why this rank gives up, because a restart would fail in the same way.
 
-    On a full disk the file stays empty; `read_failure` knows what that means.
+    On a full disk the file is empty; `read_failure` knows what that means, and `tidy_up` removes it.
     """
     text = json.dumps([type(error).__name__, str(error)])
     with suppress(OSError):
@@ -229,6 +260,14 @@ def read_failure(folder: Path) -> Verdict | None:
     return Verdict(error=str(kind), text=str(text))
 
 
+def tidy_up(folder: Path) -> None:
+    """Remove what is half-written once all workers have ended: checkpoints, and an empty failure."""
+    sweep(folder / CHECKPOINTS_FOLDER)
+    with suppress(OSError):
+        if not (folder / FAILURE_FILE).stat().st_size:
+            (folder / FAILURE_FILE).unlink()
+
+
 def _earlier_verdict(folder: Path) -> Verdict | None:
     """The verdict of the workers before a restart, if there is nothing left to do."""
     failure = read_failure(folder)
@@ -236,7 +275,7 @@ def _earlier_verdict(folder: Path) -> Verdict | None:
         return failure
     if (folder / STOP_FILE).exists():
         # A worker was killed before it could say that it had stopped.
-        return Verdict(saved_step(folder), stopped=True)
+        return Verdict(saved_step(folder), stopped=True, interrupted=True)
     return None
 
 

@@ -34,7 +34,7 @@ def predict_like_run(folder: Path, plan: Plan, price: Price) -> Timeline:
         alone = _with_rows(alone, config)
     processors = None
     if price.profile is not None:
-        processors = int(dict(price.profile.device).get("ranks") or 0) or None
+        processors = price.profile.processors
     judge = Judge(price.for_plan(alone).cost, processors=processors)
     return judge.timeline(plan.schedule)
 

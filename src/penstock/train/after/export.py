@@ -9,9 +9,14 @@ import torch
 
 from penstock.errors import FileError, ShapeError
 from penstock.train.after.generate import Trained, open_trained
-from penstock.train.hub import write_folder
+from penstock.train.hub import whole_folder, write_model, write_tokenizer
 from penstock.train.lora import write_adapters
-from penstock.train.origin import CONFIG, find_origin, give_back
+from penstock.train.origin import (
+    CONFIG,
+    find_origin,
+    give_back,
+    give_back_tokenizer,
+)
 
 EXPORT_TYPES = {
     "float32": torch.float32,
@@ -26,8 +31,8 @@ def export_run(
     """Write a run's model as a Hugging Face folder.
 
     A model that started from such a folder keeps what that one said: its config, generation_config, chat template and
-    everything that belongs to its tokenizer. If adapters were trained, the folder has only them, as peft writes it,
-    unless the whole model is wanted with the adapters `merged`.
+    everything that belongs to its tokenizer. If adapters were trained, the folder has them instead of the model, as
+    peft writes it, unless the whole model is wanted with the adapters `merged`.
     """
     if dtype not in EXPORT_TYPES:
         known = ", ".join(EXPORT_TYPES)
@@ -37,15 +42,20 @@ def export_run(
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty\n  name a new folder")
     trained = open_trained(path)
+    origin = find_origin(path)
     if trained.adapters and not merged:
-        write_adapters(
-            folder,
-            trained.adapters,
-            trained.sizes,
-            trained.lora,
-            trained.base,
-            EXPORT_TYPES[dtype],
-        )
+        with whole_folder(folder):
+            write_adapters(
+                folder,
+                trained.adapters,
+                trained.sizes,
+                trained.lora,
+                trained.base,
+                EXPORT_TYPES[dtype],
+            )
+            write_tokenizer(folder, trained.tokenizer)
+            if origin is not None:
+                give_back_tokenizer(origin, folder)
         return trained
     if merged and not trained.adapters:
         raise ShapeError(
@@ -54,11 +64,12 @@ def export_run(
     weights = {}
     for name, parameter in trained.holding.parameters.items():
         weights[name] = parameter.detach().to(EXPORT_TYPES[dtype])
-    write_folder(folder, weights, trained.sizes, trained.tokenizer, dtype)
-    origin = find_origin(path)
-    if origin is not None:
-        give_back(origin, folder, dtype)
-    # safetensors lets only the owner read its files; the others follow the umask.
-    for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / CONFIG, file)
+    with whole_folder(folder):
+        write_model(folder, weights, trained.sizes, dtype)
+        write_tokenizer(folder, trained.tokenizer)
+        if origin is not None:
+            give_back(origin, folder, dtype)
+        # safetensors lets only the owner read its files; the others follow the umask.
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(folder / CONFIG, file)
     return trained

@@ -28,7 +28,8 @@ TOLD = (
     "makespan",
     "lower_bound",
     "order_bound",
-    "noisy_makespan",
+    "noisy_makespan",  # of older plans
+    "noisy_step",
     "bubble",
     "gap",
     "bound_holds_for",
@@ -144,7 +145,7 @@ def _figures(facts: dict[str, Fact]) -> list[str]:
             lines.append(f"{least}; this one is {gap:.1%} above that.")
         else:
             lines.append(f"{least}, which this one reaches: it is optimal.")
-    noisy = facts.get("noisy_makespan")
+    noisy = facts.get("noisy_step")
     if isinstance(noisy, int | float):
         lines.append(
             f"If every time varies by a tenth at random, it takes {time_of(facts, noisy)} on average."

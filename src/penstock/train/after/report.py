@@ -28,7 +28,14 @@ from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of
-from penstock.view.numbers import short, write_size, write_time
+from penstock.view.numbers import (
+    STEPS,
+    count_of,
+    short,
+    write_range,
+    write_size,
+    write_time,
+)
 
 ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
 LOSS = "loss, nats per token"
@@ -80,7 +87,9 @@ class StepKind:
         """Compare the time that steps took with what was predicted; empty without a prediction."""
         expected = []
         if self.forecast is not None:
-            expected.append(f"predicted {write_time(self.forecast.seconds, digits=3)}")
+            predicted = write_time(self.forecast.seconds, digits=3)
+            between = write_range(*self.forecast.range)
+            expected.append(f"predicted {predicted} ({between})")
         if self.planned is not None:
             planned = write_time(self.planned, digits=3)
             expected.append(f"planned for the cluster {planned}")
@@ -263,6 +272,8 @@ def list_events(summary: Summary) -> list[str]:
             f"after step {event.step}: {event.text}; {len(event.members)} workers went on "
             f"after {write_time(event.seconds)}"
         )
+        if event.back:
+            line += f", went back {count_of(event.back, *STEPS)}"
         if event.speed != 1:
             line += f", planned at {event.speed:.0%} of the full speed"
             if event.limit < 1:
