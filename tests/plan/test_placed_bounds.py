@@ -116,7 +116,7 @@ def placement_of(candidate: Candidate) -> StagePlacement:
 
 
 @pytest.mark.parametrize(
-    ("find", "seeds"), [(survey_setting, range(12)), (rank_setting, range(50, 55))]
+    ("find", "seeds"), [(survey_setting, range(12)), (rank_setting, range(50, 62))]
 )
 def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
     gaps = []
@@ -133,7 +133,9 @@ def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
                 pricing = with_memory(free, one.peak)
                 bound = pricing.close_bound(cell)
                 assert pricing.bound(cell) <= bound <= one.step * ROUNDING
-            tight = with_memory(free, rng.choice(every).peak * rng.uniform(0.8, 1.05))
+            # Machines round differently, so that equal plans come in another order.
+            peak = rng.choice(sorted(round(one.peak, 6) for one in every))
+            tight = with_memory(free, peak * rng.uniform(0.8, 1.05))
             try:
                 found = find(tight.setting(cell), tight.judge(cell), tight.limits)
             except ShapeError:  # nothing can be built in so little memory

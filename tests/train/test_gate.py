@@ -249,7 +249,7 @@ def test_a_worker_has_no_more_connections_after_many_generations(gate, tmp_path)
         member.meeting = member.own_connection()
         board = PrefixStore("g1", member.meeting).clone()  # as a watchdog does
         board.set("a", "b")
-        assert len(guest.others) == 4
+        wait_until(lambda: len(guest.others) == 4)
         member.leave()
         wait_until(lambda: len(guest.others) == 2)
     member.store.close()
