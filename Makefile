@@ -121,7 +121,6 @@ bench: $(READY) ## run the benchmarks that need no quiet machine; tables go to d
 
 docs: $(READY) $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html
 	$(PY) docs/build.py
-	$(PY) docs/measure.py --write
 	$(PY) docs/website.py
 $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/pip $(PIP_INSTALL) --editable ".[docs]"

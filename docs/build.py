@@ -3,7 +3,7 @@
 docs/prose/<name>.md ──┐
 FACTS, make, simulate ─┼──► docs/schedules/<name>.md  docs/schedules/README.md
 svg ───────────────────┘    docs/images/<name>.svg    docs/images/overview.svg
-docstrings of the files ──► docs/files.md, between the markers <!-- files --> and <!-- /files -->
+docstrings of the files ──► docs/files.md, in the site only (docs/website.py writes it)
 the command line ─────────► the output below each `$ penstock ...` in a `console` block of a hand-written page
 
 python docs/build.py            write all files
@@ -97,7 +97,7 @@ def pages() -> dict[Path, str]:
         *sorted(DOCS.glob("*.md")),
     ):
         text = path.read_text(encoding="utf-8")
-        made[path] = with_output(with_files(text))
+        made[path] = with_output(text)
     return made
 
 
@@ -349,18 +349,8 @@ READING_ORDER = (
 )
 
 
-def with_files(text: str) -> str:
-    """The page with a fresh list of all source files between its markers."""
-    begin, end = "<!-- files -->", "<!-- /files -->"
-    if begin not in text:
-        return text
-    before, _, rest = text.partition(begin)
-    after = rest.partition(end)[2]
-    return f"{before}{begin}\n{file_tables()}\n{end}{after}"
-
-
 def file_tables() -> str:
-    """A heading and a table for each folder of the package."""
+    """The page of all source files: a heading and a table for each folder of the package."""
     folders: dict[Path, list[Path]] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         folders.setdefault(file.parent, []).append(file)
@@ -370,7 +360,7 @@ def file_tables() -> str:
         rows = [file_row(file) for file in files if file.name != "__init__.py"]
         heading = f"## {name}\n\n{first_sentence(folder / '__init__.py')}"
         sections.append(f"{heading}\n\n{table(['file', 'content'], rows)}")
-    return "\n\n".join(sections)
+    return "\n\n".join(["# All files", *sections])
 
 
 def file_row(file: Path) -> list[str]:

@@ -20,6 +20,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import build
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -44,6 +46,9 @@ def lay_out() -> None:
             shutil.copyfile(file, target)
     for name in EXTRAS:
         shutil.copyfile(ROOT / "docs" / name, PAGES / name)
+    every_file = ROOT / "docs" / "files.md"  # in the site only
+    text = with_source_links(build.file_tables(), every_file)
+    (PAGES / "docs" / every_file.name).write_text(text + "\n", encoding="utf-8")
 
 
 def site_files() -> list[Path]:

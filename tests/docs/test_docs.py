@@ -165,10 +165,10 @@ def test_every_result_of_the_readme_names_its_script_and_its_table() -> None:
 
 def test_the_six_files_to_read_are_the_same_everywhere() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    files = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
-    steps = re.findall(r"^(\d)\. \[[^]]+\]\(src/penstock/([^)]+)\)", readme, re.M)
-    marks = re.findall(r"\*\*(\d)\.\*\* \[[^]]+\]\(\.\./src/penstock/([^)]+)\)", files)
-    assert sorted(marks) == steps
+    script = (ROOT / "docs" / "build.py").read_text(encoding="utf-8")
+    steps = re.findall(r"^\d\. \[[^]]+\]\(src/penstock/([^)]+)\)", readme, re.M)
+    marked = script.partition("READING_ORDER = (")[2].partition("\n)")[0]
+    assert steps == re.findall(r'"([^"]+)"', marked)
     assert len(steps) == 6
 
 
