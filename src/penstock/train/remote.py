@@ -87,7 +87,7 @@ def fetch_newest(storage: Storage, folder: Path) -> Path | None:
 def _mend(storage: Storage, path: Path, faults: Mapping[str, str]) -> bool:
     """Replace damaged files by those of a storage, or all files if its checkpoint is another one; tell of success."""
     step = step_of(path)
-    if has_note(storage, step, path):
+    if NOTE not in faults and has_note(storage, step, path):
         files = read_facts(path)["files"]
         left = fetch_files(storage, step, path, {name: files[name] for name in faults})
         for name in faults.keys() - left.keys():
