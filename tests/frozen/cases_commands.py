@@ -1,0 +1,249 @@
+"""What commands print as JSON, which options they have, and how they refuse mistakes.
+
+Every command runs in this process, in an empty folder. Plans and paths may become better, so of their answers only the
+names and types of the values are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+from penstock.cli.app import main
+from penstock.cost import Cluster
+from penstock.formats import write_cluster
+
+TOLERANCE = 1e-9  # profiles are fitted by least squares
+CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
+COMMANDS = (
+    *("list", "draw", "simulate", "plan", "check", "compare", "paths", "profile"),
+    *("testbed", "train", "join", "init", "export", "generate", "report", "eval"),
+    *("tokenizer", "doctor"),
+)
+PIPELINE = "--ranks 4 --microbatches 8"
+SEARCH = f"{PIPELINE} --comm 0.05 --memory 4 --stages 2 --slices 2"
+GPU = "plan config.toml --gpu h100 --devices 2 --stages 1 --slices 1"
+PATHS = "paths cluster.toml --parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 200"
+SMALL = "profile --gpu h100 --preset tiny --vocab 256 --tokens 64"
+PROFILE = f"{SMALL} --ranks 2 -o profile.json"
+DRAWN = "draw hanayo --ranks 2 --microbatches 2 --waves 2 -o x.json"
+
+# The whole answer is kept.
+ANSWERS = (
+    "list --json",
+    "simulate 1f1b --ranks 4 --microbatches 8 --json",
+    "simulate hanayo --ranks 4 --microbatches 4 --waves 2 --comm 0.05 --json",
+    "simulate zb-h1 --ranks 4 --microbatches 8 --forward 2 --backward 3 --json",
+    "simulate zb-v --ranks 4 --microbatches 8 --comm 0.25 --channels 1 --json",
+    "simulate 1f1b --ranks 2 --microbatches 4 --copies 2 --sum 3 --json",
+    "simulate seq1f1b --ranks 2 --microbatches 4 --slices 4 --split --json",
+    f"simulate 1f1b {PIPELINE}",
+    f"{PROFILE} | simulate 1f1b {PIPELINE} --profile profile.json --tokens 64 --json",
+    f"{PROFILE} | simulate 1f1b --ranks 2 --microbatches 4 --profile profile.json",
+    f"check 1f1b {PIPELINE} --json",
+    f"check chimera {PIPELINE} --json",
+    "check 1f1b --ranks 1 --microbatches 1",
+    "check gpipe --ranks 2 --microbatches 2 --copies 2",
+    f"{DRAWN} | check x.json --json",
+    f"{DRAWN} | simulate x.json --json",
+    "draw 1f1b --ranks 2 --microbatches 2",
+    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.html",
+    f"{SMALL} --json",
+    f"{SMALL} --rows 1,2 --json",
+)
+# Names and types of the values are kept.
+OUTLINES = (
+    f"plan {SEARCH} --json",
+    f"init config.toml | {GPU} --set model.vocab=256 --json",
+    f"init config.toml | {GPU} --set model.vocab=256 --for megatron --json",
+    f"{PATHS} --json",
+    f"{PATHS} --rotate --slack 1 --json",
+    "doctor --json",
+)
+# The message is kept, and that the exit code is 2.
+MISTAKES = (
+    "simulate hanyo --ranks 4 --microbatches 4",
+    "simulate 1f1b --ranks 4 --microbatches 4 --comm -1",
+    "simulate 1f1b --ranks 4 --microbatches 4 --forward nan",
+    "simulate 1f1b --ranks 4 --microbatches 4 --tokens 8",
+    "simulate 1f1b --ranks 4 --microbatches 4 --accept-error",
+    "simulate 1f1b --ranks 2 --microbatches 2 --cluster c.toml",
+    f"{PROFILE} | simulate 1f1b {PIPELINE} --profile profile.json --comm 1 --sum 2",
+    f"{PROFILE} | simulate 1f1b {PIPELINE} --profile profile.json --tokens 0",
+    f"{DRAWN} | simulate x.json --ranks 4 --split",
+    "init c.toml | check c.toml",
+    "draw 1f1b --ranks 2 --microbatches 2 -o x.pdf",
+    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png",
+    "plan",
+    "plan --ranks 2 --microbatches 2 --top 0",
+    "plan --ranks 2 --microbatches 2 --devices 4",
+    "plan --ranks 2 --microbatches 2 --set run.steps=3",
+    "plan --ranks 2 --microbatches 2 --granularity 2",
+    "plan --ranks 2 --microbatches 2 --skip 1",
+    "plan --gpu h100 --devices 64",
+    f"init config.toml | {GPU} --ranks 2",
+    f"init config.toml | {GPU} --comm 2",
+    f"init config.toml | {GPU} --profile profile.json",
+    f"init config.toml | {GPU} --for megatron --skip 0.25",
+    f"init config.toml | {GPU.replace('h100', 'h10')}",
+    "paths cluster.toml --parts 4 --microbatches 3",
+    f"{PATHS} --gpu h100",
+    f"{PATHS} --set run.steps=3",
+    f"{PATHS} --sums fast",
+    f"{PATHS} --sum-messages fp8",
+    f"{PATHS} --sums ring --sum-messages int8",
+    f"{PATHS} --forward 0",
+    f"{PATHS} --message -1",
+    f"{PATHS} --iterations 0",
+    "init config.toml | paths config.toml --cluster cluster.toml --held 3",
+    "init config.toml | paths config.toml --cluster cluster.toml",
+    "profile --rows 1,x",
+    "profile --ranks 0",
+    "profile --set run.steps=3",
+    "profile --slots 3",
+    "profile --hf folder --kv-heads 3",
+    "profile --gpu h100 --links",
+    "init config.toml | profile config.toml --kv-heads 3 --graphs",
+    "join 10.0.0.1:29500 --listen 10.0.0.2:29500 --behind-nat",
+    "eval runs/none --tokens 3",
+    "init config.toml | init config.toml",
+)
+# Values of a config that are refused.
+CHANGES = (
+    "model.layer=3",
+    "modle.layers=3",
+    "model.steps=3",
+    "run.learning_rate=1",
+    "model.layers=x",
+    "run.steps=0 run.keep=0 model.width=0",
+    "optimizer.rate=inf optimizer.final=2 optimizer.eps=0",
+    "model.family=lama run.precision=bf16 run.device=gpu run.compile=yes",
+    "run.messages=float8 run.reduction=max run.mirror=maybe paths.mean=some",
+    "optimizer.schedule=cosin",
+    'optimizer.groups=[{match=""},{match="a",rate=-1.0},{match="b",frozen=true,rate=1.0}]',
+    "lora.rank=4 mesh.shard=2",
+    "run.loss=mine run.smoothing=0.1",
+    "run.reduction=mean run.recompute=true run.recompute_mlp=true",
+    "run.evaluate=0 run.early_stop=2 run.slow=0.5",
+    'run.callbacks=["mine"]',
+    "run.graphs=true data.separate=true model.dropout=0.1 run.device=cpu",
+    "run.compile=true mesh.shard=2 run.recompute_attention=true",
+    "run.listen=localhost:1 run.elastic=false",
+    "run.listen=localhost:1 run.loss=mine.py:loss optimizer.schedule=mine.py:rate",
+    "run.key=key.pem run.workers=3",
+    "paths.share=0.5 schedule.name=1f1b",
+    "schedule.name=plan.json paths.keep=[1] paths.swaps=1",
+    "schedule.name=skip schedule.skips=1 paths.share=0.5 paths.keep=[9]",
+    "schedule.name=skip schedule.skips=1 paths.mean=visits data.separate=true mesh.shard=2",
+    "schedule.name=1f1b schedule.ranks=8 schedule.devices=4",
+    "schedule.name=1f1b schedule.skip=0.5",
+    "schedule.name=1f1b data.batch=12 schedule.microbatches=8",
+    "data.segments=1 model.weights=a model.config=b",
+    "model.family=bert schedule.slices=2 data.instructions=true",
+    "data.segments=2",
+    'data.mixture=[{sources=[]},{sources=["a"],weight=-1.0}] data.sources=["b"]',
+    "model.family=gpt model.positions=8 schedule.partition=[1,2]",
+)
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """All cases by the words of their command."""
+    changed = [_changing(words) for words in CHANGES]
+    return {
+        **{f"{name} --help": partial(_options, name) for name in COMMANDS},
+        **{line: partial(_answer, line) for line in ANSWERS},
+        **{line: partial(_outline, line) for line in OUTLINES},
+        **{line: partial(_refusal, line) for line in (*MISTAKES, *changed)},
+    }
+
+
+def _changing(words: str) -> str:
+    changes = " ".join(f"--set '{change}'" for change in words.split())
+    return f"init other.toml {changes}"
+
+
+# ---------------------------------------------------------------- what is kept
+def _options(command: str) -> list[str]:
+    """The names of the options of a command, as its help lists them."""
+    _, out, _ = _run(f"{command} --help")
+    names = set()
+    for line in out.splitlines():
+        found = re.match(r"│ +\*? *(--[\w-]+(?:,--[\w-]+)*)", line)
+        names.update(found[1].split(",") if found else ())
+    return sorted(names)
+
+
+def _answer(line: str) -> object:
+    code, out, err = _run(line)
+    assert code == 0, err
+    if not line.endswith("--json"):
+        return [out, err]
+    return json.loads(out)
+
+
+def _outline(line: str) -> object:
+    return _outline_of(_answer(line))
+
+
+def _outline_of(value: object) -> object:
+    """Names and types instead of values; a list is outlined by its first item."""
+    if isinstance(value, dict):
+        return {key: _outline_of(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_outline_of(one) for one in value[:1]]
+    if value is None or (
+        isinstance(value, int | float) and not isinstance(value, bool)
+    ):
+        return "number or null"
+    return type(value).__name__
+
+
+def _refusal(line: str) -> str:
+    code, out, err = _run(line)
+    assert (code, out) == (2, ""), err
+    return err
+
+
+# ---------------------------------------------------------------- running
+def _run(line: str) -> tuple[int, str, str]:
+    """Run commands one after the other in a new folder, and return what the last one says."""
+    answer = (0, "", "")
+    with _empty_folder(), patch.dict(os.environ, COLUMNS="200", TERM="dumb"):
+        for words in line.split(" | "):
+            answer = _run_one(words)
+    return answer
+
+
+def _run_one(line: str) -> tuple[int, str, str]:
+    out, err = StringIO(), StringIO()
+    code = 0
+    words = ["penstock", *shlex.split(line)]
+    with patch.object(sys, "argv", words), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stopped:
+            code = stopped.code if isinstance(stopped.code, int) else 0
+    return code, out.getvalue(), err.getvalue()
+
+
+@contextmanager
+def _empty_folder() -> Iterator[None]:
+    """Work in a folder that holds nothing but a cluster.toml."""
+    before = Path.cwd()
+    with TemporaryDirectory() as folder:
+        os.chdir(folder)
+        write_cluster(Cluster.geo(CITIES), "cluster.toml")
+        try:
+            yield
+        finally:
+            os.chdir(before)
