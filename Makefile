@@ -85,10 +85,9 @@ durations: $(COMPILED) ## run all tests, and record how long each file takes
 # torchtitan, Ray, peft and datasets are extras of ours. The other frameworks are only read, so they come without what
 # they need to train.
 INTEGRATIONS := build/integrations
-FRAMEWORKS := megatron-core==0.16.1 deepspeed==0.19.8 nemo-automodel==0.7.0 \
-	kubeflow-trainer-api==2.3.0 hjson py-cpuinfo ninja msgpack einops pydantic pydantic-core annotated-types typing-inspection
-INTEGRATION_TESTS := tests/titan tests/advice tests/peers tests/docs/test_engines.py tests/train/test_ray.py tests/train/test_lora.py \
-	tests/train/test_datasets.py tests/train/test_history.py
+FRAMEWORKS := megatron-core==0.16.1 kubeflow-trainer-api==2.3.0 pydantic pydantic-core annotated-types typing-inspection
+INTEGRATION_TESTS := tests/integrations tests/docs/test_engines.py tests/train/test_lora.py tests/train/test_datasets.py \
+	tests/train/test_history.py
 
 test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and others, in an environment of their own
 	$(INTEGRATIONS)/bin/pytest --most-skips 0 $(INTEGRATION_TESTS)

@@ -1,4 +1,4 @@
-"""The processes of tests/peers: the same parts and batch through our executor and through torch's runtime."""
+"""The processes of tests/integrations: the same parts and batch through our executor and through torch's runtime."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from penstock import Schedule, make
+from penstock.integrations.torch_pipelining import torch_runtime, torch_stages
 from penstock.ir import lower
-from penstock.peers.torch_runtime import torch_runtime, torch_stages
 from penstock.runtime import Executor, ProcessComm, batch_of
 from penstock.runtime.gradients import groups_of
 from process_workers import WORDS, loss_of, model_of, part_of

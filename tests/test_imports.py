@@ -30,28 +30,31 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
         "errors",
     },
-    "advice": {"ir", "cost", "formats", "schedules", "plan", "errors"},
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "carry", "dropout", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "dropout", "families", "partition", "errors"},
-    "peers": {"ir", "formats", "runtime", "errors"},
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "dropout", "extras", "families", "runtime", "measure", "models"),
         *("version", "errors"),
     },
-    "ray": {
-        *("ir", "config", "formats", "plan", "runtime", "train", "errors"),
-    },
-    "titan": {
+    "integrations": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
         *("carry", "partition", "runtime", "train", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("advice", "partition", "runtime", "measure", "train", "version", "extras"),
+        *(
+            "integrations",
+            "partition",
+            "runtime",
+            "measure",
+            "train",
+            "version",
+            "extras",
+        ),
         "errors",
     },
     "__main__": {"cli"},
@@ -71,13 +74,11 @@ LIBRARIES = {
     "sim": {"numpy"},
     "schedules": {"numpy"},
     "plan": {"numpy"},
-    "advice": set(),
     "view": {"numpy", "rich"},
     "runtime": {"cryptography", "numpy", "torch"},
     "measure": {"numpy", "torch"},
     # transformers only where a decoder of it is built
     "models": {"torch", "transformers"},
-    "peers": {"torch"},
     "pipeline": {"torch"},
     "train": {
         "fsspec",
@@ -91,8 +92,7 @@ LIBRARIES = {
         "transformers",
         "wandb",
     },
-    "ray": {"ray"},
-    "titan": {"torch", "torchtitan"},
+    "integrations": {"ray", "torch", "torchtitan"},
     "cli": {"typer", "rich"},
     "__main__": set(),
 }

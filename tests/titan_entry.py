@@ -1,4 +1,6 @@
-"""torchtitan's own command, on the text of this repository: torchrun tests/titan_entry.py --module penstock.titan ...
+"""torchtitan's own command, on the text of this repository.
+
+    torchrun tests/titan_entry.py --module penstock.integrations.torchtitan ...
 
 Ranks that share a GPU meet over NCCL (`penstock testbed --backend nccl`). Ranks without a GPU meet over gloo, with an
 attention that has a backward on the CPU. The losses go to the file LOSSES_FOLDER/RANK.jsonl in full precision.
@@ -136,7 +138,7 @@ def main() -> None:
         be_own_host(int(RANK))
     else:
         be_on_cpu()
-    if "penstock.titan" not in sys.argv:
+    if "penstock.integrations.torchtitan" not in sys.argv:
         provide_set_timeout()  # as our trainer does
     # FA3 is a package of its own, which torchtitan takes for granted on a Hopper GPU.
     workers.utils.get_cuda_flash_attention_impl = lambda: None

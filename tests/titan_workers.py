@@ -1,7 +1,7 @@
-"""The processes of tests/titan: torchtitan's own pipeline and ours on the same parts, weights and data.
+"""The processes of tests/integrations: torchtitan's own pipeline and ours on the same parts, weights and data.
 
 torchtitan takes an accelerator for granted, so these processes tell it that its device is the CPU. In a testbed
-(`penstock testbed --workers 4 --backend nccl -- pytest tests/titan`) they all share the GPU.
+(`penstock testbed --workers 4 --backend nccl -- pytest tests/integrations`) they all share the GPU.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from penstock.titan.model_method import pipeline_with
-from penstock.titan.options import PenstockOptions
-from penstock.titan.trainer import use_plan, with_penstock
+from penstock.integrations.torchtitan.model_method import pipeline_with
+from penstock.integrations.torchtitan.options import PenstockOptions
+from penstock.integrations.torchtitan.trainer import use_plan, with_penstock
 
 LAYERS, WIDTH, WORDS, TOKENS = 6, 16, 32, 16
 

@@ -176,11 +176,11 @@ def test_a_command_says_how_to_install_what_it_lacks(
 
 def test_penstock_in_ray_says_how_to_install_ray(monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.delitem(sys.modules, "penstock.ray", raising=False)
+    monkeypatch.delitem(sys.modules, "penstock.integrations.ray", raising=False)
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it now fails
     monkeypatch.setitem(sys.modules, "ray.train", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'penstock\[ray\]'"):
-        importlib.import_module("penstock.ray")
+        importlib.import_module("penstock.integrations.ray")
 
 
 @installed
@@ -270,7 +270,7 @@ def test_a_schedule_is_found_by_one_of_its_words():
         ("testbed --workers 2 -- true", "run the command without `penstock testbed`"),
         ("train --set run.device=cuda", "`penstock doctor` says what is missing"),
         ("profile --preset gpt2 --kv-heads 2", "leave out --kv-heads"),
-        ("plan --ranks 2 --microbatches 2 --for x", "known: automodel, deepspeed"),
+        ("plan --ranks 2 --microbatches 2 --for x", "known: megatron, torchtitan"),
         ("train --set model.weights=an/llama", "`hf download an/llama --local-dir"),
         ("profile --preset bert-base --gpu h100", "leave out --gpu"),
         ("draw config.toml", "`penstock plan config.toml -o plan.json`"),

@@ -218,7 +218,7 @@ def test_every_module_and_function_that_a_page_names_exists(page: Path) -> None:
 
 
 # They import packages that not everybody has.
-WITH_OTHER_PACKAGES = ("penstock.ray", "penstock.titan")
+WITH_OTHER_PACKAGES = ("penstock.integrations.ray", "penstock.integrations.torchtitan")
 
 
 def is_in_source(name: str) -> bool:

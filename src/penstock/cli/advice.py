@@ -9,8 +9,8 @@ from penstock.cli.landscape import describe_range, note_unused
 from penstock.cli.tables import console, print_json, print_plain, write
 
 if TYPE_CHECKING:
-    from penstock.advice.advise import Counsel
-    from penstock.advice.pipeline import Framework
+    from penstock.integrations.advice import Counsel
+    from penstock.integrations.terms import Framework
     from penstock.plan.question import Question
     from penstock.plan.search import Landscape
 
@@ -25,7 +25,7 @@ def show_counsel(
     json: bool,
 ) -> None:
     """Print the advice for a framework; with an output, write it and its plan."""
-    from penstock.advice.advise import advise
+    from penstock.integrations.advice import advise
 
     stem = DEFAULT_STEM if output is None else output.with_suffix("")
     counsel = advise(landscape, question, framework, stem)

@@ -30,7 +30,7 @@ def complete_gpu(begin: str) -> list[str]:
 
 def complete_framework(begin: str) -> list[str]:
     """Names of other frameworks that a plan can be for."""
-    from penstock.advice.advise import FRAMEWORKS
+    from penstock.integrations.advice import FRAMEWORKS
 
     return [name for name in FRAMEWORKS if name.startswith(begin)]
 

@@ -28,9 +28,9 @@ from penstock.errors import ShapeError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from penstock.advice.pipeline import Framework
     from penstock.config import Config
     from penstock.cost import RowProfiles
+    from penstock.integrations.terms import Framework
     from penstock.plan.price import Price
     from penstock.plan.question import Question
     from penstock.plan.recipes import Limits
@@ -132,8 +132,7 @@ def plan_command(
         typer.Option(
             "--for",
             metavar="FRAMEWORK",
-            help="Plan for another framework, and print what it takes: torchtitan, megatron, "
-            "deepspeed or automodel.",
+            help="Plan for another framework, and print what it takes: torchtitan or megatron.",
             autocompletion=complete_framework,
         ),
     ] = None,
@@ -233,7 +232,7 @@ def plan_command(
 
 def _framework_of(name: str | None, limits: Limits) -> Framework | None:
     """Return the framework to plan for; refuse limits that only our own runtime can use."""
-    from penstock.advice.advise import framework_of
+    from penstock.integrations.advice import framework_of
 
     if name is None:
         return None

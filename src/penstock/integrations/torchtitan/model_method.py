@@ -25,13 +25,19 @@ from torch import nn
 from penstock.config import is_plan_file
 from penstock.errors import ConfigError
 from penstock.formats import read_plan
+from penstock.integrations.torchtitan.options import (
+    modules_of,
+    partition_of,
+    refuse_other_parallelism,
+)
+from penstock.integrations.torchtitan.pipeline_schedule import (
+    PipelineSchedule,
+    cut_parts,
+)
 from penstock.ir import Plan
 from penstock.partition import even_partition
 from penstock.schedules import make
 from penstock.schedules.coverage import visits_all_parts
-from penstock.titan.modules import modules_of, partition_of, refuse_other_parallelism
-from penstock.titan.pipeline_schedule import PipelineSchedule
-from penstock.titan.rank_parts import cut_parts
 
 CONTEXTS = ("parallelism_context", "parallel_dims")  # the newer name, and the older
 Pipelined = tuple[PipelineSchedule, list[nn.Module], bool, bool]

@@ -24,7 +24,7 @@ try:
     from ray.train import Checkpoint, get_checkpoint, report
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"penstock.ray needs Ray Train: {error}\n  pip install 'penstock[ray]'",
+        f"penstock.integrations.ray needs Ray Train: {error}\n  pip install 'penstock[ray]'",
         name=error.name,
     ) from None
 

@@ -8,20 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.advice.automodel import Automodel
-from penstock.advice.deepspeed import Deepspeed
-from penstock.advice.megatron import Megatron
-from penstock.advice.pipeline import Advice, Framework, PipelineTerms, pipeline_terms
-from penstock.advice.torchtitan import Torchtitan
 from penstock.errors import UnknownNameError
+from penstock.integrations.megatron import Megatron
+from penstock.integrations.terms import Advice, Framework, PipelineTerms, pipeline_terms
+from penstock.integrations.torchtitan.advice import Torchtitan
 from penstock.plan.question import Question
 from penstock.plan.search import Landscape, Row, row_title
 
 FRAMEWORKS: dict[str, Framework] = {
     "torchtitan": Torchtitan(),
     "megatron": Megatron(),
-    "deepspeed": Deepspeed(),
-    "automodel": Automodel(),
 }
 
 

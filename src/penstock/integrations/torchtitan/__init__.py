@@ -1,10 +1,10 @@
 """Penstock inside torchtitan: our planner and executor take the place of its pipelining.
 
-    torchrun ... -m torchtitan.train --module penstock.titan --config llama3_8b \\
+    torchrun ... -m torchtitan.train --module penstock.integrations.torchtitan --config llama3_8b \\
         --parallelism.pipeline_parallel_degree 4 --penstock.schedule hanayo --penstock.waves 2
 
 torchtitan loads this package through its option `--module` and is not changed. Its data, FSDP, checkpoints, metrics and
-config stay. A model of your own gets the same with `penstock.titan.trainer.with_penstock(config)`.
+config stay. A model of your own gets the same with `penstock.integrations.torchtitan.trainer.with_penstock(config)`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def require_torchtitan() -> None:
     found = installed_version("torchtitan")
     if found is None:
         raise ImportError(
-            f"penstock.titan needs torchtitan, which is not installed: {INSTALL}"
+            f"penstock.integrations.torchtitan needs torchtitan, which is not installed: {INSTALL}"
         )
     refuse_other_version(found)
     try:
@@ -34,8 +34,8 @@ def require_torchtitan() -> None:
         # Not an ImportError: torchtitan, which imports us, would leave its text out.
         raise RunError(
             f"torchtitan's trainer cannot be imported: {error}\n"
-            f"  penstock.titan works with torchtitan {TESTED_VERSION} and torch {TESTED_TORCH}; installed are "
-            f"torchtitan {found} and torch {torch}: {INSTALL}"
+            f"  penstock.integrations.torchtitan works with torchtitan {TESTED_VERSION} and torch {TESTED_TORCH}; "
+            f"installed are torchtitan {found} and torch {torch}: {INSTALL}"
         ) from error
 
 
@@ -46,9 +46,10 @@ def refuse_other_version(found: str) -> None:
     """
     if found.split(".")[:2] != TESTED_VERSION.split("."):
         raise RunError(
-            f"penstock.titan works with torchtitan {TESTED_VERSION}, but {found} is installed: {INSTALL}\n"
+            f"penstock.integrations.torchtitan works with torchtitan {TESTED_VERSION}, "
+            f"but {found} is installed: {INSTALL}\n"
             "  earlier ones have another config; later ones call model.pipeline(), which "
-            "penstock.titan.model_method.pipeline_with returns"
+            "penstock.integrations.torchtitan.model_method.pipeline_with returns"
         )
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 
 from penstock import UnitCost, make, simulate
-from penstock.advice.advise import FRAMEWORKS, advise, framework_of
-from penstock.advice.deepspeed import borders_of
-from penstock.advice.orders import PlacementKind, order_of, placement_kind
-from penstock.advice.pipeline import PipelineTerms
 from penstock.cli.landscape_page import landscape_page
 from penstock.cost import ModelCost, Network, PartCost, Seconds
 from penstock.cost.waiting import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import load_torch_csv, read_plan
+from penstock.integrations.advice import FRAMEWORKS, advise, framework_of
+from penstock.integrations.terms import (
+    PipelineTerms,
+    PlacementKind,
+    order_of,
+    placement_kind,
+)
 from penstock.plan.planner import chosen_plan
 from penstock.plan.question import Question, unit_question
 from penstock.plan.recipes import Limits
@@ -33,7 +36,6 @@ def pipeline(name: str, partition: tuple[int, ...] = (), **shape: int) -> Pipeli
 
 
 FLAT = partial(pipeline, "1f1b", (3, 4, 2), ranks=3, microbatches=4)
-LOOP = partial(pipeline, "interleaved", (1, 2, 2, 1), ranks=2, microbatches=4, chunks=2)
 
 
 # ---------------------------------------------------------------- orders
@@ -71,10 +73,9 @@ def test_torchtitan_gets_modules_and_a_name():
     assert text.endswith("activation-checkpoint:none\n")
 
 
-@pytest.mark.parametrize("name", ["torchtitan", "automodel"])
-def test_an_order_without_a_name_comes_as_a_csv(name):
+def test_an_order_without_a_name_comes_as_a_csv():
     plan = pipeline("hanayo", ranks=2, microbatches=4, waves=1)
-    advice = FRAMEWORKS[name].advise(plan, STEM)
+    advice = FRAMEWORKS["torchtitan"].advise(plan, STEM)
     assert "ZBVZeroBubble" in advice.text
     assert "plan.csv" in advice.text
     assert load_torch_csv(advice.files["plan.csv"]) == plan.schedule
@@ -115,16 +116,6 @@ def test_megatron_gets_a_layout():
     assert "--use-distributed-optimizer" in text
 
 
-def test_deepspeed_gets_its_batch_sizes_and_borders():
-    assert borders_of(FLAT()) == [0, 4, 8, 12]
-    config = json.loads(FRAMEWORKS["deepspeed"].advise(FLAT(), STEM).text)
-    assert config == {
-        "train_batch_size": 24,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
-    }
-
-
 def test_passes_become_micro_batches_where_gradients_accumulate_in_the_pipeline():
     two = Workload(6, 64, batch=48, devices=2, passes=2, fixed=Fixed(microbatches=4))
     adapted = FRAMEWORKS["megatron"].adapt(two)
@@ -137,22 +128,22 @@ def test_passes_become_micro_batches_where_gradients_accumulate_in_the_pipeline(
     ("names", "schedule", "words"),
     [
         (
-            "torchtitan automodel",
+            "torchtitan",
             make("hanayo", ranks=2, microbatches=4, waves=2),
             "its stages lie in several waves",
         ),
         (
-            "torchtitan automodel megatron deepspeed",
+            "torchtitan megatron",
             make("seq1f1b", ranks=2, microbatches=2, slices=2),
             "token slices",
         ),
         (
-            "torchtitan automodel megatron deepspeed",
+            "torchtitan megatron",
             make("chimera", ranks=2, microbatches=2),
             "more than once",
         ),
         (
-            "megatron deepspeed",
+            "megatron",
             make("zb-h1", ranks=2, microbatches=4),
             "runs 1F1B",
         ),
@@ -161,9 +152,8 @@ def test_passes_become_micro_batches_where_gradients_accumulate_in_the_pipeline(
             make("interleaved", ranks=2, microbatches=5, chunks=2),
             "the 2 ranks divide the micro-batches, of which there are 5",
         ),
-        ("deepspeed", LOOP().schedule, "one stage on each rank"),
         (
-            "torchtitan automodel megatron deepspeed",
+            "torchtitan megatron",
             make("interleaved", ranks=1, microbatches=2, chunks=2),
             "a single rank",
         ),
@@ -183,18 +173,12 @@ HALF = Cell(1, 3, 1, 1, 4, 1, 0.5)
     ("names", "cell", "tied", "words"),
     [
         (
-            "torchtitan automodel megatron deepspeed",
+            "torchtitan megatron",
             HALF,
             False,
             "it recomputes 50% of its parts",
         ),
-        ("torchtitan automodel", HALF, True, "model.tied=false"),
-        (
-            "automodel",
-            replace(HALF, microbatches=2),
-            False,
-            "2 micro-batches on 3 ranks",
-        ),
+        ("torchtitan", HALF, True, "model.tied=false"),
     ],
 )
 def test_a_division_that_a_framework_cannot_run_is_refused_with_the_reason(
@@ -331,12 +315,13 @@ def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
 
 
 def test_plan_for_a_framework_prints_json(run):
-    code, out, _ = run(f"{ASKED} --for deepspeed --json")
+    line = ASKED.replace("--stages 2", "--stages 1")
+    code, out, _ = run(f"{line} --for megatron --json")
     facts = json.loads(out)
     assert code == 0
-    assert (facts["for"], facts["schedule"]) == ("deepspeed", "as 1F1B")
+    assert (facts["for"], facts["schedule"]) == ("megatron", "as 1F1B")
     assert facts["expected"]["waits"]
-    assert json.loads(facts["text"])["gradient_accumulation_steps"] == 4
+    assert "--global-batch-size 4" in facts["text"]
 
 
 def test_plan_refuses_an_unknown_framework(run):

@@ -1,6 +1,12 @@
-"""What torchtitan and AutoModel share, because both build on torch.distributed.pipelining.
+"""Advice for torchtitan 0.3: options of its command line, and a CSV for an order that has no name.
 
-They place stages by the name of a schedule: in a loop, or in one V. The order comes from a name or from a CSV file:
+    torchrun ... --module llama3 --config llama3_8b \\
+        --parallelism.pipeline_parallel_degree 4 \\
+        --parallelism.module_fqns_per_model_part tok_embeddings,layers.0 layers.1,layers.2 ... \\
+        ...
+
+torchtitan builds on torch.distributed.pipelining and places stages by the name of a schedule: in a loop, or in one V.
+The order comes from a name or from a CSV file:
 
     placement   order has a name     any other order
     loop        Interleaved1F1B      PipelineScheduleMulti and a CSV
@@ -14,15 +20,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from penstock.advice.orders import PlacementKind, order_of, placement_kind
-from penstock.advice.pipeline import (
+from penstock.formats import dump_torch_csv
+from penstock.integrations.terms import (
+    NO_PIPELINE,
+    OPTION_BREAK,
+    Advice,
     PipelineTerms,
+    PlacementKind,
+    order_of,
+    placement_kind,
     refuse_idle_order,
     refuse_lone_stages,
     refuse_mixed_recomputation,
 )
-from penstock.formats import dump_torch_csv
+from penstock.integrations.torchtitan.options import modules_of
 from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.recipes import Limits
 from penstock.plan.workload import Cell, Workload
@@ -40,10 +53,11 @@ PLACING_NAMES = {
 }
 
 
-class TorchFramework:
-    """A framework whose pipeline runtime is torch's own."""
+class Torchtitan:
+    """torchtitan, whose runtime is torch's own."""
 
-    name = ""
+    name = "torchtitan"
+    ending = "torchtitan.sh"
     takes_lists = True
 
     def narrow(self, limits: Limits) -> Limits:
@@ -51,14 +65,14 @@ class TorchFramework:
         return replace(limits, slices=1, weights=1, runtime=self)
 
     def adapt(self, workload: Workload) -> Workload:
-        """Keep the passes: these frameworks accumulate gradients over whole passes."""
+        """Keep the passes: torchtitan accumulates gradients over whole passes."""
         return workload
 
     def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
         """Refuse tied weights over several ranks, and recomputation of some parts."""
         if tied and cell.ranks > 1:
             return (
-                f"the model ties its embedding to its head, which {self.name} refuses in a "
+                "the model ties its embedding to its head, which torchtitan refuses in a "
                 "pipeline (--set model.tied=false unties them)"
             )
         return refuse_mixed_recomputation(cell, self.name)
@@ -68,12 +82,12 @@ class TorchFramework:
         placement = placement_kind(stages)
         if placement is PlacementKind.WAVES:
             return (
-                f"its stages lie in several waves; {self.name} places them in a loop "
+                "its stages lie in several waves; torchtitan places them in a loop "
                 "or in one V"
             )
         if placement not in PLACING_NAMES:
             return (
-                f"its stages lie neither in a loop nor in a V, and {self.name} knows no other "
+                "its stages lie neither in a loop nor in a V, and torchtitan knows no other "
                 "placement"
             )
         return refuse_lone_stages(stages)
@@ -85,6 +99,41 @@ class TorchFramework:
     def waits(self, schedule: Schedule) -> bool:
         """Whether ranks wait for their messages: torch's own 1F1B does, its other schedules do not."""
         return schedule.ranks > 1 and torch_name(schedule)[0] == "1F1B"
+
+    def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
+        """Return options of the command line."""
+        csv_file = stem.with_name(f"{stem.name}.csv")
+        schedule, has_csv = torch_name(pipeline.schedule)
+        options = [
+            ("training.local_batch_size", str(pipeline.accumulated_batch)),
+            ("training.global_batch_size", str(pipeline.global_batch)),
+            ("parallelism.data_parallel_replicate_degree", str(pipeline.copies)),
+            ("parallelism.data_parallel_shard_degree", str(pipeline.shard)),
+            ("parallelism.tensor_parallel_degree", str(pipeline.tensor)),
+            ("parallelism.pipeline_parallel_degree", str(pipeline.ranks)),
+        ]
+        if pipeline.tokens:
+            options.insert(0, ("training.seq_len", str(pipeline.tokens)))
+        files = {}
+        if pipeline.ranks > 1:
+            options += [
+                ("parallelism.pipeline_parallel_schedule", schedule),
+                ("parallelism.pipeline_parallel_microbatch_size", str(pipeline.rows)),
+            ]
+            if has_csv:
+                file = str(csv_file)
+                options.append(("parallelism.pipeline_parallel_schedule_csv", file))
+                # Without messages: torch adds them.
+                files[csv_file.name] = dump_torch_csv(pipeline.schedule)
+            if pipeline.partition:
+                names = " ".join(map(",".join, modules_of(pipeline.partition)))
+                options.append(("parallelism.module_fqns_per_model_part", names))
+        words = [f"--{name} {value}" for name, value in options]
+        # A choice between classes of configs is a word of its own, after all options.
+        policy = "full" if pipeline.recomputes else "none"
+        text = OPTION_BREAK.join([*words, f"activation-checkpoint:{policy}"])
+        name = f"as {schedule}" if pipeline.ranks > 1 else NO_PIPELINE
+        return Advice(name, f"{text}\n", files, _notes(pipeline))
 
 
 def torch_name(schedule: Schedule) -> tuple[str, bool]:
@@ -105,17 +154,17 @@ def _torch_has_order(order: str, schedule: Schedule) -> bool:
     return True
 
 
-def torch_csv(pipeline: PipelineTerms) -> str:
-    """The order of a pipeline as a CSV, without messages: torch adds them."""
-    return dump_torch_csv(pipeline.schedule)
-
-
-def torch_notes(pipeline: PipelineTerms) -> list[str]:
-    """What one should know about the schedule."""
+def _notes(pipeline: PipelineTerms) -> tuple[str, ...]:
+    """What one should know about the schedule and the modules."""
     notes = []
     name, has_csv = torch_name(pipeline.schedule)
     if has_csv:
         notes.append(
             f"The order comes from the CSV; {name} only says which rank holds which stage."
         )
-    return notes
+    if pipeline.partition and pipeline.ranks > 1:
+        notes.append(
+            "The modules have the names of torchtitan 0.3's decoders; before 0.3, lm_head "
+            "is called output."
+        )
+    return tuple(notes)

@@ -1,27 +1,45 @@
 """torchtitan's trainer with a plan of Penstock, which is made first and handed to its pipelining.
 
-Everything else is torchtitan's own `Trainer`.
+`pipeline` takes the place of torchtitan's `pipeline_llm`. Everything else is torchtitan's own `Trainer`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.integrations.torchtitan import require_torchtitan
+from penstock.integrations.torchtitan.options import PenstockOptions
 from penstock.runtime.torch_internals import provide_set_timeout
-from penstock.titan import require_torchtitan
-from penstock.titan.options import PenstockOptions
 from penstock.view.numbers import write_range, write_size, write_time
 
 require_torchtitan()  # It explains why what is imported next is missing.
 
 # ruff: noqa: E402
+from torchtitan.components.loss import LossFunction
+from torchtitan.config import (
+    TORCH_DTYPE_MAP,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from penstock.titan.pipelining import pipeline
-from penstock.titan.planning import (
+from penstock.integrations.torchtitan.pipeline_schedule import (
+    PipelineSchedule,
+    cut_parts,
+)
+from penstock.integrations.torchtitan.planning import (
     PipelinePlan,
     forecast_of,
     loss_rank_name,
@@ -103,3 +121,58 @@ def log_forecast(config: PenstockTrainer.Config, planned: PipelinePlan) -> None:
         f"({write_range(*predicted.range)}), bubble "
         f"{predicted.timeline.bubble:.1%}, {write_size(max(sizes))} on the fullest rank"
     )
+
+
+def pipeline(
+    model: nn.Module,
+    *,
+    planned: PipelinePlan,
+    proves: bool,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: Any,
+    dump_folder: str,
+    device: torch.device,
+    model_config: BaseModel.Config,
+    parallelize_fn: ParallelizeFunction,
+    loss_fn: LossFunction,
+) -> tuple[PipelineSchedule, list[nn.Module], bool, bool]:
+    """Return the schedule, the parts of this rank, and whether it has the first and the last stage.
+
+    `planned` and `proves` are ours; torchtitan's trainer passes the rest.
+    """
+    group: dist.ProcessGroup = parallel_dims.get_mesh("pp").get_group("pp")
+    schedule = planned.plan.schedule
+
+    def parallelize(part: nn.Module) -> nn.Module:
+        made: nn.Module = parallelize_fn(
+            part,
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        return made
+
+    parts = cut_parts(model, schedule, group.rank(), planned.modules, parallelize)
+    for number in parts:
+        names = list(planned.modules[number])
+        logger.info(f"Penstock: part {number} has the modules {names}")
+    pipeline_schedule = PipelineSchedule(
+        schedule,
+        parts,
+        group,
+        loss_fn,
+        (parallelism.pipeline_parallel_microbatch_size, training.seq_len),
+        model_config.dim,
+        TORCH_DTYPE_MAP[training.mixed_precision_param],
+        device,
+        proves,
+    )
+    has_first = 0 in parts
+    has_last = schedule.parts - 1 in parts
+    return pipeline_schedule, list(parts.values()), has_first, has_last

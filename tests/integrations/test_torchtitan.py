@@ -33,16 +33,23 @@ with warnings.catch_warnings():
     from torchtitan.tools.logging import logger
 
     import titan_workers as workers
-    from penstock.titan import refuse_other_version
-    from penstock.titan.model_method import pipeline_group, pipeline_with
-    from penstock.titan.options import PenstockOptions
-    from penstock.titan.planning import (
+    from penstock.integrations.torchtitan import refuse_other_version
+    from penstock.integrations.torchtitan.model_method import (
+        pipeline_group,
+        pipeline_with,
+    )
+    from penstock.integrations.torchtitan.options import PenstockOptions
+    from penstock.integrations.torchtitan.planning import (
         forecast_of,
         known_gpu,
         loss_rank_name,
         plan_pipeline,
     )
-    from penstock.titan.trainer import PenstockTrainer, use_plan, with_penstock
+    from penstock.integrations.torchtitan.trainer import (
+        PenstockTrainer,
+        use_plan,
+        with_penstock,
+    )
     from penstock.view.numbers import write_range, write_time
     from titan_workers import CHUNKS, TOKENS, Case
 
@@ -60,7 +67,12 @@ def test_a_torchtitan_with_another_contract_is_refused():
 def test_torchtitan_reads_our_options_and_keeps_its_own():
     config = ConfigManager().parse_args(
         [
-            *("--module", "penstock.titan", "--config", "llama3_debugmodel"),
+            *(
+                "--module",
+                "penstock.integrations.torchtitan",
+                "--config",
+                "llama3_debugmodel",
+            ),
             *("--parallelism.pipeline_parallel_degree", "2"),
             *("--training.local_batch_size", "4"),
             *("--penstock.schedule", "hanayo", "--penstock.waves", "1"),
@@ -88,7 +100,7 @@ def test_torchtitan_reads_the_command_of_the_guide():
 def test_a_config_that_torchtitan_lacks_is_refused_by_name():
     with pytest.raises(ValueError, match="llama9_8b"):
         ConfigManager().parse_args(
-            ["--module", "penstock.titan", "--config", "llama9_8b"]
+            ["--module", "penstock.integrations.torchtitan", "--config", "llama9_8b"]
         )
 
 
@@ -378,7 +390,12 @@ def test_torchtitans_own_command_trains_and_resumes_with_our_pipeline(tmp_path):
     seed = tmp_path / "seed/out/checkpoint/step-0"
     begin = ("--checkpoint.initial_load_path", str(seed))
     expected = run_command(tmp_path / "own", 1, [4], *own, *begin)
-    ours = ("--module", "penstock.titan", "--parallelism.pipeline_parallel_degree", "2")
+    ours = (
+        "--module",
+        "penstock.integrations.torchtitan",
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+    )
     wave = ("--penstock.schedule", "hanayo", "--penstock.split")
     found = run_command(tmp_path / "ours", 2, [2, 4], *ours, *begin, *wave)
     assert [one[:2] for one in found] == [["train", step] for step in (1, 2, 3, 4)]

@@ -6,23 +6,20 @@ The packages are large and pull in many others, so they are not among our own. `
 from __future__ import annotations
 
 import importlib
-import runpy
 import shlex
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
 from penstock import make
-from penstock.advice.advise import FRAMEWORKS
-from penstock.advice.automodel import hugging_face_names
-from penstock.advice.megatron import layout_of
-from penstock.advice.pipeline import PipelineTerms
-from penstock.advice.torch_stages import torch_name
-from penstock.advice.torchtitan import torchtitan_names
+from penstock.integrations.advice import FRAMEWORKS
+from penstock.integrations.megatron import layout_of
+from penstock.integrations.terms import PipelineTerms
+from penstock.integrations.torchtitan.advice import torch_name
+from penstock.integrations.torchtitan.options import modules_of
 from penstock.partition import even_partition
 
 STEM = Path("plan")
@@ -93,7 +90,9 @@ def test_torchtitan_parses_the_options_and_places_the_stages_as_planned(
     words = shlex.split(text.replace("\\\n", " "))
     parsed = tyro.cli(Config, args=words, registry=manager.custom_registry)
     parallelism = parsed.parallelism
-    assert parallelism.module_fqns_per_model_part == torchtitan_names(plan)
+    assert parallelism.module_fqns_per_model_part == [
+        list(names) for names in modules_of(plan.partition)
+    ]
     assert parallelism.pipeline_parallel_degree == plan.ranks
     assert parsed.activation_checkpoint is None
     microbatches = (
@@ -116,7 +115,7 @@ def test_torchtitan_finds_every_module_of_an_even_split() -> None:
     peer = their("torchtitan.distributed.pipeline_parallel")
     theirs = peer._generate_llm_fqn_per_model_part(4, 8, 0, 0)
     plan = replace(pipeline(*SHAPES[0]), partition=(2, 2, 2, 2))
-    assert torchtitan_names(plan) == theirs
+    assert [list(names) for names in modules_of(plan.partition)] == theirs
 
 
 # ---------------------------------------------------------------- megatron
@@ -167,91 +166,6 @@ def test_megatrons_order_is_the_one_that_we_simulate(
         for number in range(rest):
             order += [there[warm_up + number], back[number]]
         assert [str(action) for action in lane] == order + back[rest:]
-
-
-# ---------------------------------------------------------------- deepspeed
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 4, 7])
-def test_deepspeeds_order_is_the_one_that_we_simulate(
-    ranks: int, microbatches: int
-) -> None:
-    peer = their("deepspeed.runtime.pipe.schedule")
-    letters = {"ForwardPass": "F", "BackwardPass": "B"}
-    schedule = make("1f1b", ranks=ranks, microbatches=microbatches)
-    for rank, lane in enumerate(schedule.lanes):
-        done = {"F": 0, "B": 0}
-        order = []
-        for commands in peer.TrainSchedule(microbatches, ranks, rank):
-            for command in commands:
-                letter = letters.get(command.name)
-                if letter:
-                    order.append(f"{rank}{letter}{done[letter]}")
-                    done[letter] += 1
-        assert [str(action) for action in lane] == order
-
-
-def test_deepspeed_reads_the_config_and_the_borders(tmp_path: Path) -> None:
-    their("deepspeed.pipe")
-    plan = pipeline(*SHAPES[0])
-    advice = FRAMEWORKS["deepspeed"].advise(plan, STEM)
-    file = tmp_path / "plan_pipeline.py"
-    file.write_text(advice.files[file.name])
-    written = runpy.run_path(str(file))
-    planned = written["PlannedPipeline"]
-    borders = []
-    for rank in range(plan.ranks):
-        coordinate = SimpleNamespace(pipe=rank)
-        topology = SimpleNamespace(get_coord=lambda _, found=coordinate: found)
-        module: Any = object.__new__(planned)
-        module.__dict__ |= {"_topo": topology, "global_rank": rank}
-        module._partition_layers()
-        borders.append((module._local_start, module._local_stop))
-    held = [stop - start for start, stop in borders]
-    assert held == [
-        plan.partition[0] + 1,
-        *plan.partition[1:-1],
-        plan.partition[-1] + 2,
-    ]
-    with pytest.raises(ValueError, match="embedding, 9 layers, norm"):
-        planned([None] * 3)
-
-
-# ---------------------------------------------------------------- automodel
-@pytest.mark.parametrize(("name", "shape"), SHAPES)
-def test_automodel_parses_the_yaml_and_places_the_stages_as_planned(
-    name: str, shape: dict[str, int]
-) -> None:
-    yaml = their("yaml")
-    config = their("nemo_automodel.components.distributed.pipelining.config")
-    peer = their("nemo_automodel.components.distributed.pipelining.functional")
-    torch_schedules = their("torch.distributed.pipelining.schedules")
-    plan = pipeline(name, shape)
-    advice = FRAMEWORKS["automodel"].advise(plan, STEM)
-    parsed = yaml.safe_load(advice.text)
-    options = config.PipelineConfig(**parsed["distributed"]["pipeline"])
-    assert options.module_fqns_per_model_part == hugging_face_names(plan)
-    assert options.pp_batch_size // options.pp_microbatch_size == plan.microbatches
-    assert options.pp_batch_size == parsed["step_scheduler"]["local_batch_size"]
-    chosen = torch_schedules.get_schedule_class(options.pp_schedule)
-    v_shaped = chosen is torch_schedules.ScheduleZBVZeroBubble
-    placed = [
-        list(
-            peer.stage_ids_this_rank(
-                rank, plan.ranks, plan.parts, style="v" if v_shaped else "loop"
-            )
-        )
-        for rank in range(plan.ranks)
-    ]
-    assert placed == homes(plan)
-
-
-def test_automodel_finds_every_module_of_an_even_split() -> None:
-    peer = their("nemo_automodel.components.distributed.pipelining.functional")
-    theirs = peer.generate_hf_model_fqn_per_model_part(
-        4, 8, include_multimodal_encoders=False
-    )
-    plan = replace(pipeline(*SHAPES[0]), partition=(2, 2, 2, 2))
-    assert hugging_face_names(plan) == theirs
 
 
 # ---------------------------------------------------------------- torch

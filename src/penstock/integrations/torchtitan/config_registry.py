@@ -1,4 +1,6 @@
-"""All configs of torchtitan's own models, with Penstock's pipelining: what `--module penstock.titan` loads.
+"""All configs of torchtitan's own models, with Penstock's pipelining.
+
+torchtitan loads this file through `--module penstock.integrations.torchtitan`.
 
 `--config llama3_8b` is torchtitan's `llama3_8b` with a section `penstock`. The functions are looked up by name, so that
 every config that the installed torchtitan has can be named.
@@ -9,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from penstock.titan import require_torchtitan
+from penstock.integrations.torchtitan import require_torchtitan
 
 require_torchtitan()  # It explains why what is imported next is missing.
 
 from torchtitan.models import _supported_models as torchtitan_models  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from penstock.titan.trainer import PenstockTrainer, with_penstock  # noqa: E402
+from penstock.integrations.torchtitan.trainer import PenstockTrainer, with_penstock  # noqa: E402
 
 
 def __getattr__(name: str) -> Callable[[], PenstockTrainer.Config]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,16 +22,46 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.carry import Slice
-from penstock.errors import ShapeError
-from penstock.ir import Schedule, lower
-from penstock.runtime import Executor, ProcessComm, Proof, prove
+from penstock.errors import RunError, ShapeError
+from penstock.ir import Op, Schedule, lower
+from penstock.runtime import Executor, ProcessComm, Proof, make_deferrable, prove
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import spans_of
 from penstock.runtime.torch_internals import ignore_fsdp_view_warning
 
 _log = logging.getLogger(__name__)
+PIPELINING = "torchtitan.distributed.pipeline_parallel"
 TitanLoss = Callable[..., tuple[Tensor, Any]]  # the loss, and metrics of it
 Keywords = Mapping[str, Any]  # of one micro-batch
+
+
+def cut_parts(
+    model: nn.Module,
+    schedule: Schedule,
+    rank: int,
+    modules: Sequence[Sequence[str]],
+    parallelize: Callable[[Any], Any],
+) -> dict[int, nn.Module]:
+    """Cut the parts of this rank out of torchtitan's whole model, and return them by their number.
+
+    `modules` has the names of each part's modules. `parallelize` applies what torchtitan does besides the pipeline:
+    FSDP, activation checkpointing, compiling.
+    """
+    split_module = getattr(import_module(PIPELINING), "_split_module", None)
+    if split_module is None:
+        raise RunError(
+            f"this torchtitan cannot cut a model into parts: {PIPELINING} has no _split_module\n"
+            "  pip install 'torchtitan==0.3.0'"
+        )
+    splits = any(action.op is Op.W for lane in schedule.lanes for action in lane)
+    parts = {}
+    for number in sorted(s.part for s in schedule.stages if s.rank == rank):
+        part = split_module(model, list(modules[number]))
+        if splits:
+            # torchtitan wraps the forwards of layers, so ours must be in place before.
+            make_deferrable(part)
+        parts[number] = parallelize(part)
+    return parts
 
 
 class PipelineSchedule:
@@ -184,7 +215,7 @@ class PipelineSchedule:
         """Raise an error if the loss takes only slices of other lengths."""
         if self.schedule.slices == 1:
             return
-        from penstock.titan.attention import why_uncut_loss  # noqa: PLC0415
+        from penstock.integrations.torchtitan.attention import why_uncut_loss  # noqa: PLC0415
 
         lengths = set()
         for microbatch in set(self.schedule.microbatches):
@@ -198,7 +229,7 @@ class PipelineSchedule:
 def slice_parts(parts: Iterable[Any]) -> bool:
     """Let the attention of all parts take slices of tokens; return whether it keeps packed documents apart."""
     # Only slices need to know what the attention of this torchtitan looks like.
-    from penstock.titan.attention import (  # noqa: PLC0415
+    from penstock.integrations.torchtitan.attention import (  # noqa: PLC0415
         separates_documents,
         slice_attention,
     )

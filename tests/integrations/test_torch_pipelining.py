@@ -15,7 +15,7 @@ from penstock import lower, make
 from penstock.errors import FileError, ShapeError
 from penstock.formats import dump_torch_comms, load_torch_csv, torch_comms
 from penstock.formats.torch_comms import installed_torch_waits, torch_rows
-from penstock.peers.torch_runtime import torch_runtime, torch_stages
+from penstock.integrations.torch_pipelining import torch_runtime, torch_stages
 from penstock.runtime import spawn
 from random_schedules import named_schedules, random_schedule
 

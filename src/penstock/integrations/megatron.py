@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.advice.orders import PlacementKind, order_of, placement_kind
-from penstock.advice.pipeline import (
+from penstock.integrations.terms import (
     NO_PIPELINE,
     OPTION_BREAK,
     Advice,
     PipelineTerms,
+    PlacementKind,
+    order_of,
+    placement_kind,
     refuse_idle_order,
     refuse_lone_stages,
     refuse_mixed_recomputation,
@@ -126,7 +128,7 @@ class Megatron:
 def layout_of(pipeline: PipelineTerms) -> str:
     """The layout of the layers, stage by stage.
 
-    >>> from penstock.advice.megatron import layout_text
+    >>> from penstock.integrations.megatron import layout_text
     >>> layout_text((3, 4, 1))
     'Et*3|t*4|tL'
     """

@@ -1,4 +1,4 @@
-"""Ray Train with `penstock.ray.train_loop`: the real package, on workers of this machine."""
+"""Ray Train with `penstock.integrations.ray.train_loop`: the real package, on workers of this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    from penstock.ray import fit_ranks, read_settings, train_loop
+    from penstock.integrations.ray import fit_ranks, read_settings, train_loop
 
 STEPS = 12
 

@@ -36,14 +36,18 @@ from penstock.cost.gpus import GPUS, Gpu, analytic_profile, gpu_of
 from penstock.cost.profile import tile_of
 from penstock.errors import ConfigError
 from penstock.formats import read_row_profiles
+from penstock.integrations.torchtitan.attention import why_unsliceable
+from penstock.integrations.torchtitan.options import (
+    PenstockOptions,
+    modules_of,
+    partition_of,
+    refuse_other_parallelism,
+)
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.plan.recipes import Limits
 from penstock.plan.workload import USABLE_SHARE, workload_of
 from penstock.schedules.coverage import visits_all_parts
-from penstock.titan.attention import why_unsliceable
-from penstock.titan.modules import modules_of, partition_of, refuse_other_parallelism
-from penstock.titan.options import PenstockOptions
 from penstock.train.auto import plan_workload
 from penstock.train.forecast import Forecast, forecast
 

@@ -1,1 +1,0 @@
-"""Runs plans inside other people's runtimes."""
