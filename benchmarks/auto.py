@@ -68,7 +68,7 @@ from penstock.plan.recipes import Limits, fixed_recipes
 from penstock.plan.search import Landscape
 from penstock.plan.workload import MIN_GRANULARITY, Cell, Fixed, Workload, cells_of
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
-from penstock.runtime.proof.warm_up import warm_up
+from penstock.runtime.proof.prove import warm_up
 from penstock.runtime.torch_internals import recording_bytes
 from penstock.train.auto import plan_workload, rows_to_measure
 from penstock.train.profile import (

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
-from penstock.runtime.visits import Mean, scale_gradients, visit_scales
+from penstock.runtime.gradients import Mean, scale_gradients, visit_scales
 from penstock.schedules.deal import Paths, deals, fixed_paths, with_full
 from penstock.train.after.ablation import evaluate_ablation, perplexity, skips_of
 from penstock.train.after.passage import run_along_paths

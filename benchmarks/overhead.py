@@ -36,7 +36,7 @@ from torch.distributed.pipelining import PipelineStage
 from penstock import ModelCost, PartCost, Seconds, make, simulate
 from penstock.ir import Op, Schedule, lower
 from penstock.ir.program import Receive, RunAction, Send
-from penstock.measure.sleeping import Sleeping
+from penstock.measure.overhead import Sleeping
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
 from penstock.runtime.backward import record_in
 from penstock.runtime.torch_internals import schedule_runtime, walk_back

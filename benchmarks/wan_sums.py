@@ -32,7 +32,7 @@ from penstock import ModelCost, lower
 from penstock.cost.sum_bytes import sum_as
 from penstock.formats import dump_plan, load_plan
 from penstock.ir.verify_sums import verify_sums
-from penstock.measure.sleeping import Sleeping
+from penstock.measure.overhead import Sleeping
 from penstock.plan.paths import even_parts, paths_plan
 from penstock.plan.paths.planner import PathPlan
 from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn

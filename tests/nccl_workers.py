@@ -23,7 +23,7 @@ from penstock.models import (
 )
 from penstock.models.split import shared_names
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
-from penstock.runtime.gradients import Tied
+from penstock.runtime.replicas import Tied
 from penstock.schedules.transforms import slice_tokens
 from pipelines import own_stages
 

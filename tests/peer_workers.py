@@ -15,7 +15,7 @@ from penstock import Schedule, make
 from penstock.integrations.torch_pipelining import torch_runtime, torch_stages
 from penstock.ir import lower
 from penstock.runtime import Executor, ProcessComm, batch_of
-from penstock.runtime.gradients import groups_of
+from penstock.runtime.replicas import groups_of
 from process_workers import WORDS, loss_of, model_of, part_of
 
 ROWS, TOKENS = 2, 5

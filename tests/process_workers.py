@@ -19,10 +19,10 @@ from penstock import Schedule, make
 from penstock.errors import RunError
 from penstock.ir import lower
 from penstock.runtime import Batch, Executor, ProcessComm, batch_of
-from penstock.runtime.gradients import groups_of
 from penstock.runtime.process import launch
 from penstock.runtime.process.launch import after_first, finish, init, spawn
 from penstock.runtime.process.watchdog import ALARM_SIGNAL, watching
+from penstock.runtime.replicas import groups_of
 
 WORDS, WIDTH = 17, 8
 Trick = Callable[[Tensor], None]

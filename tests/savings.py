@@ -18,7 +18,7 @@ from typing import Any
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
-from penstock.measure import footprint, overhead
+from penstock.measure import overhead, probe
 from penstock.measure import profile as measured
 from penstock.train import forecast, profile
 
@@ -46,7 +46,7 @@ measured.SECONDS_PER_POINT = 0.0
 profile.QUICK_ROUNDS = 1
 forecast.FEW_ROUNDS = 2
 forecast.MANY_ROUNDS = 2
-footprint.TIMED_UPDATES = 2
-footprint.CACHE_SCRUB_BYTES = 1 << 20
+probe.TIMED_UPDATES = 2
+probe.CACHE_SCRUB_BYTES = 1 << 20
 overhead.OVERHEAD_STEPS = 3
 overhead.OVERHEAD_WARM_UP = 1

@@ -10,8 +10,8 @@ from itertools import count
 from pathlib import Path
 from runpy import run_module
 
-from penstock.runtime import walk
-from penstock.runtime.stage_actions import ComputedActions
+from penstock.runtime import step
+from penstock.runtime.actions import ComputedActions
 from penstock.train import session
 from penstock.train.worker import Verdict
 
@@ -26,7 +26,7 @@ def run_slow_member(*arguments: object) -> Verdict:
     given = signature(run_member).bind(*arguments).arguments
     slow_file = Path(given["folder"]) / SLOW_FILE
     seconds = count()
-    walk.perf_counter = lambda: float(next(seconds))
+    step.perf_counter = lambda: float(next(seconds))
     forward = ComputedActions.forward
 
     def forward_slowly(actions, step):

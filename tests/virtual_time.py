@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.measure import buffers, links, sleeping
+from penstock.measure import links, overhead
 from penstock.runtime import recorder
 from penstock.runtime.comm import shaped
 
@@ -39,7 +39,7 @@ class VirtualTime(threading.local):
 def run_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """Let links, sleeping stages and measured timelines use virtual time; return the clock to read."""
     time = VirtualTime()
-    for module in (buffers, links, recorder, shaped, sleeping):
+    for module in (links, recorder, shaped, overhead):
         monkeypatch.setattr(module, "time", time)
     # All clocks began at zero together. Pings would ask what they show now, when some ranks are done before others.
     monkeypatch.setattr(recorder, "clock_offset", lambda comm: 0.0)

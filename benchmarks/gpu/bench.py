@@ -26,8 +26,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from penstock import Schedule, lower
 from penstock.cost import Profile
-from penstock.measure.rows import gather_rows as rows_of_all
-from penstock.measure.sums import settle
+from penstock.measure.links import gather_rows as rows_of_all
+from penstock.measure.links import settle
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup

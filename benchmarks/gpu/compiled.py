@@ -50,7 +50,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock import Schedule, lower, make, simulate
 from penstock.ir.action import Op
-from penstock.measure.sums import settle
+from penstock.measure.links import settle
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import (
     ChunkedLoss,
@@ -63,7 +63,7 @@ from penstock.runtime import (
     run_threads,
     spawn,
 )
-from penstock.runtime.proof.warm_up import warm_up
+from penstock.runtime.proof.prove import warm_up
 from penstock.runtime.torch_internals import recording_bytes
 from penstock.sim.own_times import own_cost
 

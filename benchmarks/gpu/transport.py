@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bench import DRY, REAL, Size, arguments, gathered, note, quartiles, write
 from torch import Tensor
 
-from penstock.measure.sums import settle
+from penstock.measure.links import settle
 from penstock.runtime import Comm, spawn
 
 ROWS, CHUNKS, ROUNDS = 512, 200, 5

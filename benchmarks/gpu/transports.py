@@ -52,9 +52,12 @@ from penstock.cost.network import Network
 from penstock.ir.idle import split_idle_time
 from penstock.ir.program import Program
 from penstock.ir.timeline import Timeline
-from penstock.measure.links import measured_network
-from penstock.measure.rows import gather_rows
-from penstock.measure.sums import groups_that_sum, settle
+from penstock.measure.links import (
+    gather_rows,
+    groups_that_sum,
+    measured_network,
+    settle,
+)
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending

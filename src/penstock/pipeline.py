@@ -39,10 +39,10 @@ from penstock.runtime import (
     init,
     prove,
 )
-from penstock.runtime.clipping import scale_down, square_norm
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.executor import COMPARED_STEPS
-from penstock.runtime.loss_reduction import Loss
+from penstock.runtime.gradients import scale_down, square_norm
+from penstock.runtime.loss import Loss
 from penstock.runtime.passed_values import LayerChain
 
 _log = logging.getLogger(__name__)

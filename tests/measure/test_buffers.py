@@ -9,9 +9,8 @@ import torch
 
 from penstock import Network
 from penstock.cost.buffers import BufferedMessage
-from penstock.measure import buffers
-from penstock.measure.buffers import BUFFERED_BYTES, measured_buffers
-from penstock.measure.links import measured_network
+from penstock.measure import links
+from penstock.measure.links import BUFFERED_BYTES, measured_buffers, measured_network
 from penstock.runtime import ShapedComm, run_threads, spawn
 from penstock.runtime.comm import ThreadComm
 from virtual_time import run_in_virtual_time
@@ -38,12 +37,12 @@ class BufferedComm(ShapedComm):
 class Sending:
     def __init__(self, comm, tensor, target):
         self.comm, self.tensor, self.target = comm, tensor, target
-        now = torch.tensor([buffers.time.perf_counter()], dtype=torch.float64)
+        now = torch.tensor([links.time.perf_counter()], dtype=torch.float64)
         comm.inner.send(now, target)
         comm.inner.send(tensor, target)
 
     def wait(self):
-        clock = buffers.time
+        clock = links.time
         clock.sleep(COPY_SECONDS * self.tensor.nbytes)
         if self.tensor.nbytes > BUFFER_BYTES:
             arrival = self.comm.inner.receive((1,), torch.float64, self.target).wait()
@@ -57,7 +56,7 @@ class Taking:
         self.tensor = comm.inner.receive(shape, dtype, source)
 
     def wait(self):
-        clock = buffers.time
+        clock = links.time
         tensor = self.tensor.wait()
         hop = LINKS.latency + tensor.nbytes / LINKS.bandwidth
         copied = clock.perf_counter() + COPY_SECONDS * tensor.nbytes

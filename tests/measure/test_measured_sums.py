@@ -16,8 +16,11 @@ from penstock.cost.buffers import BufferedMessage
 from penstock.cost.gpus import analytic_profile
 from penstock.errors import PenstockError
 from penstock.formats import dump_profile, load_profile, read_profile, write_profile
-from penstock.measure.links import measured_network
-from penstock.measure.sums import groups_that_sum, measured_sum_bandwidth
+from penstock.measure.links import (
+    groups_that_sum,
+    measured_network,
+    measured_sum_bandwidth,
+)
 from penstock.runtime import ShapedComm, run_threads, spawn
 
 TINY = "--width 32 --layers 3 --heads 4 --kv-heads 2 --inner 48 --vocab 64"

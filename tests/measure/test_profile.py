@@ -26,8 +26,8 @@ from penstock.formats import (
     write_profile,
 )
 from penstock.ir import Action, MicroBatch, Op, stretch
-from penstock.measure.points import measuring_points
 from penstock.measure.probe import Probe, Subject
+from penstock.measure.profile import measuring_points
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.partition import even_partition
 from penstock.schedules.transforms import slice_tokens

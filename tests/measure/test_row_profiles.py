@@ -24,8 +24,8 @@ from penstock.formats import (
 )
 from penstock.formats.config_toml import preset
 from penstock.ir import Op
-from penstock.measure.points import measuring_points, quick_points
 from penstock.measure.probe import Probe, Subject
+from penstock.measure.profile import measuring_points, quick_points
 from penstock.train.placement import decide_placement
 from penstock.train.profile import affordable, request_of
 

@@ -15,8 +15,7 @@ from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.ir import Action, MicroBatch, Op, Stage
 from penstock.ir.schedule import schedule_of
-from penstock.measure.probe import Probe, Subject
-from penstock.measure.switching import switch_share
+from penstock.measure.probe import Probe, Subject, switch_share
 from penstock.models import Llama, LlamaConfig, split
 from penstock.plan.recipes import Limits
 from penstock.plan.workload import Fixed, Workload

@@ -13,7 +13,7 @@ import fuzz
 from fuzz import FAMILIES, FROZEN, ROPES, Verdict, draw_case, run_case, run_many
 from fuzz_modules import ModuleCase, draw_module_case, run_module_case
 from penstock import REGISTRY
-from penstock.runtime import backward, stage_actions
+from penstock.runtime import actions, backward
 
 SEEDS = (
     *(99, 151, 161, 203, 216, 270, 435, 483, 588, 758, 930, 1460),
@@ -176,7 +176,7 @@ def test_a_buffer_that_is_updated_twice_is_found(monkeypatch):
     case = plain_case("counter", recomputes=True)
     assert run_module_case(case) == Verdict("exact")
     monkeypatch.setattr(
-        stage_actions, "buffers_as_before", lambda *_: contextlib.nullcontext()
+        actions, "buffers_as_before", lambda *_: contextlib.nullcontext()
     )
     assert "the state of" in run_module_case(case).why
 

@@ -16,8 +16,7 @@ from penstock.runtime import (
     batch_of,
     run_threads,
 )
-from penstock.runtime.backward import add_product
-from penstock.runtime.cast_weights import cast_weights
+from penstock.runtime.backward import add_product, cast_weights
 from pipelines import VOCAB, llama
 
 MICROBATCHES = 3

@@ -30,8 +30,8 @@ from penstock.runtime import (
     run_threads,
 )
 from penstock.runtime.backward import Ledger, record_in
-from penstock.runtime.compiled_stages import Way, compiled_method
-from penstock.runtime.proof.traceless import uncompiled
+from penstock.runtime.compiled import Way, compiled_method
+from penstock.runtime.module_state import uncompiled
 from penstock.runtime.torch_internals import compiled_call
 from penstock.schedules.transforms import slice_tokens
 from pipelines import VOCAB, gpt, llama, piped, unsplit, without_float32, worst
@@ -228,7 +228,7 @@ def test_a_layer_that_is_compiled_again_and_again_is_reported(caplog):
     limits = {"recompile_limit": 4, "automatic_dynamic_shapes": False}
     with (
         torch._dynamo.config.patch(limits),
-        caplog.at_level(logging.WARNING, "penstock.runtime.compiled_stages"),
+        caplog.at_level(logging.WARNING, "penstock.runtime.compiled"),
     ):
         for tokens in (2, 3):
             layer(torch.ones(1, tokens, 4))

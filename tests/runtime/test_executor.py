@@ -26,12 +26,12 @@ from penstock.runtime import (
     make_deferrable,
     run_threads,
 )
+from penstock.runtime.actions import ComputedActions
 from penstock.runtime.backward import record_in
 from penstock.runtime.comm import ThreadComm
-from penstock.runtime.gradients import Replicas
-from penstock.runtime.stage_actions import ComputedActions
-from penstock.runtime.visits import Visits
-from penstock.runtime.walk import Walk
+from penstock.runtime.gradients import Visits
+from penstock.runtime.replicas import Replicas
+from penstock.runtime.step import Walk
 from penstock.schedules.transforms import split_backward
 from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
 

@@ -16,8 +16,12 @@ from penstock.errors import ProofError, ShapeError
 from penstock.ir import Schedule
 from penstock.pipeline import cut_into_parts
 from penstock.runtime import Executor, cut_batch, prove, run_threads
-from penstock.runtime.module_buffers import buffers_as_before, buffers_of, copied
-from penstock.runtime.randomness import DRAWING_LOCK
+from penstock.runtime.module_state import (
+    DRAWING_LOCK,
+    buffers_as_before,
+    buffers_of,
+    copied,
+)
 from penstock.schedules.transforms import slice_tokens
 from pipelines import own_stages
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock import Pipeline, make
 from penstock.errors import PenstockError
 from penstock.runtime import run_threads
-from penstock.runtime.loss_reduction import Reduction, refuse_other_loss
+from penstock.runtime.loss import Reduction, refuse_other_loss
 
 WIDTH = 4
 X = torch.linspace(-1, 1, 8 * 3 * WIDTH).reshape(8, 3, WIDTH)

@@ -12,9 +12,9 @@ from penstock.errors import ShapeError
 from penstock.ir.sum_plan import SumKind, SumPlan, even_sum
 from penstock.models import part_parameters, split
 from penstock.runtime import Executor, run_threads
-from penstock.runtime.cell_format import CellFormat
+from penstock.runtime.gradients import Mean
 from penstock.runtime.planned_sums import PlannedSum, SumThread
-from penstock.runtime.visits import Mean
+from penstock.runtime.quantized import CellFormat
 from pipelines import data, gpt, layers_of, llama, token_loss
 
 RANKS = (0, 1, 2, 3, 4)

@@ -18,7 +18,7 @@ from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, replay, run_threads
 from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.lane import Do, lane_turns
-from penstock.runtime.takes import assign_takes, stage_visits
+from penstock.runtime.replay import assign_takes, stage_visits
 from penstock.schedules.transforms import slice_tokens
 from pipelines import Outcome, data, gpt, layers_of, llama, piped, unsplit, worst
 

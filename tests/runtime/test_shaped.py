@@ -17,7 +17,7 @@ from forked import Command
 from machines import limit, two_machines
 from penstock import ModelCost, Network, PartCost, Seconds, lower, make, simulate
 from penstock.ir import schedule_of
-from penstock.measure.sleeping import Sleeping
+from penstock.measure.overhead import Sleeping
 from penstock.runtime import Executor, ShapedComm, batch_of, recorder, run_threads
 from penstock.runtime.comm import ThreadComm
 from penstock.runtime.recorder import clock_offset

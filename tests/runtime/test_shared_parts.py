@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from penstock import Pipeline, make
 from penstock.models import shift_labels
-from penstock.runtime import ThreadComm, run_threads
-from penstock.runtime.collector import collector_paused
-from penstock.runtime.proof import ways
+from penstock.runtime import ThreadComm, bench, run_threads
+from penstock.runtime.recorder import collector_paused
 
 VOCAB, WIDTH = 11, 4
 SECONDS = 60.0  # after which a test that hangs ends
@@ -178,15 +177,15 @@ def test_a_proof_leaves_no_trace_in_a_part_that_another_rank_proves_meanwhile(
             traces.append((int(counter.calls), head.weight.grad is None))
 
     lock = WatchedLock(entering, leaving)
-    monkeypatch.setattr(ways, "ONE_AT_A_TIME", lock)
+    monkeypatch.setattr(bench, "ONE_AT_A_TIME", lock)
 
-    class Memory(ways.ModuleMemory):
+    class Memory(bench.ModuleMemory):
         def __init__(self, module: nn.Module) -> None:
             if rank_here() == 1 and lock.holder != 1:
                 assert changed.wait(SECONDS)
             super().__init__(module)
 
-    monkeypatch.setattr(ways, "ModuleMemory", Memory)
+    monkeypatch.setattr(bench, "ModuleMemory", Memory)
 
     def wait_for_rank_1() -> None:
         if rank_here() == 0 and head.weight.grad is not None:

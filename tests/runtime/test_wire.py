@@ -20,10 +20,10 @@ import torch
 from commands import wait_until
 from penstock.errors import ConfigError, FileError, PeerLostError
 from penstock.ir.sum_plan import SumKind, SumPlan
-from penstock.runtime.cell_format import CellFormat
 from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.planned_sums import PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
+from penstock.runtime.quantized import CellFormat
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
 from penstock.runtime.wire import door
 from penstock.runtime.wire.door import Door, dial, split_address

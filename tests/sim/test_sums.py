@@ -274,7 +274,7 @@ def test_a_time_of_sums_below_zero_is_refused(run):
 
 def test_the_runtime_begins_its_sums_in_the_order_of_the_simulator():
     nn = pytest.importorskip("torch.nn")
-    gradients = pytest.importorskip("penstock.runtime.gradients")
+    gradients = pytest.importorskip("penstock.runtime.replicas")
     thread = pytest.importorskip("penstock.runtime.comm.thread")
     schedule = make("hanayo", ranks=2, microbatches=4, waves=2, copies=2)
     shared = shared_gradients(schedule)

@@ -11,7 +11,7 @@ import torch
 from penstock.config import Config
 from penstock.errors import RunError
 from penstock.formats.config_toml import apply_changes
-from penstock.runtime.compiled_stages import compiled_method
+from penstock.runtime.compiled import compiled_method
 from penstock.train import compiling, loop, profile, rank_setup
 from penstock.train.compiling import is_compiling, starting_patience
 from penstock.train.placement import decide_placement

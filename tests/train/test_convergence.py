@@ -24,7 +24,7 @@ from penstock.errors import RunError, ShapeError  # noqa: E402
 from penstock.models import Llama, LlamaConfig, split, token_loss, valid_tokens  # noqa: E402
 from penstock.plan.paths.rules import Rules, order_fault  # noqa: E402
 from penstock.runtime import batch_of  # noqa: E402
-from penstock.runtime.visits import scale_gradients, visit_scales  # noqa: E402
+from penstock.runtime.gradients import scale_gradients, visit_scales  # noqa: E402
 from penstock.schedules import deal  # noqa: E402
 from penstock.schedules.deal import Paths, deals, fixed_paths, with_full  # noqa: E402
 from penstock.schedules.skip_paths import schedule_along  # noqa: E402

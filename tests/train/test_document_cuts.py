@@ -15,7 +15,7 @@ from penstock.errors import ShapeError
 from penstock.models import document_starts
 from penstock.plan.slices import equal_work_cuts
 from penstock.runtime.batch import Batch
-from penstock.runtime.slices import cut_units
+from penstock.runtime.units import cut_units
 from penstock.train.data.documents import DocumentCutter
 from penstock.train.rank_setup import cutter_of
 from trainings import apart, job_of, train, watch_batches

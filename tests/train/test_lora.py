@@ -15,8 +15,7 @@ from crews import Crew
 from hugging_face import decoder_sizes, gpt2_sizes
 from penstock.config import LoraConfig, OptimizerConfig
 from penstock.errors import ConfigError, RunError
-from penstock.measure.footprint import footprint
-from penstock.measure.probe import Probe
+from penstock.measure.probe import Probe, footprint
 from penstock.models import token_loss, valid_tokens
 from penstock.train.after.export import export_run
 from penstock.train.checkpoint import newest, step_name

@@ -10,8 +10,7 @@ import torch
 from penstock.config import MeshConfig, ModelConfig, OptimizerConfig, ParameterGroup
 from penstock.errors import ConfigError, PenstockError, RunError
 from penstock.formats.config_toml import apply_changes, dump_config, load_config
-from penstock.measure.footprint import footprint
-from penstock.measure.probe import Probe
+from penstock.measure.probe import Probe, footprint
 from penstock.models import token_loss, valid_tokens
 from penstock.runtime import run_threads
 from penstock.train.capacity import MemoryLoad, needs_of

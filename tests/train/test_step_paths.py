@@ -20,7 +20,7 @@ from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.ir import lower, verify
 from penstock.models import split, token_loss
 from penstock.plan.planner import plan_run
-from penstock.runtime.visits import scale_gradients, visit_scales
+from penstock.runtime.gradients import scale_gradients, visit_scales
 from penstock.schedules.coverage import (
     drop_empty_ranks,
     full_schedule,

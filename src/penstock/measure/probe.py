@@ -11,10 +11,11 @@ replays are timed, as in a step with recorded actions.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -22,24 +23,43 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
-from penstock.runtime.backward import Ledger, make_deferrable, record_in
-from penstock.runtime.cast_weights import cast_weights
-from penstock.runtime.chunked_loss import ChunkedLoss
+from penstock.runtime.backward import (
+    DeferredWork,
+    Ledger,
+    cast_weights,
+    make_deferrable,
+    record_in,
+)
 from penstock.runtime.executor import Loss
+from penstock.runtime.loss import ChunkedLoss, tensors_held
 from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.recorder import Clock, Moment
 from penstock.runtime.tape import Tape
-from penstock.runtime.torch_internals import original_module, sleep_on_gpu, walk_back
+from penstock.runtime.torch_internals import (
+    multiply_all,
+    norms_of_all,
+    original_module,
+    sleep_on_gpu,
+    walk_back,
+)
 
 # The first launch of a kernel loads it, which takes far longer than any sleep should.
 MAX_SLEEP_SECONDS = 0.1
+
 WARM_UP_SECONDS = 0.15  # of work before recorded actions are timed
+
 LAUNCHES_KEPT = 4
+
 CLOCK_TRIALS = 5
+
 CLOCK_TRIAL_SECONDS = 2e-5
+
 LAUNCH_MARGIN = 1.5
+
 TimedAction = Callable[[], None]
+
 MakeOptimizers = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+
 MEASURED_RATE = 1e-9  # learning rate of measured updates, which must not change weights
 
 
@@ -426,3 +446,179 @@ def _pass_times(named: Iterable[tuple[str, float]]) -> PassTimes:
     noting = max(0.0, seconds["again"] - seconds["F"])
     input_gradient = seconds["I"] + noting
     return PassTimes(seconds["F"], seconds["B"], input_gradient, seconds.get("W", 0.0))
+
+
+# ---------------------------------------------------------------- footprint
+# Measures the memory of a module: activations from F to B, gradients kept from I to W, and weights.
+#
+# Tensors that share memory count once. Weights do not count as activations.
+
+TIMED_UPDATES = 5  # steps of the optimizer
+
+CACHE_SCRUB_BYTES = 64 << 20  # written to empty the caches
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The bytes of a module on a whole sequence, and the seconds of its optimizer's step."""
+
+    held: float  # from F to the end of the backward
+    kept: float  # from I to the end of W
+    message: float  # the module's output
+    weights: float  # with gradients and optimizer state of those that train
+    update: float  # seconds
+
+
+def footprint(probe: Probe, same_weights: Footprint | None = None) -> Footprint:
+    """Run a probe's whole sequence once, and measure what it stores.
+
+    If the same weights were measured before, they are not measured again.
+    """
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    piece = probe.open(probe.subject.tokens, 0)
+    ledger = probe.ledger(splits=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        probe.forward(piece, ledger)
+    weights = _storages(probe.subject.module.parameters())
+    if probe.casts is not None:
+        weights |= _storages(probe.casts.copies.values())
+    saved += tensors_held(probe.outputs[piece])
+    held = _activation_bytes(saved, weights)
+    message = probe.outputs[piece].nbytes
+    saved.clear()
+    ledger.begin_backward()
+    probe.backward(piece, probe.gradient(piece))
+    deferred: list[Tensor] = []
+    for work in ledger.due:
+        deferred += _held_tensors(work)
+    kept = _activation_bytes(deferred, weights)
+    deferred.clear()
+    ledger.settle()
+    if same_weights is not None:
+        return replace(same_weights, held=held, kept=kept, message=message)
+    return Footprint(held, kept, message, *_measure_update(probe))
+
+
+def _held_tensors(work: DeferredWork) -> Iterator[Tensor]:
+    """The tensors that a deferred piece of work keeps alive."""
+    for cell in getattr(work, "__closure__", None) or ():
+        content = cell.cell_contents
+        several = content if isinstance(content, list | tuple) else (content,)
+        yield from (one for one in several if isinstance(one, Tensor))
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of the tensors' memory, by address."""
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
+
+
+def _activation_bytes(tensors: Iterable[Tensor], weights: dict[int, int]) -> float:
+    """The memory of tensors, without that of weights."""
+    total = 0.0
+    for address, size in _storages(tensors).items():
+        if address not in weights:
+            total += size
+    return total
+
+
+def _measure_update(probe: Probe) -> tuple[float, float]:
+    """The bytes of weights, gradients and optimizer state, and the seconds of an update.
+
+    An update begins with the norm of the gradients and their clipping. The next step casts the
+    weights again, which counts as part of the update. The seconds are a median without the first
+    step, which creates the state. The caches are emptied before each step, because in training a
+    whole step lies between two updates.
+    """
+    module: nn.Module = probe.subject.module
+    optimizers = probe.subject.optimizers(module)
+
+    def update() -> None:
+        gradients = [one.grad for one in module.parameters() if one.grad is not None]
+        norms_of_all(gradients)
+        multiply_all(gradients, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        if probe.casts is not None:
+            probe.casts.refresh()
+
+    seconds = []
+    for _ in range(1 + TIMED_UPDATES):
+        torch.zeros(CACHE_SCRUB_BYTES, dtype=torch.uint8, device=probe.device)
+        seconds.append(probe.clock(update) * probe.load)
+    tensors: list[Tensor] = list(module.parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            gradients = [parameter.grad for parameter in group["params"]]
+            tensors += [grad for grad in gradients if grad is not None]
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    total = sum(_storages(tensors).values())
+    return float(total), statistics.median(seconds[1:])
+
+
+# ---------------------------------------------------------------- switching
+# Measures how much longer a forward takes right after a backward than after another forward.
+#
+#     in a row    F0 F1 F2 F3 F4 B0 B1 B2 B3 B4     each action follows one of its own kind
+#     by turns    F0 F1 B0 F2 B1 F3 B2 F4 B3 B4     most actions follow one of the other kind
+#
+# The likely reason is that an action finds in the caches what the one before it has left there.
+#
+# Other measurements run actions of one kind in a row. So the difference is what a schedule pays besides if its ranks
+# often change between forwards and backwards, as in 1F1B. With small actions it decides between 1F1B and GPipe.
+# The speed of a machine changes from second to second, so both are compared within each round.
+
+SEQUENCES = 5  # in flight
+
+LEAD = 2  # sequences that have gone forward before backwards and forwards take turns
+
+MAX_SWITCH_ROUNDS = 16
+
+SWITCH_SECONDS = 0.6  # for all rounds, unless one round takes longer
+
+
+def switch_share(probe: Probe, seconds: float, ready: Callable[[], None]) -> float:
+    """Return how much longer a forward takes after a backward, as a share of its time.
+
+    `seconds` is about how long a forward and its backward take; all ranks must pass the
+    same number. `ready` is called before each flight.
+    """
+    rounds = int(SWITCH_SECONDS / max(2 * SEQUENCES * seconds, 1e-9))
+    rounds = min(max(rounds, 1), MAX_SWITCH_ROUNDS)
+    shares = []
+    for _ in range(rounds):
+        in_a_row = PairTimes()
+        by_turns = PairTimes()
+        for lead, times in ((SEQUENCES, in_a_row), (LEAD, by_turns)):
+            ready()
+            times.add(*probe.times_of_turns(SEQUENCES, lead))
+        longer = by_turns.seconds - in_a_row.seconds
+        shares.append(longer / statistics.median(in_a_row.forwards))
+    return max(0.0, statistics.median(shares))
+
+
+@dataclass(slots=True)
+class PairTimes:
+    """Times of forwards and backwards that follow an action of the other kind if actions take turns."""
+
+    forwards: list[float] = field(default_factory=list)
+    backwards: list[float] = field(default_factory=list)
+
+    def add(self, forwards: Sequence[float], backwards: Sequence[float]) -> None:
+        """Add the times of a flight, without those at its ends, which are the same in all flights."""
+        self.forwards += forwards[LEAD:]
+        self.backwards += backwards[1 : SEQUENCES - LEAD + 1]
+
+    @property
+    def seconds(self) -> float:
+        """The median time of a forward and of a backward, added up."""
+        return statistics.median(self.forwards) + statistics.median(self.backwards)

@@ -19,8 +19,7 @@ import torch
 from penstock.cost.cluster import Cluster, Matrix, Node
 from penstock.cost.network import PerPair
 from penstock.errors import ShapeError
-from penstock.measure.links import hosts_of, measured_links
-from penstock.measure.rows import gather_rows
+from penstock.measure.links import gather_rows, hosts_of, measured_links
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.launch import run_on_ranks, spawn, under_launcher

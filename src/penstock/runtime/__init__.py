@@ -8,10 +8,8 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
-    from penstock.runtime.added_losses import add_loss, collected_losses
     from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
     from penstock.runtime.batch import Batch, batch_of, cut_batch
-    from penstock.runtime.chunked_loss import ChunkedLoss
     from penstock.runtime.comm import (
         Comm,
         ProcessComm,
@@ -19,16 +17,16 @@ if TYPE_CHECKING:
         ThreadComm,
         run_threads,
     )
-    from penstock.runtime.compiled_stages import CompiledLoss, compile_stage
-    from penstock.runtime.dtensor_share import cut_share, local_share, share_offset
+    from penstock.runtime.compiled import CompiledLoss, compile_stage
     from penstock.runtime.executor import Executor, Result
-    from penstock.runtime.gradients import Tied
+    from penstock.runtime.gradients import Mean
+    from penstock.runtime.loss import ChunkedLoss, add_loss, collected_losses
     from penstock.runtime.process.launch import finish, init, spawn
     from penstock.runtime.process.watchdog import watching
     from penstock.runtime.proof.prove import Proof, prove
-    from penstock.runtime.shards import shard_layers
+    from penstock.runtime.replicas import Tied, shard_layers
     from penstock.runtime.tape import CudaTape, Tape
-    from penstock.runtime.visits import Mean
+    from penstock.runtime.torch_internals import cut_share, local_share, share_offset
 
 __all__ = [
     "Batch",
@@ -68,21 +66,19 @@ __all__ = [
 
 # The public names of each module.
 _MODULES = {
-    "added_losses": ("add_loss", "collected_losses"),
     "backward": ("Ledger", "current_ledger", "defer", "make_deferrable"),
     "batch": ("Batch", "batch_of", "cut_batch"),
-    "chunked_loss": ("ChunkedLoss",),
     "comm": ("Comm", "ProcessComm", "ShapedComm", "ThreadComm", "run_threads"),
-    "compiled_stages": ("CompiledLoss", "compile_stage"),
-    "dtensor_share": ("cut_share", "local_share", "share_offset"),
+    "compiled": ("CompiledLoss", "compile_stage"),
     "executor": ("Executor", "Result"),
-    "gradients": ("Tied",),
+    "gradients": ("Mean",),
+    "loss": ("ChunkedLoss", "add_loss", "collected_losses"),
     "process.launch": ("finish", "init", "spawn"),
     "process.watchdog": ("watching",),
     "proof.prove": ("Proof", "prove"),
-    "shards": ("shard_layers",),
+    "replicas": ("Tied", "shard_layers"),
     "tape": ("CudaTape", "Tape"),
-    "visits": ("Mean",),
+    "torch_internals": ("cut_share", "local_share", "share_offset"),
 }
 
 

@@ -12,37 +12,43 @@ Under autocast a whole backward has a ledger too, which settles everything at on
 gradient in bfloat16, cast it to float32, and add it to the gradient of earlier micro-batches. Here the product itself
 adds to that gradient in float32 (`add_product`), which is faster and rounds less.
 
-Layers that `penstock.runtime.compiled_stages` has compiled wait as well: their compiled backward hands x and grad_y
+Layers that `penstock.runtime.compiled` has compiled wait as well: their compiled backward hands x and grad_y
 out, as the gradients of two ghosts. A module that the user has compiled is a single node for autograd, so its I does
 everything and its W nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
 from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.torch_internals import (
     as_no_view,
     compiled_call,
+    copy_all,
+    gradient_version,
     has_gradient_hooks,
     is_compiled,
+    local_share,
     transforms_are_active,
 )
 
 DeferredWork = Callable[[], None]
+
 _here = threading.local()  # the ledger of the forward that runs on this thread
 
 
 class WeightCopies(Protocol):
-    """Copies of weights in another type (`penstock.runtime.cast_weights`)."""
+    """Copies of weights in another type (`penstock.runtime.backward`)."""
 
     def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The copy of a weight in this type; None if there is none."""
@@ -401,7 +407,7 @@ def make_deferrable(module: nn.Module) -> None:
 
 
 def hands_out_ghosts(module: nn.Module) -> bool:
-    """Whether `penstock.runtime.compiled_stages` has compiled this module, so that its W has work to do."""
+    """Whether `penstock.runtime.compiled` has compiled this module, so that its W has work to do."""
     return hasattr(compiled_call(module), "ghosts")
 
 
@@ -486,3 +492,157 @@ def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:
 def _is_plain(parameter: Tensor) -> bool:
     real = not parameter.is_complex()
     return real and parameter.is_leaf and not has_gradient_hooks(parameter)
+
+
+# ---------------------------------------------------------------- cast weights
+# The weights of linear layers in the type of autocast, cast once in a step.
+#
+# Autocast casts a float32 weight for every micro-batch, in the forward and again in the backward. The weights change
+# only between steps, so one cast is enough:
+#
+#     step     weights ──cast──► copies      F0  F1  B0  F2  B1 ...  all read the copies
+#     update   weights change                                        the next step casts again
+#
+# The copies take as much memory as the weights have in that type: 2 bytes for each number in bfloat16, beside 16 for
+# the weight, its gradient and the state of AdamW. They stay where they are, so recorded actions find them.
+
+
+class CastWeights:
+    """The copies of some modules' weights. They are made by the first `refresh`."""
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        weights: dict[nn.Parameter, None] = {}
+        for module in modules:
+            for layer in deferrable_layers(module):
+                weight = layer.weight
+                if isinstance(weight, nn.Parameter) and weight.dtype != dtype:
+                    weights[weight] = None
+        self.weights = list(weights)
+        self.copies: dict[int, Tensor] = {}  # by id of the weight
+
+    def refresh(self) -> None:
+        """Cast the weights as they are now."""
+        if not self.copies:
+            for weight in self.weights:
+                self.copies[id(weight)] = torch.empty_like(
+                    weight, dtype=self.dtype, requires_grad=False
+                )
+        if self.weights:
+            with torch.no_grad():
+                copy_all(list(self.copies.values()), self.weights)
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy of a weight; None if it has none of this type."""
+        return self.copies.get(id(weight)) if dtype == self.dtype else None
+
+
+def cast_weights(
+    modules: Iterable[nn.Module], autocast: torch.dtype | None
+) -> CastWeights | None:
+    """The weights of a rank's modules for autocast; None without it, or if processes share their weights."""
+    modules = list(modules)
+    if autocast is None:
+        return None
+    for module in modules:
+        sharded = isinstance(module, FSDPModule)
+        if sharded or any(local_share(p) is not p for p in module.parameters()):
+            return None
+    return CastWeights(modules, autocast)
+
+
+# ---------------------------------------------------------------- deferral report
+# Reports, once in the first step, which weight gradients of a split backward could not wait for W.
+
+MAX_NAMED_LAYERS = 4
+
+_log = logging.getLogger(__name__)
+
+
+class WatchedWeight(NamedTuple):
+    """A weight and the version of its gradient before an I."""
+
+    name: str
+    parameter: nn.Parameter
+    version: tuple[int, int]
+
+
+class DeferralReport:
+    """The weights of each stage whose gradient was computed in I already."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self.modules = modules
+        self.early: dict[int, list[str]] = {}  # names of weights, by stage
+        self.watched: list[WatchedWeight] | None = None
+        self.without_work: set[int] = set()  # stages with weights, none of which waited
+
+    def begin(self, stage: int) -> None:
+        """Before the first I of a stage: note the versions of its gradients."""
+        if stage in self.early:
+            self.watched = None
+            return
+        module = self.modules[stage]
+        embeddings = _embedding_ids(module)
+        self.watched = []
+        for name, parameter in module.named_parameters():
+            # Norms (one dimension) and embeddings are little work.
+            is_matrix = parameter.dim() > 1 and id(parameter) not in embeddings
+            if parameter.requires_grad and is_matrix:
+                version = gradient_version(parameter.grad)
+                self.watched.append(WatchedWeight(name, parameter, version))
+
+    def end(self, stage: int) -> None:
+        """After the first I: weights whose gradient has changed did not wait."""
+        if self.watched is None:
+            return
+        self.early[stage] = []
+        for weight in self.watched:
+            if gradient_version(weight.parameter.grad) != weight.version:
+                self.early[stage].append(weight.name)
+        if self.watched and len(self.early[stage]) == len(self.watched):
+            self.without_work.add(stage)
+
+    def warn(self) -> None:
+        """Log a warning if any large weight gradient did not wait."""
+        stages = []
+        for stage, names in sorted(self.early.items()):
+            if names:
+                stages.append(self.describe(stage, names))
+        if stages:
+            _log.warning(
+                "this split backward computes some weight gradients in I, so W has less to do than planned:\n"
+                "  %s\n"
+                "  an nn.Linear of real numbers can wait, also a subclass that keeps its forward, and transformers' "
+                "Conv1D; other layers cannot, nor can modules that you compiled yourself "
+                "(penstock.runtime.compile_stage compiles them so that they can). Use penstock.runtime.defer in a "
+                "layer of your own, or a schedule whose backwards are whole (1f1b)",
+                "\n  ".join(stages),
+            )
+
+    def describe(self, stage: int, names: list[str]) -> str:
+        """Which layers of a stage did not wait, and their share of the parameters."""
+        module = self.modules[stage]
+        sizes = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                sizes[name] = parameter.numel()
+        share = sum(sizes[name] for name in names) / sum(sizes.values())
+        owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        layers = []
+        for owner in owners[:MAX_NAMED_LAYERS]:
+            kind = type(module.get_submodule(owner)).__name__
+            layers.append(f"{owner or 'the module'} ({kind})")
+        listed = ", ".join(layers)
+        if len(owners) > MAX_NAMED_LAYERS:
+            listed += f" and {len(owners) - MAX_NAMED_LAYERS} more"
+        own = is_compiled(module) and not hands_out_ghosts(module)
+        compiled = ", which is compiled" if own else ""
+        return f"stage {stage}{compiled}: {share:.0%} of its trained parameters, in {listed}"
+
+
+def _embedding_ids(module: nn.Module) -> set[int]:
+    ids: set[int] = set()
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding):
+            ids.update(id(parameter) for parameter in layer.parameters())
+    return ids

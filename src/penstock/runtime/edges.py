@@ -28,26 +28,35 @@ from torch import Tensor, nn
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
+from penstock.runtime.agreement import (
+    FAILURE,
+    MISFIT,
+    memory_mark,
+    raise_failure,
+    refuse_other_batches,
+    share_facts,
+)
 from penstock.runtime.batch import Batch, NamedShapes
-from penstock.runtime.batch_agreement import refuse_other_batches
-from penstock.runtime.comm.comm import Comm
-from penstock.runtime.facts import FAILURE, MISFIT, raise_failure, share_facts
+from penstock.runtime.comm.comm import Arriving, Comm
 from penstock.runtime.lane import Do, Turn
-from penstock.runtime.loss_reduction import described
-from penstock.runtime.module_buffers import whole_buffers
+from penstock.runtime.module_state import (
+    ModuleMemory,
+    uncompiled,
+    undrawn,
+    whole_buffers,
+)
 from penstock.runtime.passed_values import (
     PIECE,
     LayerChain,
+    Passed,
+    described,
     forward_parameters,
     has_gradient,
     named_arguments,
     passed_by,
     refuse_missing,
 )
-from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
 from penstock.runtime.quantized import quantized_shape
-from penstock.runtime.randomness import undrawn
-from penstock.runtime.rank_agreement import memory_mark
 from penstock.runtime.torch_internals import original_module
 
 
@@ -528,6 +537,7 @@ def _failure_text(stage: int, module: nn.Module, error: Exception) -> str:
 
 # ---------------------------------------------------------------- by unit and value
 UnitTokens: TypeAlias = tuple[int, int]  # tokens of the whole sequence, and of the unit
+
 Specs: TypeAlias = dict[int, TensorSpecs]  # by value
 
 
@@ -613,3 +623,105 @@ def _unit_bytes(
                 largest.append(whole * piece // max(total, 1))
             unit += 1
     return tuple(largest)
+
+
+# ---------------------------------------------------------------- bundle
+# Several tensors on their way from one stage to the next, or their gradients on the way back.
+#
+# forward    x ──────► stage ──► y        tensors that the stage does not return, but a later one asks for,
+#            skip ─────────────► skip     go through it untouched
+# backward   dx ◄───── stage ◄── dy       whole numbers have no gradients; where a stage both uses a value
+#            dskip ◄─── + ◄──── dskip     and passes it on, autograd adds the two gradients
+
+
+class Bundle:
+    """The tensors of an edge: values for the first arguments, then those with names; or gradients of some of them."""
+
+    __slots__ = ("count", "names", "tensors")
+
+    def __init__(
+        self, tensors: Sequence[Tensor], count: int = 0, names: tuple[str, ...] = ()
+    ) -> None:
+        self.tensors = tuple(tensors)
+        self.count = count
+        self.names = names
+
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        """The first arguments of the next stage."""
+        return self.tensors[: self.count]
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """The tensors with names."""
+        return dict(zip(self.names, self.tensors[self.count :], strict=True))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self.tensors[0].device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any of its tensors depends on something that trains."""
+        return any(x.requires_grad for x in self.tensors)
+
+    def leaves(self, edge: Edge, trains: bool) -> Bundle:
+        """The tensors as inputs of the next stage, without the graph that made them."""
+        leaves = []
+        for tensor in self.tensors:
+            x = tensor.detach()
+            if trains and has_gradient(x.dtype):
+                x.requires_grad_()
+            leaves.append(x)
+        return Bundle(leaves, edge.values, edge.names)
+
+    def take_gradients(self) -> Bundle:
+        """The gradients of all that can have one, zero where nothing used them; they are forgotten here."""
+        gradients = []
+        for x in self.tensors:
+            if has_gradient(x.dtype):
+                gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
+                x.grad = None
+        return Bundle(gradients)
+
+    def roots(self, gradients: Bundle) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors from which a backward begins, and their gradients."""
+        differentiable = [x for x in self.tensors if has_gradient(x.dtype)]
+        roots = []
+        given = []
+        for x, gradient in zip(differentiable, gradients.tensors, strict=True):
+            if x.requires_grad:
+                roots.append(x)
+                given.append(gradient.to(x.dtype))
+        return roots, given
+
+    def copy(self) -> Bundle:
+        """The same tensors in memory of their own."""
+        return Bundle([x.clone() for x in self.tensors], self.count, self.names)
+
+    def places(self) -> set[int]:
+        """The addresses of its tensors."""
+        return {x.data_ptr() for x in self.tensors}
+
+
+class ArrivingBundle:
+    """The tensors of a value that another rank is sending."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Sequence[Arriving]) -> None:
+        self.tensors = tensors
+
+
+def bundle_of(passed: Passed, edge: Edge, given: Mapping[str, Tensor]) -> Bundle | None:
+    """What a stage passes on: what it returned, and what travels along; None if that is not what the edge has."""
+    if len(passed.values) != edge.values:
+        return None
+    tensors = list(passed.values)
+    for name in edge.names:
+        value = passed.named.get(name, given.get(name))
+        if value is None:
+            return None
+        tensors.append(value)
+    return Bundle(tensors, edge.values, edge.names)

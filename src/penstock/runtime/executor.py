@@ -3,12 +3,12 @@
 An `Executor` is built once and then runs step after step.
 
     Executor          builds everything below once; checks what a user's modules and loss do in the first step
-    Walk              one step: runs the actions of the lane and sends messages    `penstock.runtime.walk`
-    StageActions      what F, B, I and W do: computed, or played from recordings   `penstock.runtime.stage_actions`
-    StepGradients     sums over replicas and shards, and earlier gradients         `penstock.runtime.step_gradients`
+    Walk              one step: runs the actions of the lane and sends messages    `penstock.runtime.step`
+    StageActions      what F, B, I and W do: computed, or played from recordings   `penstock.runtime.actions`
+    StepGradients     sums over replicas and shards, and earlier gradients         `penstock.runtime.gradients`
 
 Each rank sees only its own stages, so before the first step the ranks agree on what they can know only together
-(`penstock.runtime.rank_agreement`).
+(`penstock.runtime.agreement`).
 """
 
 from __future__ import annotations
@@ -19,50 +19,58 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PenstockError, ShapeError
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import SumPlan
-from penstock.runtime.backward import make_deferrable
-from penstock.runtime.batch import Batch, NamedShapes
-from penstock.runtime.batch_agreement import refuse_other_batches
-from penstock.runtime.cast_weights import cast_weights
-from penstock.runtime.comm.comm import Comm
-from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
-from penstock.runtime.facts import fail_together
-from penstock.runtime.frozen_stages import rest_frozen_stages
-from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
-from penstock.runtime.lane import Lane, Turn, lane_turns
-from penstock.runtime.loss_reduction import Loss, reduction_of
-from penstock.runtime.messages import Messages
-from penstock.runtime.process.malloc import keep_freed_memory
-from penstock.runtime.quantized import Feedback
-from penstock.runtime.rank_agreement import Agreement, agree
-from penstock.runtime.recorder import Clock, Recorder
-from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
-from penstock.runtime.shards import Shards
-from penstock.runtime.slices import BatchUnits, cut_units, refuse_whole
-from penstock.runtime.stage_actions import (
+from penstock.runtime.actions import (
     ComputedActions,
     FirstStepChecks,
     LaneStages,
     StageActions,
 )
-from penstock.runtime.stage_checks import changed_error, stages_of_rank
-from penstock.runtime.step_gradients import StepGradients
-from penstock.runtime.step_result import Result
-from penstock.runtime.step_values import StepValues, joined
+from penstock.runtime.agreement import (
+    Agreement,
+    agree,
+    fail_together,
+    refuse_other_batches,
+)
+from penstock.runtime.backward import cast_weights, make_deferrable
+from penstock.runtime.batch import Batch, NamedShapes
+from penstock.runtime.comm.comm import Comm
+from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
+from penstock.runtime.gradients import Mean, StepGradients, Visits
+from penstock.runtime.lane import Lane, Turn, lane_turns, rest_frozen_stages
+from penstock.runtime.loss import Loss, reduction_of
+from penstock.runtime.messages import Messages
+from penstock.runtime.passed_values import described
+from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.quantized import Feedback
+from penstock.runtime.recorder import Clock, Recorder
+from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
+from penstock.runtime.replicas import Replicas, Shards, Tied, groups_of, ties_of
+from penstock.runtime.step import Result, Walk
 from penstock.runtime.tape import Tape
 from penstock.runtime.torch_internals import original_module
-from penstock.runtime.visits import Mean, Visits
-from penstock.runtime.walk import Walk
+from penstock.runtime.units import (
+    BatchUnits,
+    StepValues,
+    cut_units,
+    joined,
+    refuse_whole,
+)
 
 __all__ = ["Executor", "Loss", "Result"]
 
 LengthCheck = Callable[[Sequence[int]], None]
+
 # The shapes of all units' inputs, and of the named tensors.
 BatchShape: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[NamedShapes, ...]]
+
 MAX_KNOWN_SHAPES = 16  # of batches whose edges are kept
+
 COMPARED_STEPS = (
     100  # steps between two comparisons of batches, unless the user says otherwise
 )
@@ -454,3 +462,72 @@ def _length_checks(modules: Iterable[nn.Module]) -> list[LengthCheck]:
         if getattr(original, "remembers_lengths", False):
             checks.append(original.refuse_lengths)
     return checks
+
+
+MAX_NAMES_SHOWN = 3
+
+
+def stages_of_rank(
+    schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm
+) -> dict[int, nn.Module]:
+    """The modules of this rank's stages. Raises an error if one is missing or is not a module."""
+    if comm.ranks != schedule.ranks:
+        raise ShapeError(
+            f"the schedule is for {schedule.ranks} ranks, but there are {comm.ranks}\n"
+            f"  start {schedule.ranks} processes (torchrun --nproc-per-node {schedule.ranks}), or make the schedule "
+            f"with ranks={comm.ranks}"
+        )
+    due = [
+        number
+        for number, stage in enumerate(schedule.stages)
+        if stage.rank == comm.rank
+    ]
+    unknown = [number for number in stages if number not in range(len(schedule.stages))]
+    missing = [number for number in due if number not in stages]
+    if unknown or missing:
+        given = ", ".join(map(str, sorted(stages))) or "none"
+        what = f"has no stage {unknown[0]}" if unknown else ""
+        what = what or f"puts stage {missing[0]} on rank {comm.rank}"
+        raise ShapeError(
+            f"the schedule {what}, but the stages given to the Executor are: {given}\n"
+            f"  rank {comm.rank} needs a module for each of: {', '.join(map(str, due)) or 'none'}; "
+            "{n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank} has them"
+        )
+    for number in due:
+        if not isinstance(stages[number], nn.Module):
+            raise ShapeError(
+                f"stage {number} is {described(stages[number])}, but a stage must be an nn.Module"
+            )
+    found = {number: stages[number] for number in due}
+    refuse_unfit_weights(found)
+    return found
+
+
+def refuse_unfit_weights(stages: Mapping[int, nn.Module]) -> None:
+    """Raise an error if weights have no shape yet, or will have gradients of another form than their own."""
+    for stage, module in stages.items():
+        for path, layer in module.named_modules():
+            where = f"stage {stage} ({type(module).__name__})"
+            layer_name = f"{path or 'itself'} ({type(layer).__name__})"
+            own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+            if any(map(is_lazy, own)):
+                raise ShapeError(
+                    f"{where} has weights without a shape, in {layer_name}\n"
+                    "  call the whole model once on a small batch, before it is cut into stages"
+                )
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+                raise ShapeError(
+                    f"{where} makes sparse gradients, in {layer_name}, which cannot be summed over ranks\n"
+                    "  leave out sparse=True"
+                )
+
+
+def changed_error(names: list[str]) -> ShapeError:
+    """The error for parameters that were frozen or unfrozen after the ranks agreed on what trains."""
+    listed = ", ".join(names[:MAX_NAMES_SHOWN])
+    if len(names) > MAX_NAMES_SHOWN:
+        listed += f" and {len(names) - MAX_NAMES_SHOWN} more"
+    return ShapeError(
+        f"requires_grad of {listed} has changed since the Executor was made, and the other ranks do not know\n"
+        "  make a new Executor on every rank after freezing or unfreezing parameters"
+    )

@@ -1,341 +1,360 @@
-"""Sums the gradients of parameters that live on several ranks: replicas of a part, and tied parameters.
+"""What happens to gradients around a step: they are laid aside, summed over ranks, weighted and added back.
 
-A sum begins as soon as this rank's last contribution is complete, and runs while the rank goes on:
+begin     lay earlier gradients aside          `penstock.runtime.gradients`
+after     start the sums that are complete     `penstock.runtime.replicas`, `penstock.runtime.replicas`
+finish    wait for the sums, weigh them        `penstock.runtime.gradients`
+          add the earlier gradients back
 
-    rank 0 | 0F0 4F1 ... 4B1 0B0 [sum of part 0 ......]
-    rank 1 | 1F0 5F1 ... 1B0 5B1        [sum of part 1]      both are awaited at the end of the step
-
-If the messages of a rank share one channel, it begins its sums after its last action instead, because they would slow
-its messages down (`penstock.cost.network.sums_wait`).
-
-All ranks of a group must begin their sums in the same order, although each may finish its parts in another order. They
-use the order in which the parts are complete on all ranks, by the clock of the schedule.
-
-The backend sums, unless a plan says how (`penstock.runtime.planned_sums`). Several steps can be summed at once: the
-gradients of all but the last one stay on their ranks (`StepGradients`).
+A step that does not sum keeps the gradients of replicas in `local`, and the next step that does adds them to its own
+before it sums them. So several steps have one sum, and `grad` never mixes summed gradients with others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from penstock.cost.network import sums_wait
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan
-from penstock.ir.sums import completion, ranks_of
-from penstock.runtime.cell_format import CellFormat
-from penstock.runtime.comm.comm import Comm, Pending
-from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.planned_sums import PlannedSum, SumThread
-from penstock.runtime.recorder import SumTimes
+from penstock.runtime.batch import Batch, counting
+from penstock.runtime.replicas import Replicas, Shards, Tied
+from penstock.runtime.torch_internals import multiply_all, zero_all
 
 
-@dataclass(frozen=True, slots=True)
-class SharedParameters:
-    """Parameters that several ranks own, whose gradients are summed over them."""
+class StepGradients:
+    """The gradients of one rank, from the beginning of a step to its end."""
 
-    name: str
-    parts: tuple[int, ...]
-    group: tuple[int, ...]
-    last: int  # this rank's last contributing action; -1: it contributes nothing
-    ready: int  # the tick at which the contributions of all ranks are complete
-    parameters: tuple[nn.Parameter, ...]
+    def __init__(self, shards: Shards, replicas: Replicas, visits: Visits) -> None:
+        self.shards = shards
+        self.replicas = replicas
+        self.visits = visits
+        self.earlier = EarlierGradients()
+        # Gradients of earlier steps that are not summed over the replicas yet.
+        self.local: dict[nn.Parameter, Tensor] = {}
+        self.sums = True  # whether this step sums
+        self.batch: Batch | None = None
+        self.weighed: set[nn.Parameter] = set()
+        replicas.complete_gradients = self.add_local
 
-    def local_gradients(self) -> list[Tensor]:
-        """The numbers of the gradients that this process holds; a complex number counts as two."""
-        gradients = [parameter.grad for parameter in self.parameters]
-        return [_real(local_share(grad)) for grad in gradients if grad is not None]
+    @property
+    def wait_for_actions(self) -> bool:
+        """Whether any sum begins after an action, so that `after` must be called."""
+        return bool(self.shards.parts or self.replicas.order)
+
+    def begin(
+        self, batch: Batch, fixed: FixedGradients | None, sums: bool = True
+    ) -> None:
+        """Prepare the gradients for a step. If it plays recordings, they are `fixed`, and the step always sums."""
+        self.sums = sums or fixed is not None
+        self.batch = batch
+        self.weighed.clear()
+        laid_aside = [*self.visits.owners, *self.replicas.parameters]
+        if fixed is not None:
+            if fixed.overwrites:
+                laid_aside += fixed.parameters
+            fixed.move_out(laid_aside)
+        self.earlier.lay_aside(laid_aside)
+        if self.sums:
+            self.replicas.begin()
+        if fixed is not None:
+            fixed.begin()
+
+    def after(self, action: int) -> None:
+        """Start the sums to which this action was the last to contribute."""
+        self.shards.after(action)
+        if self.sums:
+            self.replicas.after(action)
+
+    def add_local(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add gradients of earlier steps, which are weighed already, to those of this step."""
+        if not self.local:
+            return
+        assert self.batch is not None
+        listed = list(parameters)
+        self.visits.finish(self.batch, listed)
+        self.weighed.update(listed)
+        for parameter in listed:
+            earlier = self.local.pop(parameter, None)
+            if earlier is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = earlier
+            else:
+                parameter.grad += earlier
+
+    def keep_local(self) -> None:
+        """Move the gradients of replicas out of the way, until a step sums them."""
+        for parameter in dict.fromkeys(self.replicas.parameters):
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is None:
+                continue
+            earlier = self.local.get(parameter)
+            if earlier is not None:
+                gradient = earlier.add_(gradient)
+            self.local[parameter] = gradient
+
+    def abandon(self) -> None:
+        """Forget a step that has failed."""
+        self.replicas.abandon()
+        self.local.clear()
+
+    def finish(self, batch: Batch) -> None:
+        """Wait for the sums, weigh them, and add the gradients of earlier steps."""
+        if self.sums:
+            self.replicas.finish()
+        owners = self.visits.owners
+        self.visits.finish(batch, [p for p in owners if p not in self.weighed])
+        if not self.sums:
+            self.keep_local()
+        self.earlier.add_back()
 
 
-class Replicas:
-    """The sums of one rank, which begin and end in every step.
+# ---------------------------------------------------------------- earlier gradients
+# Lays the gradients of earlier steps aside while a step computes its own, and adds them back afterwards.
+#
+#     before the step      lay_aside            the step                 add_back
+#     grad = earlier       grad = None          grad = sum of this step  grad = sum + earlier
+#
+# A caller may accumulate gradients over several steps. A sum over ranks, or a scale for the parts that some
+# micro-batches skip, must still apply to the gradients of one step only: those of earlier steps have been
+# summed and scaled already.
 
-    `plans` says how some of them are summed, and `messages` in which type their numbers travel, by default their own.
-    """
+
+class EarlierGradients:
+    """The gradients that some parameters had before this step."""
+
+    def __init__(self) -> None:
+        self.laid: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def lay_aside(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember the gradients of these parameters and remove them."""
+        for parameter in dict.fromkeys(parameters):
+            self.laid.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def add_back(self) -> None:
+        """Add the earlier gradients to those that the step has computed."""
+        for parameter, earlier in self.laid:
+            if earlier is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = earlier
+            else:
+                parameter.grad += earlier
+        self.laid.clear()
+
+    def restore(self) -> None:
+        """Put the earlier gradients back and forget what was computed in between."""
+        for parameter, earlier in self.laid:
+            parameter.grad = earlier
+        self.laid.clear()
+
+
+# ---------------------------------------------------------------- visits
+# Chooses the micro-batches over which a part's gradient is a mean, when some micro-batches skip the part.
+#
+#     part            0     1     2          3 micro-batches of equal size, with the paths  0 1 / 0 2 / 0 2
+#     visited by    a b c   a    b c
+#
+#     ALL           1/3    1/3   1/3         the weight of each visitor: a skipped part has a gradient of zero
+#     VISITS        1/3     1    1/2         a skipped part has no gradient
+#
+# A pipeline divides every loss by the valid tokens of the whole step, so it computes ALL. VISITS is the same gradient
+# times (all valid tokens) / (valid tokens that visited the part). If the coverage never changes, that is one constant
+# per part. Adam divides the constant out again; only its epsilon and clipping by the norm of all gradients see a
+# difference. The two differ with plain SGD, and where visitors change from step to step or some steps run the full
+# model. With AdamW we saw no difference (docs/results/convergence.md), so the default is ALL, which needs no work.
+
+
+class Mean(StrEnum):
+    """The tokens over which a part's gradient is a mean."""
+
+    ALL = "all"
+    VISITS = "visits"
+
+
+class Visits:
+    """How much the gradients of one rank's parts count, by the micro-batches that visited them."""
 
     def __init__(
         self,
         schedule: Schedule,
         modules: Mapping[int, nn.Module],
-        comm: Comm,
+        mean: Mean,
         tied: Mapping[str, Tied] | None = None,
-        plans: Sequence[SumPlan] = (),
-        messages: torch.dtype | None = None,
     ) -> None:
-        self.comm = comm
-        self.wait = sums_wait(comm.channels)
-        ties = tied or {}
-        shared = [
-            *_shared_parts(schedule, modules, comm.rank, ties),
-            *_shared_ties(schedule, comm.rank, ties),
-        ]
-        self.order = sorted(shared, key=lambda sum_: (sum_.ready, sum_.name))
-        self.next = 0
-        self.complete: set[int] = set()
-        self.sums: list[tuple[Pending, Tensor, SharedParameters]] = []
-        # Called before the gradients of parameters are summed, to add those of earlier steps.
-        self.complete_gradients: Callable[[Iterable[nn.Parameter]], None] = (
-            lambda parameters: None
+        self.parts = schedule.parts
+        self.paths = []
+        for microbatch in schedule.microbatches:
+            self.paths.append([schedule.stages[s].part for s in microbatch.path])
+        self.owners: dict[nn.Parameter, int] = {}  # parameters to scale, and their part
+        if mean is Mean.ALL:
+            return
+        skipped = _skipped_parts(self.parts, self.paths)
+        _refuse_tied(tied or {}, skipped)
+        for stage, module in modules.items():
+            part = schedule.stages[stage].part
+            if part in skipped:
+                self.owners.update(dict.fromkeys(module.parameters(), part))
+
+    def finish(self, batch: Batch, parameters: Iterable[nn.Parameter]) -> None:
+        """Scale the gradients of these parameters in this step, without those of earlier steps."""
+        if not self.owners:
+            return
+        counts: Sequence[int] = batch.counts
+        if not counts:
+            counts = [int(counting(labels).sum()) for labels in batch.labels]
+        scales = visit_scales(self.parts, self.paths, counts)
+        for parameter in parameters:
+            part = self.owners.get(parameter)
+            if part is not None and parameter.grad is not None:
+                parameter.grad *= scales[part]
+
+
+def _skipped_parts(parts: int, paths: Sequence[Sequence[int]]) -> set[int]:
+    """The parts that at least one micro-batch skips."""
+    skipped = set()
+    for path in paths:
+        skipped.update(set(range(parts)).difference(path))
+    return skipped
+
+
+def _refuse_tied(tied: Mapping[str, Tied], skipped: set[int]) -> None:
+    """Raise an error if a parameter belongs to two parts that different micro-batches visit.
+
+    It has no mean over visits.
+    """
+    for name, shared in tied.items():
+        if len(shared.parts) > 1 and skipped.intersection(shared.parts):
+            parts = " and ".join(map(str, shared.parts))
+            raise ShapeError(
+                f"{name} is in parts {parts}, of which some are skipped: take the mean over all tokens"
+            )
+
+
+def visit_scales(
+    parts: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]
+) -> tuple[float, ...]:
+    """The factors that turn each part's gradient into a mean over its visitors.
+
+    `tokens` are the valid tokens of each micro-batch. A part on no path keeps its gradient: nobody visited it, or it is
+    the head, where all paths end.
+
+    >>> visit_scales(3, [(0, 1), (0, 2), (0, 2)], [8, 8, 8])
+    (1.0, 3.0, 1.5)
+    """
+    if len(paths) != len(tokens):
+        raise ShapeError(
+            f"{len(paths)} paths have {len(tokens)} counts of tokens: give each micro-batch its own"
         )
-        self.planned: dict[str, PlannedSum] = {}
-        self.second = comm.apart() if plans else None
-        self.thread: SumThread | None = None
-        for sum_ in self.order:
-            plan = _plan_of(sum_, plans)
-            if plan is not None:
-                shares = [_real(local_share(p.detach())) for p in sum_.parameters]
-                numbers = sum(share.numel() for share in shares)
-                how = CellFormat(shares[0].dtype, messages)
-                self.planned[sum_.name] = PlannedSum(plan, comm.rank, numbers, how)
+    total = sum(tokens)
+    scales = []
+    for part in range(parts):
+        visited = 0
+        for path, count in zip(paths, tokens, strict=True):
+            if part in path:
+                visited += count
+        scales.append(total / visited if visited else 1.0)
+    return tuple(scales)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All parameters whose gradients are summed."""
-        return [parameter for shared in self.order for parameter in shared.parameters]
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Skip the sums with these names.
+def scale_gradients(parts: Sequence[nn.Module], scales: Sequence[float]) -> None:
+    """Multiply the gradients of each part by its scale, in place.
 
-        Their ranks are threads that share one tensor, so its gradient is the sum already.
+    Call it after all backwards and before any clipping.
+    """
+    scale_of: dict[int, float] = {}
+    for number, (part, scale) in enumerate(zip(parts, scales, strict=True)):
+        for parameter in part.parameters():
+            if scale_of.setdefault(id(parameter), scale) != scale:
+                raise ShapeError(
+                    f"part {number} shares a parameter with a part that has another scale ({scale:g} and "
+                    f"{scale_of[id(parameter)]:g}): tie only parts that all paths visit"
+                )
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.grad is not None and id(parameter) in scale_of:
+                parameter.grad.mul_(scale_of.pop(id(parameter)))
+
+
+# ---------------------------------------------------------------- clipping
+# Scales gradients down to a norm, which the caller has summed over all ranks.
+
+NORM_EPSILON = 1e-6  # added to a norm before dividing by it, as torch does
+
+
+def square_norm(gradient: Tensor) -> Tensor:
+    """The squared norm of a gradient in double precision. Both parts of a complex number count."""
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient.resolve_conj())
+    return gradient.double().square().sum()
+
+
+def scale_down(gradients: Sequence[Tensor], norm: float, most: float) -> None:
+    """Scale the gradients of a rank so that the norm of all ranks, now `norm`, is at most `most`."""
+    if norm > most and gradients:  # A rank may have nothing to train.
+        multiply_all(list(gradients), most / (norm + NORM_EPSILON))
+
+
+# ---------------------------------------------------------------- recorded actions
+class FixedGradients:
+    """Gradients whose memory never moves, because recordings write to them there.
+
+    The first action that contributes to a gradient either adds to it, so that it must be zero when a step begins, or
+    it `overwrites` it, which saves two passes through the memory.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], overwrites: bool = False) -> None:
+        trained: dict[nn.Parameter, None] = {}
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    trained[parameter] = None
+        self.parameters = list(trained)
+        self.overwrites = overwrites
+        self.places: list[Tensor | None] = []
+        if not overwrites:
+            self.places += [torch.zeros_like(parameter) for parameter in trained]
+
+    def install(self) -> None:
+        """Make the fixed memory the gradient of every parameter, or None where there is none."""
+        places = self.places or [None] * len(self.parameters)
+        for parameter, place in zip(self.parameters, places, strict=True):
+            parameter.grad = place
+
+    def adopt(self) -> None:
+        """Keep the gradients that were made while recording as the fixed memory."""
+        if self.overwrites:
+            self.places = [parameter.grad for parameter in self.parameters]
+
+    def move_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy gradients that are about to be laid aside out of the fixed memory.
+
+        This step writes there, so the gradients of earlier steps cannot stay.
         """
-        self.order = [shared for shared in self.order if shared.name not in names]
+        pairs = zip(self.parameters, self.places, strict=True)
+        place_of = dict(pairs)
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient is place_of.get(parameter):
+                parameter.grad = gradient.clone()
 
     def begin(self) -> None:
-        """Begin a step. The gradients of earlier steps, which are summed already, must be laid aside."""
-        self.next = 0
-        self.complete.clear()
-        planned = [self.planned[s.name] for s in self.order if s.name in self.planned]
-        if planned:
-            assert self.second is not None
-            self.thread = SumThread(self.second, planned)
-        self.after(-1)
-
-    def abandon(self) -> None:
-        """Forget the sums of a step that has failed."""
-        if self.thread is not None:
-            self.thread.abandon()
-        self.sums.clear()
-
-    def after(self, action: int) -> None:
-        """Note that an action is done, and begin the sums that are due, in their order."""
-        self.complete.add(action)
-        if not self.wait:
-            self.start_complete()
-
-    def start_complete(self) -> None:
-        """Begin the sums that are complete on this rank, in their order."""
-        while self.next < len(self.order):
-            shared = self.order[self.next]
-            if shared.last not in self.complete:
-                return
-            self.start(shared)
-            self.next += 1
-
-    def start(self, shared: SharedParameters) -> None:
-        """Begin to sum all gradients of one group as one flat tensor."""
-        self.complete_gradients(shared.parameters)
-        for parameter in shared.parameters:
+        """Begin a step, which adds to the gradients that parameters have now, or overwrites them."""
+        if self.overwrites:
+            self.install()
+            return
+        empty = []
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            assert place is not None
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif parameter.grad.is_conj():
-                parameter.grad = parameter.grad.resolve_conj()
-        gradients = shared.local_gradients()
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        pending: Pending
-        if shared.name in self.planned:
-            assert self.thread is not None
-            pending = self.thread.put(flat)
-        else:
-            pending = self.comm.add(flat, shared.group)
-        self.sums.append((pending, flat, shared))
-
-    def times(self) -> dict[tuple[int, ...], SumTimes]:
-        """When this rank began and ended its planned sums in the last step, by their parts."""
-        return {
-            one.plan.parts: SumTimes(one.begin, one.end, one.bytes)
-            for one in self.planned.values()
-        }
-
-    def finish(self) -> None:
-        """Wait for the sums and make them the gradients."""
-        self.start_complete()
-        assert self.next == len(self.order), "a sum was never begun"
-        for pending, flat, shared in self.sums:
-            pending.wait()
-            gradients = shared.local_gradients()
-            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
-        self.sums.clear()
-
-
-def _real(x: Tensor) -> Tensor:
-    """The same memory as real numbers."""
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
-def _plan_of(shared: SharedParameters, plans: Sequence[SumPlan]) -> SumPlan | None:
-    """The plan for a sum, if there is one."""
-    for plan in plans:
-        if set(plan.parts) == set(shared.parts):
-            if set(plan.ranks) != set(shared.group):
-                raise ShapeError(
-                    f"the plan sums {shared.name} over ranks {sorted(plan.ranks)}, "
-                    f"but it is on ranks {list(shared.group)}\n  plan its sums again, or leave them out"
-                )
-            return plan
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """A parameter that several parts use.
-
-    `parameter` is this rank's copy, if it has one. `twins` are further copies on this rank, where its parts cannot
-    share one (`penstock.runtime.shards`).
-    """
-
-    parts: tuple[int, ...]
-    parameter: nn.Parameter | None
-    twins: tuple[nn.Parameter, ...] = ()
-
-
-@runtime_checkable
-class Cut(Protocol):
-    """A part that `penstock.models.split` made. It knows which of its parameters other parts hold too."""
-
-    shared: Mapping[str, tuple[int, ...]]
-
-    def whole_names(self) -> Mapping[str, nn.Parameter]:
-        """Its parameters by their names in the whole model."""
-        ...
-
-
-def ties_of(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, Tied]:
-    """The tied parameters that this rank's parts know of, with this rank's copies.
-
-    A process that builds the whole model and keeps only its own parts has its own copy of a tied parameter. Nothing in
-    the module shows that another rank has a copy too, but the part remembers it from `split`.
-    """
-    cuts = []
-    owners_of: dict[str, tuple[int, ...]] = {}
-    for stage, module in modules.items():
-        for cut in _cuts(module):
-            cuts.append((stage, cut))
-            owners_of.update(cut.shared)
-    ties = {}
-    for name, owners in sorted(owners_of.items()):
-        ties[name] = _tie(schedule, name, owners, cuts)
-    return ties
-
-
-def _cuts(module: nn.Module) -> Iterator[Cut]:
-    """The parts inside a stage's module, which may be compiled or wrapped."""
-    for layer in module.modules():
-        if isinstance(layer, Cut) and isinstance(layer.shared, Mapping):
-            yield layer
-
-
-def _tie(
-    schedule: Schedule,
-    name: str,
-    owners: tuple[int, ...],
-    cuts: Sequence[tuple[int, Cut]],
-) -> Tied:
-    copies: dict[int, nn.Parameter] = {}
-    sharded = False
-    for stage, cut in cuts:
-        parameter = cut.whole_names().get(name)
-        part = schedule.stages[stage].part
-        if (parameter is not None) != (part in owners):
-            listed = " and ".join(map(str, owners))
-            holds = "holds it" if parameter is not None else "does not hold it"
-            raise ShapeError(
-                f"stage {stage} is part {part} of the schedule, but by `split` the parts {listed} hold {name}, and "
-                f"this module {holds}\n"
-                "  give the stage of part n the n-th part, all from one call of `split`, or name the owners yourself: "
-                "Executor(tied={...})"
-            )
-        if parameter is not None:
-            copies[id(parameter)] = parameter
-            sharded |= isinstance(cut, FSDPModule)
-    if not copies:
-        return Tied(owners, None)
-    first, *twins = copies.values()
-    if twins and not sharded:
-        raise ShapeError(
-            f"the stages of this rank hold {len(copies)} separate copies of {name}, which the model has once\n"
-            "  take all parts of a rank from one call of `split`, and do not copy them one by one"
-        )
-    return Tied(owners, first, tuple(twins))
-
-
-def groups_of(
-    schedule: Schedule, tied: Mapping[str, Tied] | None = None
-) -> list[tuple[int, ...]]:
-    """Every group of ranks that will sum, in an order that is the same on all ranks."""
-    groups = {ranks_of(schedule, (part,)) for part in range(schedule.parts)}
-    for shared in (tied or {}).values():
-        groups.add(ranks_of(schedule, shared.parts))
-    return sorted(group for group in groups if len(group) > 1)
-
-
-def _shared_parts(
-    schedule: Schedule,
-    modules: Mapping[int, nn.Module],
-    rank: int,
-    tied: Mapping[str, Tied],
-) -> list[SharedParameters]:
-    """The parts that this rank holds a replica of, without their tied parameters."""
-    tied_ids: set[int] = set()
-    for tie in tied.values():
-        tied_ids.update(id(copy) for copy in (tie.parameter, *tie.twins))
-    sums = []
-    for part in range(schedule.parts):
-        group = ranks_of(schedule, (part,))
-        if len(group) == 1 or rank not in group:
-            continue
-        parameters: dict[nn.Parameter, None] = {}
-        for stage, module in modules.items():
-            if schedule.stages[stage].part == part:
-                parameters.update(dict.fromkeys(module.parameters()))
-        trained = tuple(
-            p for p in parameters if p.requires_grad and id(p) not in tied_ids
-        )
-        if trained:
-            last, ready = completion(schedule, (part,), rank)
-            sums.append(
-                SharedParameters(f"part {part}", (part,), group, last, ready, trained)
-            )
-    return sums
-
-
-def _shared_ties(
-    schedule: Schedule, rank: int, tied: Mapping[str, Tied]
-) -> list[SharedParameters]:
-    """The tied parameters that other ranks hold too."""
-    sums = []
-    for name, tie in tied.items():
-        group = ranks_of(schedule, tie.parts)
-        if len(group) == 1 or rank not in group:
-            continue
-        parameter = tie.parameter
-        if parameter is None:
-            raise ShapeError(
-                f"rank {rank} holds a part that uses {name}: give Executor(tied=...) its copy of it"
-            )
-        if parameter.requires_grad:
-            last, ready = completion(schedule, tie.parts, rank)
-            sums.append(
-                SharedParameters(
-                    f"tied {name}", tie.parts, group, last, ready, (parameter,)
-                )
-            )
-    return sums
+                empty.append(place)
+            elif parameter.grad is not place:
+                place.copy_(parameter.grad)
+        if empty:
+            zero_all(empty)
+        self.install()

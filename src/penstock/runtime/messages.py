@@ -17,19 +17,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
-from penstock.runtime.bundle import ArrivingBundle, Bundle
+from penstock.errors import ShapeError
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
-from penstock.runtime.edges import TensorSpec, TensorSpecs
+from penstock.runtime.edges import ArrivingBundle, Bundle, TensorSpec, TensorSpecs
 from penstock.runtime.lane import LaneStep
+from penstock.runtime.passed_values import described, has_gradient
 from penstock.runtime.quantized import Feedback, quantize, restore
-from penstock.runtime.slices import BatchUnits
-from penstock.runtime.stage_checks import unfit_message
-from penstock.runtime.step_values import StepValues
+from penstock.runtime.units import BatchUnits, StepValues
 
 MIN_RECEIVES_AHEAD = 4
+
 MAX_RECEIVES_AHEAD = 256
 
 
@@ -203,3 +204,30 @@ def receives_ahead(window_bytes: int, message_bytes: int) -> int:
         return 0
     fitting = window_bytes // max(message_bytes, 1)
     return min(max(fitting, MIN_RECEIVES_AHEAD), MAX_RECEIVES_AHEAD)
+
+
+def unfit_message(
+    step: LaneStep,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    autocast: bool,
+) -> ShapeError | None:
+    """The error for a result that the next rank does not expect; None if a cast without loss is enough."""
+    action = step.instruction.action
+    what = "gave the gradient" if step.goes_back else "returned"
+    found = f"stage {action.stage} {what} {described(x)} in {action}"
+    tried = (
+        "\n  that is what it returned when it was tried before the first step; shapes and types must follow from those "
+        "of the input, and not from its numbers"
+    )
+    if tuple(x.shape) != tuple(shape):
+        expected = f"rank {step.peer} expects the shape {tuple(shape)}"
+        return ShapeError(f"{found}, but {expected}{tried}")
+    promoted = torch.promote_types(x.dtype, dtype)
+    casts = has_gradient(x.dtype) and has_gradient(dtype)
+    casts = casts and (dtype.is_complex or not x.is_complex())
+    if not casts or (not autocast and promoted is not dtype):
+        name = str(dtype).removeprefix("torch.")
+        return ShapeError(f"{found}, but rank {step.peer} expects {name}{tried}")
+    return None

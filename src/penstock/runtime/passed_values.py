@@ -229,3 +229,12 @@ class LayerChain(nn.Sequential):
                 made |= passed.named
                 known = {**named, **made}
         return Passed(values, made, returned) if made else returned
+
+
+def described(value: object) -> str:
+    """A value in words: its type and, for a tensor, its data type and shape."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(one).__name__ for one in value)})"
+    return f"a {type(value).__name__}"

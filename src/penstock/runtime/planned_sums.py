@@ -26,8 +26,8 @@ from torch import Tensor
 
 from penstock.ir.sum_plan import SumPlan
 from penstock.ir.sum_rounds import Round, RoundKind, cell_bounds, rounds_of
-from penstock.runtime.cell_format import CellFormat
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
+from penstock.runtime.quantized import CellFormat
 
 TOTALS = -1  # in place of a round, where totals are rounded that several ranks add up
 

@@ -1,4 +1,4 @@
-"""Brings the times that each rank measures together into one `Timeline`, the type that the simulator makes too.
+"""Measures when the actions of a step run on every rank, and makes one `Timeline` of it, as the simulator does.
 
 The ranks of one host read the same clock. The clocks of other hosts are compared with rank 0's by pings, of which the
 shortest is the most exact:
@@ -13,9 +13,12 @@ kernels and not of their launch. Events are read when the step is over.
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,12 +31,14 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import SumPlan
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 from penstock.ir.verify_sums import ordered_sums
-from penstock.runtime.blocking_wait import sleep_until_done
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.comm.shaped import ShapedComm
+from penstock.runtime.torch_internals import sleep_until_done
 
 CLOCK_PINGS = 8
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of Linux: another one on each host
+
 Moment = float | torch.cuda.Event
 
 
@@ -249,3 +254,44 @@ def _echo(comm: Comm, other: int) -> None:
     comm.receive((1,), torch.float64, other).wait()
     answer = torch.tensor([time.perf_counter(), clock_id()], dtype=torch.float64)
     comm.send(answer, other).wait()
+
+
+# ---------------------------------------------------------------- collector
+# Pauses the garbage collector of Python while ranks run a step.
+#
+#     rank 0   ├── walks ──────┤
+#     rank 1         ├── walks ─────────┤
+#     collector  on  │ off              │ on
+#
+# Ranks may be threads of one process, which has one collector. So the first one switches it off, and the last one
+# switches it on again. If each rank switched it back to what it had found, one that began late would find it off, and
+# could leave it off for good.
+
+
+class Pauses:
+    """The pauses that are under way in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.was_on = False  # before the first of them
+
+
+_pauses = Pauses()
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Let the collector rest; afterwards it does what it did before, unless another thread still wants it to rest."""
+    with _pauses.lock:
+        if _pauses.count == 0:
+            _pauses.was_on = gc.isenabled()
+            gc.disable()
+        _pauses.count += 1
+    try:
+        yield
+    finally:
+        with _pauses.lock:
+            _pauses.count -= 1
+            if _pauses.count == 0 and _pauses.was_on:
+                gc.enable()

@@ -10,7 +10,7 @@ actions need about as much memory as others.
     memory     a    b    a    a    b              F2 takes what B0 has freed
 
 A lane with very many actions would need very many recordings. There, micro-batches that are not in flight at the same
-time share a set of recordings, a take (`penstock.runtime.takes`). A take has memory for one micro-batch: x and y of
+time share a set of recordings, a take (`penstock.runtime.replay`). A take has memory for one micro-batch: x and y of
 every slice, and what the backward keeps. Memory that one of its actions has freed can serve only later actions of the
 same take, because nothing is known about how the actions of two takes will interleave. That needs more memory.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import (
     Callable,
     Collection,
+    Hashable,
     Iterable,
     Iterator,
     Mapping,
@@ -28,6 +29,7 @@ from collections.abc import (
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,45 +37,33 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
-from penstock.runtime.added_losses import adding_to
-from penstock.runtime.backward import record_in
-from penstock.runtime.batch import Batch
-from penstock.runtime.bundle import Bundle
-from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.earlier_gradients import EarlierGradients
-from penstock.runtime.edges import BatchEdges
-from penstock.runtime.frozen_stages import StageVisit
-from penstock.runtime.lane import Do, LaneStep, Turn
-from penstock.runtime.module_buffers import buffers_restored
-from penstock.runtime.randomness import (
-    DRAWING_LOCK,
-    Drawn,
-    drawing_again,
-    drawn_since,
-    states,
-)
-from penstock.runtime.slices import BatchUnits, cut_units
-from penstock.runtime.stage_actions import (
+from penstock.runtime.actions import (
     ComputedActions,
     FirstStepChecks,
     GiveBack,
     LaneStages,
 )
-from penstock.runtime.step_values import StepValues
-from penstock.runtime.takes import (
-    TakeKind,
-    TakeMoment,
-    VisitShape,
-    assign_takes,
-    stage_visits,
-    take_moment,
+from penstock.runtime.backward import record_in
+from penstock.runtime.batch import Batch
+from penstock.runtime.edges import BatchEdges, Bundle
+from penstock.runtime.gradients import EarlierGradients, FixedGradients
+from penstock.runtime.lane import Do, LaneStep, Rests, StageVisit, Turn
+from penstock.runtime.loss import adding_to
+from penstock.runtime.module_state import (
+    DRAWING_LOCK,
+    Drawn,
+    buffers_restored,
+    drawing_again,
+    drawn_since,
+    states,
 )
 from penstock.runtime.tape import RecordedWork, Results, Tape
 from penstock.runtime.torch_internals import (
+    local_share,
     recording_bytes,
     view_without_owning,
-    zero_all,
 )
+from penstock.runtime.units import BatchUnits, StepValues, cut_units
 
 
 def _play_nothing() -> None:
@@ -201,9 +191,6 @@ class RecordedAction:
         return self.results
 
 
-Take = Mapping[TakeMoment, RecordedAction]
-
-
 class Recordings:
     """The recorded actions of one rank, for batches of one shape.
 
@@ -271,7 +258,6 @@ class Recordings:
     def begin(self, valid: int) -> None:
         """Begin a step with this number of valid tokens."""
         self.valid.fill_(valid)
-        self.gradients.begin()
 
     def draws_again(self, step: LaneStep) -> bool:
         """Whether the backward draws the random numbers of this forward again."""
@@ -519,65 +505,6 @@ class RecordingSession:
             ) from error
 
 
-class FixedGradients:
-    """Gradients whose memory never moves, because recordings write to them there.
-
-    The first action that contributes to a gradient either adds to it, so that it must be zero when a step begins, or
-    it `overwrites` it, which saves two passes through the memory.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], overwrites: bool = False) -> None:
-        trained: dict[nn.Parameter, None] = {}
-        for module in modules:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    trained[parameter] = None
-        self.parameters = list(trained)
-        self.overwrites = overwrites
-        self.places: list[Tensor | None] = []
-        if not overwrites:
-            self.places += [torch.zeros_like(parameter) for parameter in trained]
-
-    def install(self) -> None:
-        """Make the fixed memory the gradient of every parameter, or None where there is none."""
-        places = self.places or [None] * len(self.parameters)
-        for parameter, place in zip(self.parameters, places, strict=True):
-            parameter.grad = place
-
-    def adopt(self) -> None:
-        """Keep the gradients that were made while recording as the fixed memory."""
-        if self.overwrites:
-            self.places = [parameter.grad for parameter in self.parameters]
-
-    def move_out(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy gradients that are about to be laid aside out of the fixed memory.
-
-        This step writes there, so the gradients of earlier steps cannot stay.
-        """
-        pairs = zip(self.parameters, self.places, strict=True)
-        place_of = dict(pairs)
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient is place_of.get(parameter):
-                parameter.grad = gradient.clone()
-
-    def begin(self) -> None:
-        """Begin a step, which adds to the gradients that parameters have now, or overwrites them."""
-        if self.overwrites:
-            self.install()
-            return
-        empty = []
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            assert place is not None
-            if parameter.grad is None:
-                empty.append(place)
-            elif parameter.grad is not place:
-                place.copy_(parameter.grad)
-        if empty:
-            zero_all(empty)
-        self.install()
-
-
 def sent_values(turns: Sequence[Turn], only_later: bool = False) -> Iterator[int]:
     """The values that a lane sends to other ranks; with `only_later` those that it does not send in their own turn."""
     for turn in turns:
@@ -698,3 +625,91 @@ def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:
 
 def _nothing_to_give(buffer: Tensor) -> None:
     """A recording receives no messages, so it has no receive buffer to give back."""
+
+
+# ---------------------------------------------------------------- takes
+# Assigns each micro-batch on a stage to a take: a set of recordings for one micro-batch at a time.
+#
+# A take is busy from the first action of a micro-batch to its last, so a stage needs as many takes as it has
+# micro-batches in flight:
+#
+#     stage 1    F0  F1  F2  B0  F3  B1  F4  B2 ...
+#     take        a   b   c   a   a   b   b   c
+
+# The shapes of a micro-batch, its cuts, and what the stage gets and passes on.
+VisitShape: TypeAlias = tuple[Hashable, ...]
+
+TakeMoment = tuple[Do, int]  # an action within a take: what it does, on which slice
+Take = Mapping[TakeMoment, RecordedAction]
+
+
+class TakeKind(NamedTuple):
+    """What two micro-batches must have in common to use the same take of a stage, one after the other."""
+
+    stage: int
+    shape: VisitShape
+    steps: tuple[tuple[Do, int, bool, bool], ...]  # action, slice, split, last
+    idle: bool = False  # nothing trains up to here: the backward has nothing to do
+    closed: bool = False  # nothing trains before it: its input needs no gradient
+
+
+def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[LaneStep]]:
+    """The steps of each stage with each micro-batch, in the order of the lane."""
+    visits: dict[StageVisit, list[LaneStep]] = {}
+    for turn in turns:
+        step = turn.step
+        if step is not None:
+            visit = step.stage, step.microbatch
+            visits.setdefault(visit, []).append(step)
+    return visits
+
+
+def assign_takes(
+    visits: Mapping[StageVisit, Sequence[LaneStep]],
+    shapes: Mapping[StageVisit, VisitShape],
+    rests: Rests | None = None,
+) -> dict[StageVisit, tuple[TakeKind, int]]:
+    """The kind of each visit, and the number of the first take of that kind which is free."""
+    rests = rests or Rests()
+    assigned: dict[StageVisit, tuple[TakeKind, int]] = {}
+    busy_until: dict[TakeKind, list[int]] = {}  # last action of each take's visitor
+    for visit, steps in visits.items():
+        kind = recording_kind(steps, shapes[visit], rests)
+        first = steps[0].value
+        last = steps[-1].value
+        takes = busy_until.setdefault(kind, [])
+        number = _first_free(takes, first)
+        if number == len(takes):
+            takes.append(last)
+        else:
+            takes[number] = last
+        assigned[visit] = kind, number
+    return assigned
+
+
+def _first_free(busy_until: Sequence[int], action: int) -> int:
+    """The first take that is free before an action; the number of takes if all are busy."""
+    for number, last in enumerate(busy_until):
+        if last < action:
+            return number
+    return len(busy_until)
+
+
+def recording_kind(
+    steps: Sequence[LaneStep], shape: VisitShape, rests: Rests
+) -> TakeKind:
+    """The kind of a visit."""
+    actions = tuple((*take_moment(step), step.split, step.last) for step in steps)
+    first = steps[0].value
+    return TakeKind(
+        steps[0].stage,
+        shape,
+        actions,
+        idle=first in rests.idle,
+        closed=first in rests.closed,
+    )
+
+
+def take_moment(step: LaneStep) -> TakeMoment:
+    """The key of a step within its take."""
+    return step.do, step.instruction.action.slice

@@ -33,9 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.modules.batchnorm import (
-    _NormBase as Norm,  # batch norms and instance norms
-)
+from torch.nn.modules.batchnorm import _NormBase as Norm
 from torch.nn.modules.dropout import _DropoutNd
 
 # The types with which `penstock.runtime.comm.ipc` implements a backend, and the stores of `torch.distributed`. Torch
@@ -154,8 +152,8 @@ SEEN: dict[tuple[str, str], tuple[str, ...]] = {
 
 # The first optimizer of a process loads this, which takes half a second.
 MODULE_OF_OPTIMIZERS = "torch._dynamo"
-MAX_GPU_CYCLES_PER_SECOND = 2e9
 
+MAX_GPU_CYCLES_PER_SECOND = 2e9
 
 # ---------------------------------------------------------------- autograd
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -419,6 +417,7 @@ def default_store() -> Store:
 
 
 MEMORY_ERROR_TEXTS = ("allocate memory", "not enough memory", "bad alloc")
+
 CONNECTION_ERROR_TEXTS = (
     "gloo",
     "nccl",
@@ -548,3 +547,49 @@ def provide_set_timeout() -> None:
     if not hasattr(torch.distributed, "set_timeout"):
         private = torch.distributed.distributed_c10d._set_pg_timeout
         torch.distributed.set_timeout = private  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- dtensor share
+# The share of a tensor that one process holds when several processes shard it (a DTensor), and where it lies.
+#
+# whole  ┌─────────┐        local    the numbers here, in the tensor's own memory
+#        │   ┌───┐ │        offset   (1, 4): where they begin
+#        │   └───┘ │
+#        └─────────┘        for a plain tensor: itself, and (0, 0)
+
+__all__ = ["cut_share", "is_distributed", "local_share", "share_offset"]
+
+
+def local_share(tensor: Tensor) -> Tensor:
+    """The numbers that this process holds; all of them for a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether several processes hold a tensor together. FSDP makes a DTensor even where there is one process."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
+
+
+def cut_share(whole: Tensor, like: Tensor) -> Tensor:
+    """The share of a whole tensor that this process holds of a sharded tensor `like` it."""
+    starts = share_offset(like)
+    sizes = local_share(like).shape
+    index = tuple(
+        slice(start, start + size) for start, size in zip(starts, sizes, strict=True)
+    )
+    return whole[index]
+
+
+# ---------------------------------------------------------------- blocking wait
+# Waits for a GPU without keeping a core busy.
+
+
+def sleep_until_done() -> None:
+    """Let the host sleep until the GPU has done what was launched on the current stream.
+
+    If the host reads a number that is not there yet, torch asks for it again and again. That keeps a core busy, which
+    the threads of NCCL may need. Waking up takes some hundredths of a millisecond longer.
+    """
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done.record()
+    done.synchronize()

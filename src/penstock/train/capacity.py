@@ -240,7 +240,7 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
     end_numbers = end_parameters * _numbers_held(load.mesh, numbers.ends, 3)
     weights = FLOAT32_BYTES * (layer_numbers + end_numbers)
     if load.half and load.mesh.size == 1:
-        # Copies of all matrices in half precision (`penstock.runtime.cast_weights`).
+        # Copies of all matrices in half precision (`penstock.runtime.backward`).
         head = counts.head if number == last else 0
         weights += FLOAT32_BYTES / 2 * (layers * counts.layer + head)
     tied = _tied_bytes(load)

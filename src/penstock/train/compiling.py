@@ -13,7 +13,7 @@ from penstock.config import AUTO, Config, RunConfig, reasons_against_compiling
 from penstock.errors import RunError
 from penstock.models import smoothed_loss, token_loss
 from penstock.runtime import ChunkedLoss, CompiledLoss
-from penstock.runtime.loss_reduction import Loss
+from penstock.runtime.loss import Loss
 from penstock.train.own_code import own_function
 
 # Ranks compile at the same time, but not equally long: those that are done wait for the others.

@@ -29,7 +29,7 @@ from penstock.config import LoraConfig, MeshConfig, OptimizerConfig, ParameterGr
 from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_name
 from penstock.models.split import Part, find_anatomy
 from penstock.runtime import Comm, local_share
-from penstock.runtime.clipping import scale_down
+from penstock.runtime.gradients import scale_down
 from penstock.runtime.torch_internals import norms_of_all
 from penstock.train.lora import adapted_blueprint, is_adapter
 from penstock.train.mesh import NUMBERS_PER_PARAMETER

@@ -6,7 +6,7 @@ import torch
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, ShapeError
-from penstock.runtime.loss_reduction import reduction_of, refuse_other_loss
+from penstock.runtime.loss import reduction_of, refuse_other_loss
 from penstock.train.own_code import own_function
 
 ROWS = 2

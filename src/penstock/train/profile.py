@@ -24,12 +24,12 @@ from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
-from penstock.measure.points import SlicePoint
 from penstock.measure.probe import MEASURED_RATE, Subject
 from penstock.measure.profile import (
     PROFILE_ROUNDS,
     QUICK_ROUNDS,
     ProgressText,
+    SlicePoint,
     Subjects,
     measure_rows,
 )

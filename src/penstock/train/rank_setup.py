@@ -19,7 +19,7 @@ from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import keys_per_token
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import Comm, CudaTape, Executor, compile_stage
-from penstock.runtime.visits import Mean
+from penstock.runtime.gradients import Mean
 from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.documents import DocumentCutter, DocumentDealer

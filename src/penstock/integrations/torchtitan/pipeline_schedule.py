@@ -26,8 +26,8 @@ from penstock.errors import RunError, ShapeError
 from penstock.ir import Op, Schedule, lower
 from penstock.runtime import Executor, ProcessComm, Proof, make_deferrable, prove
 from penstock.runtime.batch import Batch
-from penstock.runtime.slices import spans_of
 from penstock.runtime.torch_internals import ignore_fsdp_view_warning
+from penstock.runtime.units import spans_of
 
 _log = logging.getLogger(__name__)
 PIPELINING = "torchtitan.distributed.pipeline_parallel"

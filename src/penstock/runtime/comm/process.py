@@ -39,11 +39,10 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program, links_of
 from penstock.runtime.backends import NCCL, ON_GPU
-from penstock.runtime.blocking_wait import sleep_until_done
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
-from penstock.runtime.torch_internals import Store
+from penstock.runtime.torch_internals import Store, sleep_until_done
 
 TAG_TURNS = 0xFFF  # messages are numbered modulo this mask, so the tags are reused
 TAG_STRIDE = 0x7FFFF  # distance between the tags of two consecutive messages; a prime

@@ -10,7 +10,7 @@ cannot deadlock, since all ranks walk the path in one order. The last stage has 
 its loss; the output gradient of any other stage is random. A real gradient would need a second
 walk back, and would say nothing about stages below a head that starts at zero.
 
-`penstock.runtime.proof.judge` explains how much may differ, and why.
+`penstock.runtime.proof.limits` explains how much may differ, and why.
 
 Dropout is compared with equal random numbers. Slices, compiled code and recordings draw other
 numbers than a plain call. With these options dropout is switched off, and the effect of the
@@ -31,22 +31,18 @@ from torch import Tensor, nn
 
 from penstock.errors import ProofError
 from penstock.ir.schedule import Schedule
+from penstock.runtime.agreement import share_facts
 from penstock.runtime.batch import Batch
-from penstock.runtime.bundle import Bundle
-from penstock.runtime.dtensor_share import is_distributed
-from penstock.runtime.edges import Edge
+from penstock.runtime.bench import PROOF_SEED, REDRAWS, Bench, Option
+from penstock.runtime.edges import Bundle, Edge
 from penstock.runtime.executor import Executor
-from penstock.runtime.facts import share_facts
-from penstock.runtime.proof.judge import DifferenceJudge, TensorDifference
-from penstock.runtime.proof.options import REDRAWS, Option
-from penstock.runtime.proof.traceless import (
-    has_compiled_layer,
-    restored_random,
-)
-from penstock.runtime.proof.ways import Bench
-from penstock.runtime.torch_internals import free_bytes
+from penstock.runtime.module_state import has_compiled_layer, restored_random
+from penstock.runtime.passed_values import has_gradient
+from penstock.runtime.proof.limits import DifferenceJudge, TensorDifference
+from penstock.runtime.torch_internals import free_bytes, is_distributed
 
 _log = logging.getLogger(__name__)
+
 # Two rows of a micro-batch are enough to show that rows leak into each other.
 MAX_PROOF_ROWS = 2
 
@@ -63,6 +59,7 @@ WAYS_OUT = {
     "forward overwrites it: store it in autograd's context, or train with one micro-batch at a time, "
     "`--set schedule.microbatches=1`",
 }
+
 OPTION_NAMES = {
     Option.SLICES: "token slices",
     Option.SPLIT: "the split backward",
@@ -72,7 +69,9 @@ OPTION_NAMES = {
     Option.COMPILED: "torch.compile",
     Option.INTERLEAVED: "several micro-batches in flight",
 }
+
 MAX_NAMES_SHOWN = 3
+
 LAST_RESORT = "  `--set run.prove=false`, or Pipeline(prove=False), skips this check"
 
 
@@ -476,3 +475,43 @@ def _failure_text(
     for option in cause:
         lines.append(f"  way out: {WAYS_OUT[option]}")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- warm up
+# Compiles the stages of a rank before its first step.
+#
+# Compiling takes from seconds to minutes, and not equally long on all ranks. Within a step, all other ranks would wait
+# for the slowest compiler at one message after the other. Here each rank runs its own stages alone, in every way that
+# the plan runs them, and the ranks meet once afterwards.
+
+
+def warm_up(executor: Executor, batch: Batch, evaluates: bool = True) -> None:
+    """Run every stage of this rank once, in training and in evaluation if it `evaluates`, and leave no trace.
+
+    All ranks must call this. It sends no message except to find the shapes between stages, and to meet at the end.
+    """
+    chosen = choose_microbatches(executor.program.schedule)
+    executor.edges(batch)  # together with the other ranks
+    own = [stage for stage in sorted(executor.modules) if stage in chosen]
+    devices = {x.device for x in batch.inputs}
+    with restored_random(devices, executor.comm.barrier):
+        for stage in own:
+            number = chosen[stage]
+            bench = Bench(executor, stage, number, batch)
+            x: Tensor | Bundle = batch.inputs[number]
+            if bench.incoming is not None:
+                x = _random_input(bench, bench.incoming, x.device)
+            bench.set_input(x, batch, number)
+            bench.run_all(evaluates)
+
+
+def _random_input(bench: Bench, edge: Edge, device: torch.device) -> Tensor | Bundle:
+    """Random numbers like those that another stage passes on; whole numbers are zero."""
+    dice = torch.Generator().manual_seed(PROOF_SEED)
+    tensors = []
+    for shape, dtype, _ in edge.tensors:
+        x = torch.zeros(shape, dtype=dtype)
+        if has_gradient(dtype):
+            x = torch.randn(shape, generator=dice, dtype=dtype)
+        tensors.append(x.to(device))
+    return Bundle(tensors, edge.values, edge.names) if bench.many else tensors[0]

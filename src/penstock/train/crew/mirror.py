@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from penstock.config import OptimizerConfig
 from penstock.runtime import Comm
-from penstock.runtime.clipping import scale_down
 from penstock.runtime.comm.comm import Arriving, Pending
+from penstock.runtime.gradients import scale_down
 from penstock.train.crew.handover import PartState, PartTransfer
 from penstock.train.optimizer import Optimizer
 

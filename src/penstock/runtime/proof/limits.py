@@ -27,15 +27,19 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor
 
+from penstock.runtime.bench import PROOF_SEED, Bench, Option, Options, Results
 from penstock.runtime.passed_values import has_gradient
-from penstock.runtime.proof.options import Option, Options
-from penstock.runtime.proof.ways import PROOF_SEED, Bench, Results
 
 ALLOWED_ROUNDINGS = 32  # of a tensor's norm
+
 MAX_ROUNDING_SHARE = 0.01  # of a tensor's norm, whatever the data type
+
 NOISE_FACTOR = 16  # times the change that rounding was observed to make
+
 AUTOCAST_FACTOR = 4  # times the error of the plain way under autocast
+
 NOISE_RUNS = 2  # measurements of the effect of rounding
+
 # The eps of products of float32 matrices, by torch.get_float32_matmul_precision().
 PRODUCT_EPS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
 

@@ -22,30 +22,33 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.dropout import place_at
+from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.added_losses import take_sum
-from penstock.runtime.backward import Ledger, record_in
-from penstock.runtime.bundle import Bundle, bundle_of
-from penstock.runtime.cast_weights import CastWeights
-from penstock.runtime.chunked_loss import ChunkedLoss
-from penstock.runtime.deferral_report import DeferralReport
-from penstock.runtime.frozen_stages import Rests
-from penstock.runtime.lane import LaneStep
-from penstock.runtime.loss_reduction import (
+from penstock.runtime.backward import CastWeights, DeferralReport, Ledger, record_in
+from penstock.runtime.edges import Bundle, bundle_of
+from penstock.runtime.lane import LaneStep, Rests
+from penstock.runtime.loss import (
+    ChunkedLoss,
     Loss,
     Reduction,
     as_sum,
     is_known_sum,
     plain_loss,
     refuse_other_loss,
+    take_sum,
 )
-from penstock.runtime.module_buffers import (
+from penstock.runtime.module_state import (
+    DRAWING_LOCK,
     Buffers,
+    Drawn,
     buffers_as_before,
     buffers_of,
     copied,
+    drawing_again,
+    drawn_since,
     gathering_norms,
     refuse_changed_copies,
+    states,
     statistics_locks,
     whole_buffers,
 )
@@ -53,25 +56,13 @@ from penstock.runtime.passed_values import (
     PIECE,
     ForwardParameters,
     Passed,
+    described,
     forward_parameters,
     named_arguments,
     passed_by,
 )
-from penstock.runtime.randomness import (
-    DRAWING_LOCK,
-    Drawn,
-    drawing_again,
-    drawn_since,
-    states,
-)
-from penstock.runtime.slices import BatchUnits
-from penstock.runtime.stage_checks import (
-    call_stage,
-    detached_error,
-    not_tensors_error,
-)
-from penstock.runtime.step_values import StepValues, detached
-from penstock.runtime.torch_internals import walk_back
+from penstock.runtime.torch_internals import changes, walk_back
+from penstock.runtime.units import BatchUnits, StepValues, detached
 
 GiveBack = Callable[[Tensor], None]  # returns a receive buffer to the `Comm`
 
@@ -101,7 +92,7 @@ class StageActions(Protocol):
 class LaneStages:
     """The stages of one rank and how they compute.
 
-    The second group of fields is known once the ranks have agreed (`penstock.runtime.rank_agreement`).
+    The second group of fields is known once the ranks have agreed (`penstock.runtime.agreement`).
     """
 
     modules: Mapping[int, nn.Module]
@@ -581,3 +572,85 @@ class ComputedActions:
         """Let the buffers of a finished unit take the next messages."""
         for buffer in kept.buffers:
             self.give_back(buffer)
+
+
+# ---------------------------------------------------------------- stage checks
+# Checks of a user's own stages, with errors that say which stage is wrong, what is expected and what to do.
+
+
+def not_tensors_error(step: LaneStep, module: nn.Module, y: object) -> ShapeError:
+    """The error for a stage that did not return tensors, or other ones than when it was tried."""
+    want = (
+        "tensors, for the loss" if step.last else "what it returned when it was tried"
+    )
+    return ShapeError(
+        f"stage {step.stage} ({type(module).__name__}) returned {described(y)} in {step.instruction}, but it must "
+        f"return {want}\n  a stage returns a tensor, a tuple of tensors, or a dict of tensors with names, and the "
+        "same ones in every call"
+    )
+
+
+def detached_error(step: LaneStep, module: nn.Module) -> RunError:
+    """The error for a stage whose output depends on nothing that trains, although it should."""
+    return RunError(
+        f"{step.instruction} has no gradient to compute: what stage {step.stage} ({type(module).__name__}) returned "
+        "does not depend on its input or its parameters\n"
+        "  look for detach(), no_grad() or argmax() in its forward or in the loss; to freeze a stage on purpose, call "
+        "requires_grad_(False) on its parameters"
+    )
+
+
+def call_stage(
+    module: nn.Module,
+    values: Sequence[Tensor],
+    arguments: Mapping[str, Any],
+    stage: int,
+    doing: str,
+) -> Any:
+    """Call a module, and refuse one that changes its input in place, which a backward needs as it was."""
+    named = [value for value in arguments.values() if isinstance(value, Tensor)]
+    given = [*values, *named]
+    before = _versions(given)
+    try:
+        y = module(*values, **arguments)
+    except RuntimeError as error:
+        changes_a_leaf = "leaf Variable that requires grad" in str(error)
+        if changes_a_leaf and any(x.requires_grad for x in given):
+            raise _changed_input_error(stage, module, doing) from error
+        if not torch.is_grad_enabled() and needs_gradients(error):
+            raise without_gradients_error(stage, module, doing, error) from error
+        raise
+    if _versions(given) != before:
+        raise _changed_input_error(stage, module, doing)
+    return y
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers that grow when somebody changes a tensor."""
+    return [0 if one.is_inference() else changes(one) for one in tensors]
+
+
+def needs_gradients(error: Exception) -> bool:
+    """Whether torch says that something needs a tensor with a gradient, such as a hook on it or `autograd.grad`."""
+    text = str(error)
+    return "require grad" in text or "requires_grad" in text
+
+
+def without_gradients_error(
+    stage: int, module: nn.Module, doing: str, error: RuntimeError
+) -> RunError:
+    """The error for a forward that needs gradients where it runs without them."""
+    reason = str(error).strip().partition("\n")[0]
+    return RunError(
+        f"stage {stage} ({type(module).__name__}) cannot run {doing} without gradients: {reason}\n"
+        "  a recomputed stage computes its first forward without them, and so do evaluation and frozen stages: write "
+        "`if y.requires_grad:` before y.register_hook() or y.retain_grad(), or train without `recompute`"
+    )
+
+
+def _changed_input_error(stage: int, module: nn.Module, doing: str) -> ShapeError:
+    return ShapeError(
+        f"stage {stage} ({type(module).__name__}) changes its input in place in {doing}, but the "
+        "backward needs the input as it was\n"
+        "  let its first layer make a new tensor: nn.ReLU(inplace=False), x * 2 instead of x.mul_(2), or x.clone()"
+    )

@@ -53,8 +53,11 @@ from penstock.runtime.torch_internals import (
 )
 
 DEFAULT_COMPILER = "inductor"
+
 SPARE_GRAPHS = 1  # warn when this many are left before torch gives up
+
 _log = logging.getLogger(__name__)
+
 Module = TypeVar("Module", bound=nn.Module)
 
 

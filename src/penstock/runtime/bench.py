@@ -1,4 +1,4 @@
-"""Runs one stage on one micro-batch, plainly or as the plan will run it, and leaves no trace.
+"""Runs one stage without its pipeline, plainly or as the plan will run it, and leaves no trace.
 
     plain      y = module(x)   one call on the whole sequence, one ordinary backward, without torch.compile
     planned    a real `Executor` on a program of one rank, cut out of the plan's lane:
@@ -6,35 +6,48 @@
                feed ──x──► stage ──y──► sink          feed   supplies x, and catches its gradient dx
                     ◄─dx──       ◄─dy──               sink   catches y, and sends dy back; the last stage has its loss
 
-Any of the plan's options can be switched off in the planned way. That is how
-`penstock.runtime.proof.prove` finds the option that causes a difference. Gradients, buffers,
-plain attributes of modules and torch's random number generators are restored afterwards.
+Any of the plan's options can be switched off in the planned way. That is how `penstock.runtime.proof.prove` finds the
+option that causes a difference. Gradients, buffers, plain attributes of modules and torch's random number generators
+are restored afterwards.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Carry
+from penstock.carry import Carry, Slice
 from penstock.errors import RunError
 from penstock.ir.action import Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
-from penstock.runtime.added_losses import collected_losses, take_sum
+from penstock.runtime.actions import call_stage, needs_gradients
 from penstock.runtime.batch import Batch, counting
-from penstock.runtime.bundle import Bundle, bundle_of
 from penstock.runtime.comm.thread import Hub, ThreadComm
-from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.edges import Edge, TensorSpecs
+from penstock.runtime.edges import Bundle, Edge, TensorSpecs, bundle_of
 from penstock.runtime.executor import Executor
-from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
+from penstock.runtime.loss import (
+    Reduction,
+    as_sum,
+    collected_losses,
+    plain_loss,
+    take_sum,
+)
+from penstock.runtime.module_state import (
+    ModuleMemory,
+    has_compiled_layer,
+    noisy,
+    random_states,
+    uncompiled,
+    without_dropout,
+)
 from penstock.runtime.passed_values import (
     PIECE,
     Passed,
@@ -43,31 +56,321 @@ from penstock.runtime.passed_values import (
     named_arguments,
     passed_by,
 )
-from penstock.runtime.proof.ends import Feed, OutputSink, weighted_sum
-from penstock.runtime.proof.options import Option, Options
-from penstock.runtime.proof.stage_order import stage_order
-from penstock.runtime.proof.traceless import (
-    ModuleMemory,
-    has_compiled_layer,
-    noisy,
-    random_states,
-    uncompiled,
-    without_dropout,
-)
-from penstock.runtime.stage_checks import call_stage, needs_gradients
 from penstock.runtime.torch_internals import (
     changes,
+    local_share,
     original_module,
     original_name,
 )
 
+
+class Option(StrEnum):
+    """What a plan can do with a stage that a plain call does not."""
+
+    SLICES = "slices"
+    SPLIT = "split"
+    RECOMPUTE = "recompute"
+    AUTOCAST = "autocast"
+    RECORDED = "recorded"
+    COMPILED = "compiled"
+    INTERLEAVED = "interleaved"  # the stage holds several micro-batches at a time
+
+
+Options = frozenset[Option]
+
+# With these options a stage draws other random numbers than in a plain call.
+REDRAWS = frozenset({Option.SLICES, Option.COMPILED, Option.RECORDED})
+
+
+# ---------------------------------------------------------------- stage order
+# The order in which a lane treats one stage, cut out of the plan for a micro-batch or two.
+#
+# lane of the rank      0F0 2F0 0F1 2F1 2B0 0B0 2F2 2B1 ...
+# stage 2 alone             2F0     2F1 2B0     2F2 2B1
+# micro-batches 0, 1        2F0     2F1 2B0         2B1      1 is the companion: held at the same time as 0
+
+
+class Operation(NamedTuple):
+    """An op on a slice of one of the micro-batches of a `StageOrder`, by its number there."""
+
+    op: Op
+    microbatch: int
+    slice: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """A micro-batch and its companion, if it has one, and the operations on them in order."""
+
+    microbatches: tuple[MicroBatch, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether weight gradients have operations of their own."""
+        return any(operation.op is Op.W for operation in self.operations)
+
+    def under(self, planned: Options, options: Options) -> list[Operation]:
+        """Return the operations with these of the planned options.
+
+        That is the lane's own order, or the plainest one if an option that shaped it is off.
+        """
+        shaping = {Option.SLICES, Option.INTERLEAVED} & planned
+        keeps_shape = shaping <= options
+        order = list(self.operations) if keeps_shape else self.plainest(options)
+        return order if Option.SPLIT in options else join_backwards(order)
+
+    def plainest(self, options: Options) -> list[Operation]:
+        """Return all forwards of a micro-batch, then all its backwards.
+
+        With interleaving, the forwards of both micro-batches come first.
+        """
+        order: list[Operation] = []
+        numbers = range(len(self.microbatches))
+        if Option.INTERLEAVED in options:
+            for number in numbers:
+                order += self._forwards(number, options)
+            for number in numbers:
+                order += self._backwards(number, options)
+        else:
+            for number in numbers:
+                order += self._forwards(number, options)
+                order += self._backwards(number, options)
+        return order
+
+    def _slices(self, number: int, options: Options) -> range:
+        """The slices of a micro-batch under these options."""
+        planned = self.microbatches[number].slices
+        return range(planned if Option.SLICES in options else 1)
+
+    def _forwards(self, number: int, options: Options) -> list[Operation]:
+        slices = self._slices(number, options)
+        return [Operation(Op.F, number, piece) for piece in slices]
+
+    def _backwards(self, number: int, options: Options) -> list[Operation]:
+        """The backwards of a micro-batch, last slice first."""
+        ops = (Op.I, Op.W) if self.is_split else (Op.B,)
+        order: list[Operation] = []
+        for piece in reversed(self._slices(number, options)):
+            order += [Operation(op, number, piece) for op in ops]
+        return order
+
+
+def join_backwards(order: Sequence[Operation]) -> list[Operation]:
+    """Return the order with a whole backward, B, in the place of each I, and without W."""
+    joined: list[Operation] = []
+    for operation in order:
+        if operation.op is Op.I:
+            joined.append(operation._replace(op=Op.B))
+        elif operation.op is not Op.W:
+            joined.append(operation)
+    return joined
+
+
+def stage_order(
+    executor: Executor, stage: int, microbatch: int, batch: Batch
+) -> StageOrder:
+    """Return what a rank's lane does with a stage, for a micro-batch and its companion."""
+    schedule = executor.program.schedule
+    full_lane = schedule.lanes[executor.comm.rank]
+    lane = [action for action in full_lane if action.stage == stage]
+    chosen = {microbatch}
+    companion = _companion(schedule, lane, microbatch, batch)
+    if companion is not None:
+        chosen.add(companion)
+    actions = [action for action in lane if action.microbatch in chosen]
+    # The micro-batch that goes forward first comes first.
+    numbers = list(dict.fromkeys(action.microbatch for action in actions))
+    operations = []
+    for action in actions:
+        number = numbers.index(action.microbatch)
+        operations.append(Operation(action.op, number, action.slice))
+    microbatches = tuple(schedule.microbatches[number] for number in numbers)
+    return StageOrder(microbatches, tuple(operations))
+
+
+def _companion(
+    schedule: Schedule, lane: Sequence[Action], microbatch: int, batch: Batch
+) -> int | None:
+    """A micro-batch of the same kind that the stage holds at the same time."""
+    positions: dict[int, list[int]] = {}  # in the lane, by micro-batch
+    for position, action in enumerate(lane):
+        positions.setdefault(action.microbatch, []).append(position)
+    mine = positions[microbatch]
+    my_kind = _kind(schedule, lane, mine, batch)
+    for other, theirs in positions.items():
+        if other == microbatch:
+            continue
+        overlap = theirs[0] < mine[-1] and mine[0] < theirs[-1]
+        if overlap and _kind(schedule, lane, theirs, batch) == my_kind:
+            return other
+    return None
+
+
+class MicroBatchKind(NamedTuple):
+    """What two micro-batches must have in common to be run together."""
+
+    operations: list[tuple[Op, int]]  # ops and slices, sorted
+    shape: tuple[int, ...]  # of its input, without the rows
+    enters_here: bool  # whether the stage is the first of its path
+    ends_here: bool
+
+
+def _kind(
+    schedule: Schedule, lane: Sequence[Action], positions: Sequence[int], batch: Batch
+) -> MicroBatchKind:
+    """The kind of the micro-batch that has these positions in the lane."""
+    actions = [lane[position] for position in positions]
+    stage = actions[0].stage
+    number = actions[0].microbatch
+    path = schedule.microbatches[number].path
+    return MicroBatchKind(
+        operations=sorted((action.op, action.slice) for action in actions),
+        shape=batch.shapes[number][1:],
+        enters_here=path[0] == stage,
+        ends_here=path[-1] == stage,
+    )
+
+
+# ---------------------------------------------------------------- ends
+# The ends of a stage that runs alone: a feed supplies its input, and a sink catches its output.
+#
+# feed ──x──► stage ──y──► sink
+#      ◄─dx──       ◄─dy──
+
+
+class _CatchGradient(torch.autograd.Function):
+    """Pass a value on, and hand over its gradient in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, hand_over: Callable[[Tensor], None]
+    ) -> Tensor:
+        ctx.hand_over = hand_over
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.hand_over(gradient)
+        return None, None, None
+
+
+class End(nn.Module):
+    """A feed or a sink, with the tensors it has caught by their number and the first token of the slice."""
+
+    def __init__(self, edge: Edge | None) -> None:
+        super().__init__()
+        self.edge = edge
+        self.caught: dict[int, dict[int, Tensor]] = {}
+        self.many = False
+
+    def catch(self, piece: Slice | None, number: int, tensor: Tensor) -> None:
+        """Keep a tensor; the last one counts, since a recorded stage runs more than once."""
+        begin = 0 if piece is None else piece.begin
+        self.caught.setdefault(number, {})[begin] = tensor.detach()
+
+    def joined(self) -> Tensor | Bundle:
+        """The tensors of all slices, joined into one."""
+        tensors = []
+        for _, pieces in sorted(self.caught.items()):
+            parts = [pieces[begin] for begin in sorted(pieces)]
+            tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return Bundle(tensors) if self.many else tensors[0]
+
+
+def _cut(x: Tensor, piece: Slice | None) -> Tensor:
+    """The tokens of a slice."""
+    return x if piece is None else x[:, piece.begin : piece.end]
+
+
+class Feed(End):
+    """Supplies the stage's input, and catches its gradient. It has bundles itself; a tensor comes from the batch."""
+
+    def __init__(self, x: Tensor | Bundle, edge: Edge | None) -> None:
+        super().__init__(edge)
+        self.bundle = x if isinstance(x, Bundle) else None
+        self.many = self.bundle is not None
+        # Autograd only visits this stage if it has a parameter.
+        self.anchor = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Any:
+        """Return the input as it is."""
+        if self.bundle is None:
+            return self.supply(x, 0, piece)
+        assert self.edge is not None
+        tensors = []
+        number = 0  # of those that have gradients
+        for tensor in self.bundle.tensors:
+            given = _cut(tensor, piece)
+            if has_gradient(given.dtype):
+                given = self.supply(given, number, piece)
+                number += 1
+            tensors.append(given)
+        count = self.edge.values
+        named = dict(zip(self.edge.names, tensors[count:], strict=True))
+        return Passed(tuple(tensors[:count]), named)
+
+    def supply(self, x: Tensor, number: int, piece: Slice | None) -> Tensor:
+        """A tensor whose gradient is caught."""
+
+        def hand_over(gradient: Tensor) -> None:
+            self.catch(piece, number, gradient)
+
+        y: Tensor = _CatchGradient.apply(x, self.anchor, hand_over)  # type: ignore[no-untyped-call]
+        return y
+
+
+class OutputSink(End):
+    """Catches the stage's output. For bundles it is also the loss, since their gradients are not in the batch."""
+
+    def __init__(self, target: Tensor | Bundle, edge: Edge | None) -> None:
+        super().__init__(edge)
+        self.gradients = target if isinstance(target, Bundle) else None
+        self.many = self.gradients is not None
+
+    @property
+    def asked_names(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return self.edge.names if self.edge is not None else ()
+
+    def forward(
+        self, *values: Any, piece: Slice | None = None, **named: Tensor
+    ) -> Tensor:
+        """Return the output as it is, or a number whose gradient is the given one."""
+        tensors: list[Tensor] = [*values, *(named[name] for name in self.asked_names)]
+        for number, x in enumerate(tensors):
+            self.catch(piece, number, x)
+        if self.gradients is None:
+            return tensors[0]
+        total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+        differentiable = [x for x in tensors if has_gradient(x.dtype)]
+        for x, gradient in zip(differentiable, self.gradients.tensors, strict=True):
+            total = total + weighted_sum(x, _cut(gradient, piece))
+        return total
+
+
+def weighted_sum(y: Tensor, gradient: Tensor) -> Tensor:
+    """A loss whose gradient is the given one; what is a number already stays as it is."""
+    if y.dim() == 0:
+        return y
+    product = y.to(gradient.dtype) * gradient.conj()
+    return (product.real if product.is_complex() else product).sum()
+
+
+# ---------------------------------------------------------------- a stage on its own
+
 # For all random numbers: those that a stage draws, and the gradients of inner stages.
 PROOF_SEED = 20_817
+
 OUTPUT = "the output"
+
 LOSS = "the loss"
+
 INPUT_GRADIENT = "the gradient of the input"
+
 # The output or the loss, the gradients of the parameters and of the input, and what was added to buffers, by name.
 Results = dict[str, Tensor | None]
+
 # Ranks that are threads share torch's random number generators, and perhaps the module: one looks at it or runs it at a
 # time, and leaves it as it was.
 ONE_AT_A_TIME = threading.Lock()

@@ -2,30 +2,36 @@
 
     turn    wait for the input ─► run the action ─► post receives, send ─► drop values that nobody needs
 
-`penstock.runtime.stage_actions` says what the actions do and `penstock.runtime.messages` how values travel.
+`penstock.runtime.actions` says what the actions do and `penstock.runtime.messages` how values travel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.added_losses import adding_to
+from penstock.ir.timeline import Timeline
+from penstock.runtime.actions import StageActions
 from penstock.runtime.backward import record_in
-from penstock.runtime.collector import collector_paused
-from penstock.runtime.comm.comm import Comm
+from penstock.runtime.comm.comm import Comm, Pending
+from penstock.runtime.gradients import StepGradients
 from penstock.runtime.lane import Do, Lane, LaneStep
+from penstock.runtime.loss import adding_to
 from penstock.runtime.messages import Messages
-from penstock.runtime.recorder import Clock, Moment, Recorder
+from penstock.runtime.recorder import (
+    Clock,
+    Moment,
+    Recorder,
+    Recording,
+    collector_paused,
+)
 from penstock.runtime.replay import Recordings
-from penstock.runtime.slices import BatchUnits
-from penstock.runtime.stage_actions import StageActions
-from penstock.runtime.step_gradients import StepGradients
-from penstock.runtime.step_result import Result
-from penstock.runtime.step_values import StepValues
+from penstock.runtime.torch_internals import sleep_until_done
+from penstock.runtime.units import BatchUnits, StepValues
 
 
 class Walk:
@@ -138,8 +144,13 @@ class Walk:
         """Start the clock, prepare the gradients and post the first receives."""
         if self.clock is not None:
             self.clock.begin()
+        batch = self.units.batch
+        fixed = None
+        if self.recordings is not None:
+            self.recordings.begin(batch.valid)
+            fixed = self.recordings.gradients
         if self.training:
-            self.gradients.begin(self.units.batch, self.recordings, self.sums)
+            self.gradients.begin(batch, fixed, self.sums)
         self.gradients.shards.begin()
         self.messages.begin()
 
@@ -162,3 +173,48 @@ class Walk:
         kept = self.actions.kept
         just_dropped = step.do is not Do.FORWARD and step.forward not in kept
         self.forwards_kept.append(len(kept) + just_dropped)
+
+
+# ---------------------------------------------------------------- step result
+# The result of a step: its loss and, on request, its timeline and the outputs of the last stages.
+
+
+class Result:
+    """The mean loss of a step over all valid tokens and, if it was timed, its timeline. All ranks get the same.
+
+    Both are summed over the ranks while the caller goes on. Reading them waits for the sums. `outputs` has what the
+    last stage returned for each micro-batch, without graphs, if the caller asked for it; None for a micro-batch that
+    ends on another rank. With `sleeps`, the host sleeps until a GPU has the loss, instead of keeping a core busy.
+    """
+
+    __slots__ = ("_loss", "_recording", "_sleeps", "_sum", "outputs")
+
+    def __init__(
+        self,
+        loss: Tensor,
+        pending: Pending,
+        recording: Recording | None = None,
+        sleeps: bool = False,
+    ) -> None:
+        self._loss = loss
+        self._sum = pending
+        self._recording = recording
+        self._sleeps = sleeps
+        self.outputs: tuple[Any, ...] = ()
+
+    def wait(self) -> None:
+        """Wait until the loss is summed, without reading it: on a GPU, the host does not wait."""
+        self._sum.wait()
+
+    @property
+    def loss(self) -> float:
+        """The mean over all valid tokens of the step."""
+        self._sum.wait()
+        if self._sleeps and self._loss.is_cuda:
+            sleep_until_done()
+        return float(self._loss)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The timeline of the step; None if the step was not timed."""
+        return None if self._recording is None else self._recording.timeline()

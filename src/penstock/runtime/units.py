@@ -1,29 +1,42 @@
-"""Cuts the micro-batches of a batch into slices of tokens, as the schedule says, and holds what slices carry on.
-
-schedule   tokens 8, cuts 0 4 6 8              as planned
-batch      tokens 8: 0:4 4:6 6:8               the same
-           tokens 1024: 0:512 512:768 768:1024 another length in the same proportions
-
-A batch may bring cuts of its own, with as many slices as the schedule has, because documents differ from step to step.
-A unit is one slice of a micro-batch, or all of it if it is not cut. Units are numbered one micro-batch after the other.
-"""
+"""The data of one step: micro-batches cut into units, and the values that a rank holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.runtime.batch import Batch
-from penstock.runtime.edges import NO_EDGES, BatchEdges, UnitTokens
+from penstock.runtime.comm.comm import Arriving
+from penstock.runtime.edges import (
+    NO_EDGES,
+    ArrivingBundle,
+    BatchEdges,
+    Bundle,
+    UnitTokens,
+)
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.passed_values import takes_slices
 from penstock.runtime.torch_internals import original_module
+
+# ---------------------------------------------------------------- units
+# Cuts the micro-batches of a batch into slices of tokens, as the schedule says, and holds what slices carry on.
+#
+# schedule   tokens 8, cuts 0 4 6 8              as planned
+# batch      tokens 8: 0:4 4:6 6:8               the same
+#            tokens 1024: 0:512 512:768 768:1024 another length in the same proportions
+#
+# A batch may bring cuts of its own, with as many slices as the schedule has, because documents differ from step to
+# step. A unit is one slice of a micro-batch, or all of it if it is not cut. Units are numbered one micro-batch after
+# the other.
+
 
 TokenSpan = tuple[int, int]  # the first token, and the one after the last
 
@@ -185,3 +198,91 @@ class Carries:
                 f"the step left state behind: on stage {stage}, micro-batch {microbatch} went forward to token "
                 f"{carry.reached} of {carry.tokens}, but came back only to token {carry.left}"
             )
+
+
+# ---------------------------------------------------------------- step values
+# The values that one rank holds during a step: hidden states, gradients between stages, losses and outputs.
+#
+# Values have the number of the action that makes them. A value that another rank makes is `Arriving` until
+# the first action that needs it waits for it. A value of several tensors is a `Bundle`.
+
+Held: TypeAlias = Tensor | Arriving | Bundle | ArrivingBundle
+
+
+class StepValues:
+    """Values by the number of the action that makes them.
+
+    With `keeps_outputs`, what the last stages of the paths return is kept too, by unit and without its graph.
+    """
+
+    __slots__ = ("added", "buffers", "held", "losses", "outputs", "received")
+
+    def __init__(self, keeps_outputs: bool = False) -> None:
+        self.held: dict[int, Held] = {}
+        self.losses: list[Tensor] = []
+        self.added: list[Tensor] = []  # by layers, in the forward that runs now
+        self.outputs: dict[int, object] | None = {} if keeps_outputs else None
+        # Whether the next action's input lies in a receive buffer, or the buffers if it has several tensors.
+        self.received = False
+        self.buffers: list[Tensor] = []
+
+    def tensor(self, value: int) -> Tensor:
+        """A value of one tensor that has arrived."""
+        tensor = self.held[value]
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def bundle(self, value: int) -> Bundle:
+        """A value of several tensors that has arrived."""
+        bundle = self.held[value]
+        assert isinstance(bundle, Bundle)
+        return bundle
+
+    def tensors(self, value: int) -> tuple[Tensor, ...]:
+        """The tensors of a value that has arrived, however many it has."""
+        held = self.held[value]
+        return (held,) if isinstance(held, Tensor) else self.bundle(value).tensors
+
+    def publish(self, step: LaneStep, y: Tensor | Bundle) -> None:
+        """Keep the output of a forward for the next stage, or as a share of the loss."""
+        if step.last:
+            assert isinstance(y, Tensor)
+            self.losses.append(y.detach())
+        else:
+            self.held[step.value] = y
+
+    def take_buffers(self, step: LaneStep) -> list[Tensor]:
+        """The buffers that hold this action's input, if the input was received.
+
+        The action that takes the buffers has to give them back.
+        """
+        if self.buffers:
+            buffers = self.buffers
+            self.buffers = []
+            return buffers
+        received = self.received
+        self.received = False
+        return [self.tensor(step.source)] if received else []
+
+
+def detached(output: object) -> object:
+    """What a stage returned, without its graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {name: detached(value) for name, value in output.items()}
+    if isinstance(output, tuple | list):
+        return tuple(detached(value) for value in output)
+    return output
+
+
+def joined(pieces: Sequence[Any]) -> Any:
+    """The outputs of the slices of a micro-batch as one, joined along the tokens; None if they are not here."""
+    first = pieces[0]
+    if len(pieces) == 1 or first is None:
+        return first
+    if isinstance(first, Mapping):
+        return {name: joined([piece[name] for piece in pieces]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(joined(parts) for parts in zip(*pieces, strict=True))
+    return torch.cat(list(pieces), dim=1)

@@ -1,0 +1,460 @@
+"""Sums the gradients of parameters that live on several ranks, or in several processes that shard them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from penstock.cost.network import sums_wait
+from penstock.errors import ShapeError
+from penstock.ir.schedule import Schedule
+from penstock.ir.sum_plan import SumPlan
+from penstock.ir.sums import completion, ranks_of, weight_actions
+from penstock.runtime.backward import accumulate
+from penstock.runtime.comm.comm import Comm, Pending
+from penstock.runtime.planned_sums import PlannedSum, SumThread
+from penstock.runtime.process.malloc import (
+    SHARDED_KEPT_BYTES,
+    TRANSIENT_KEPT_BYTES,
+    keep_freed_memory,
+    return_freed_memory,
+)
+from penstock.runtime.quantized import CellFormat
+from penstock.runtime.recorder import SumTimes
+from penstock.runtime.torch_internals import (
+    finish_sharded_backward,
+    ignore_fsdp_view_warning,
+    local_share,
+    sums_in_other_type,
+    widen_sharded_gradients,
+)
+
+# ---------------------------------------------------------------- replicas and tied parameters
+# Sums the gradients of parameters that live on several ranks: replicas of a part, and tied parameters.
+#
+# A sum begins as soon as this rank's last contribution is complete, and runs while the rank goes on:
+#
+#     rank 0 | 0F0 4F1 ... 4B1 0B0 [sum of part 0 ......]
+#     rank 1 | 1F0 5F1 ... 1B0 5B1        [sum of part 1]      both are awaited at the end of the step
+#
+# If the messages of a rank share one channel, it begins its sums after its last action instead, because they would slow
+# its messages down (`penstock.cost.network.sums_wait`).
+#
+# All ranks of a group must begin their sums in the same order, although each may finish its parts in another order.
+# They use the order in which the parts are complete on all ranks, by the clock of the schedule.
+#
+# The backend sums, unless a plan says how (`penstock.runtime.planned_sums`). Several steps can be summed at once: the
+# gradients of all but the last one stay on their ranks (`StepGradients`).
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameters:
+    """Parameters that several ranks own, whose gradients are summed over them."""
+
+    name: str
+    parts: tuple[int, ...]
+    group: tuple[int, ...]
+    last: int  # this rank's last contributing action; -1: it contributes nothing
+    ready: int  # the tick at which the contributions of all ranks are complete
+    parameters: tuple[nn.Parameter, ...]
+
+    def local_gradients(self) -> list[Tensor]:
+        """The numbers of the gradients that this process holds; a complex number counts as two."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [_real(local_share(grad)) for grad in gradients if grad is not None]
+
+
+class Replicas:
+    """The sums of one rank, which begin and end in every step.
+
+    `plans` says how some of them are summed, and `messages` in which type their numbers travel, by default their own.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        modules: Mapping[int, nn.Module],
+        comm: Comm,
+        tied: Mapping[str, Tied] | None = None,
+        plans: Sequence[SumPlan] = (),
+        messages: torch.dtype | None = None,
+    ) -> None:
+        self.comm = comm
+        self.wait = sums_wait(comm.channels)
+        ties = tied or {}
+        shared = [
+            *_shared_parts(schedule, modules, comm.rank, ties),
+            *_shared_ties(schedule, comm.rank, ties),
+        ]
+        self.order = sorted(shared, key=lambda sum_: (sum_.ready, sum_.name))
+        self.next = 0
+        self.complete: set[int] = set()
+        self.sums: list[tuple[Pending, Tensor, SharedParameters]] = []
+        # Called before the gradients of parameters are summed, to add those of earlier steps.
+        self.complete_gradients: Callable[[Iterable[nn.Parameter]], None] = (
+            lambda parameters: None
+        )
+        self.planned: dict[str, PlannedSum] = {}
+        self.second = comm.apart() if plans else None
+        self.thread: SumThread | None = None
+        for sum_ in self.order:
+            plan = _plan_of(sum_, plans)
+            if plan is not None:
+                shares = [_real(local_share(p.detach())) for p in sum_.parameters]
+                numbers = sum(share.numel() for share in shares)
+                how = CellFormat(shares[0].dtype, messages)
+                self.planned[sum_.name] = PlannedSum(plan, comm.rank, numbers, how)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters whose gradients are summed."""
+        return [parameter for shared in self.order for parameter in shared.parameters]
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Skip the sums with these names.
+
+        Their ranks are threads that share one tensor, so its gradient is the sum already.
+        """
+        self.order = [shared for shared in self.order if shared.name not in names]
+
+    def begin(self) -> None:
+        """Begin a step. The gradients of earlier steps, which are summed already, must be laid aside."""
+        self.next = 0
+        self.complete.clear()
+        planned = [self.planned[s.name] for s in self.order if s.name in self.planned]
+        if planned:
+            assert self.second is not None
+            self.thread = SumThread(self.second, planned)
+        self.after(-1)
+
+    def abandon(self) -> None:
+        """Forget the sums of a step that has failed."""
+        if self.thread is not None:
+            self.thread.abandon()
+        self.sums.clear()
+
+    def after(self, action: int) -> None:
+        """Note that an action is done, and begin the sums that are due, in their order."""
+        self.complete.add(action)
+        if not self.wait:
+            self.start_complete()
+
+    def start_complete(self) -> None:
+        """Begin the sums that are complete on this rank, in their order."""
+        while self.next < len(self.order):
+            shared = self.order[self.next]
+            if shared.last not in self.complete:
+                return
+            self.start(shared)
+            self.next += 1
+
+    def start(self, shared: SharedParameters) -> None:
+        """Begin to sum all gradients of one group as one flat tensor."""
+        self.complete_gradients(shared.parameters)
+        for parameter in shared.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()
+        gradients = shared.local_gradients()
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        pending: Pending
+        if shared.name in self.planned:
+            assert self.thread is not None
+            pending = self.thread.put(flat)
+        else:
+            pending = self.comm.add(flat, shared.group)
+        self.sums.append((pending, flat, shared))
+
+    def times(self) -> dict[tuple[int, ...], SumTimes]:
+        """When this rank began and ended its planned sums in the last step, by their parts."""
+        return {
+            one.plan.parts: SumTimes(one.begin, one.end, one.bytes)
+            for one in self.planned.values()
+        }
+
+    def finish(self) -> None:
+        """Wait for the sums and make them the gradients."""
+        self.start_complete()
+        assert self.next == len(self.order), "a sum was never begun"
+        for pending, flat, shared in self.sums:
+            pending.wait()
+            gradients = shared.local_gradients()
+            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
+        self.sums.clear()
+
+
+def _real(x: Tensor) -> Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _plan_of(shared: SharedParameters, plans: Sequence[SumPlan]) -> SumPlan | None:
+    """The plan for a sum, if there is one."""
+    for plan in plans:
+        if set(plan.parts) == set(shared.parts):
+            if set(plan.ranks) != set(shared.group):
+                raise ShapeError(
+                    f"the plan sums {shared.name} over ranks {sorted(plan.ranks)}, "
+                    f"but it is on ranks {list(shared.group)}\n  plan its sums again, or leave them out"
+                )
+            return plan
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter that several parts use.
+
+    `parameter` is this rank's copy, if it has one. `twins` are further copies on this rank, where its parts cannot
+    share one (`penstock.runtime.replicas`).
+    """
+
+    parts: tuple[int, ...]
+    parameter: nn.Parameter | None
+    twins: tuple[nn.Parameter, ...] = ()
+
+
+@runtime_checkable
+class Cut(Protocol):
+    """A part that `penstock.models.split` made. It knows which of its parameters other parts hold too."""
+
+    shared: Mapping[str, tuple[int, ...]]
+
+    def whole_names(self) -> Mapping[str, nn.Parameter]:
+        """Its parameters by their names in the whole model."""
+        ...
+
+
+def ties_of(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, Tied]:
+    """The tied parameters that this rank's parts know of, with this rank's copies.
+
+    A process that builds the whole model and keeps only its own parts has its own copy of a tied parameter. Nothing in
+    the module shows that another rank has a copy too, but the part remembers it from `split`.
+    """
+    cuts = []
+    owners_of: dict[str, tuple[int, ...]] = {}
+    for stage, module in modules.items():
+        for cut in _cuts(module):
+            cuts.append((stage, cut))
+            owners_of.update(cut.shared)
+    ties = {}
+    for name, owners in sorted(owners_of.items()):
+        ties[name] = _tie(schedule, name, owners, cuts)
+    return ties
+
+
+def _cuts(module: nn.Module) -> Iterator[Cut]:
+    """The parts inside a stage's module, which may be compiled or wrapped."""
+    for layer in module.modules():
+        if isinstance(layer, Cut) and isinstance(layer.shared, Mapping):
+            yield layer
+
+
+def _tie(
+    schedule: Schedule,
+    name: str,
+    owners: tuple[int, ...],
+    cuts: Sequence[tuple[int, Cut]],
+) -> Tied:
+    copies: dict[int, nn.Parameter] = {}
+    sharded = False
+    for stage, cut in cuts:
+        parameter = cut.whole_names().get(name)
+        part = schedule.stages[stage].part
+        if (parameter is not None) != (part in owners):
+            listed = " and ".join(map(str, owners))
+            holds = "holds it" if parameter is not None else "does not hold it"
+            raise ShapeError(
+                f"stage {stage} is part {part} of the schedule, but by `split` the parts {listed} hold {name}, and "
+                f"this module {holds}\n"
+                "  give the stage of part n the n-th part, all from one call of `split`, or name the owners yourself: "
+                "Executor(tied={...})"
+            )
+        if parameter is not None:
+            copies[id(parameter)] = parameter
+            sharded |= isinstance(cut, FSDPModule)
+    if not copies:
+        return Tied(owners, None)
+    first, *twins = copies.values()
+    if twins and not sharded:
+        raise ShapeError(
+            f"the stages of this rank hold {len(copies)} separate copies of {name}, which the model has once\n"
+            "  take all parts of a rank from one call of `split`, and do not copy them one by one"
+        )
+    return Tied(owners, first, tuple(twins))
+
+
+def groups_of(
+    schedule: Schedule, tied: Mapping[str, Tied] | None = None
+) -> list[tuple[int, ...]]:
+    """Every group of ranks that will sum, in an order that is the same on all ranks."""
+    groups = {ranks_of(schedule, (part,)) for part in range(schedule.parts)}
+    for shared in (tied or {}).values():
+        groups.add(ranks_of(schedule, shared.parts))
+    return sorted(group for group in groups if len(group) > 1)
+
+
+def _shared_parts(
+    schedule: Schedule,
+    modules: Mapping[int, nn.Module],
+    rank: int,
+    tied: Mapping[str, Tied],
+) -> list[SharedParameters]:
+    """The parts that this rank holds a replica of, without their tied parameters."""
+    tied_ids: set[int] = set()
+    for tie in tied.values():
+        tied_ids.update(id(copy) for copy in (tie.parameter, *tie.twins))
+    sums = []
+    for part in range(schedule.parts):
+        group = ranks_of(schedule, (part,))
+        if len(group) == 1 or rank not in group:
+            continue
+        parameters: dict[nn.Parameter, None] = {}
+        for stage, module in modules.items():
+            if schedule.stages[stage].part == part:
+                parameters.update(dict.fromkeys(module.parameters()))
+        trained = tuple(
+            p for p in parameters if p.requires_grad and id(p) not in tied_ids
+        )
+        if trained:
+            last, ready = completion(schedule, (part,), rank)
+            sums.append(
+                SharedParameters(f"part {part}", (part,), group, last, ready, trained)
+            )
+    return sums
+
+
+def _shared_ties(
+    schedule: Schedule, rank: int, tied: Mapping[str, Tied]
+) -> list[SharedParameters]:
+    """The tied parameters that other ranks hold too."""
+    sums = []
+    for name, tie in tied.items():
+        group = ranks_of(schedule, tie.parts)
+        if len(group) == 1 or rank not in group:
+            continue
+        parameter = tie.parameter
+        if parameter is None:
+            raise ShapeError(
+                f"rank {rank} holds a part that uses {name}: give Executor(tied=...) its copy of it"
+            )
+        if parameter.requires_grad:
+            last, ready = completion(schedule, tie.parts, rank)
+            sums.append(
+                SharedParameters(
+                    f"tied {name}", tie.parts, group, last, ready, (parameter,)
+                )
+            )
+    return sums
+
+
+# ---------------------------------------------------------------- shards
+# Weights that several processes shard between steps with torch's FSDP2: gathered and summed once per step.
+#
+#     rank 1, shard 0 │ ▄   F0 gathers │ ▄▀  F1 B0 B1  sum │ ▄           each runs the whole lane of the rank, on
+#     rank 1, shard 1 │  ▀  F2         │ ▄▀  F3 B2 B3      │  ▀          its own micro-batches
+#
+# FSDP would gather and sum around every forward and backward. A pipeline has many of them, and a split backward adds to
+# the gradients outside of autograd. Here a part is therefore summed once, when its last action on this rank is done.
+# Gathers and sums need memory for whole layers once per step, which is given back (`penstock.runtime.process.malloc`).
+
+
+def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """Leave this process its share of each layer of a part, and of the rest of the part."""
+    ignore_fsdp_view_warning()
+    for module in (*layers, part):
+        sharded: FSDPModule = fully_shard(
+            module, mesh=mesh, reshard_after_forward=False
+        )
+        # A sum, not a mean: losses are divided by the valid tokens of all processes already.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        # One hook runs before FSDP's own, which gathers, and one after it.
+        module.register_forward_pre_hook(_before_gather, prepend=True)
+        module.register_forward_pre_hook(_after_gather)
+
+
+def _before_gather(*_: object) -> None:
+    keep_freed_memory(TRANSIENT_KEPT_BYTES)
+
+
+def _after_gather(*_: object) -> None:
+    keep_freed_memory(SHARDED_KEPT_BYTES)
+
+
+class Shards:
+    """The sharded parts of one rank. Without any, every method does nothing."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        modules: Mapping[int, nn.Module],
+        rank: int,
+        tied: Mapping[str, Tied] | None = None,
+    ) -> None:
+        self.parts: dict[int, FSDPModule] = {}  # by their last action on this rank
+        self.all: list[FSDPModule] = []  # parts and their layers
+        # Parts that compute in a narrow type and sum in a wide one, by each W of theirs.
+        self.narrow: dict[int, FSDPModule] = {}
+        first_modules: dict[int, nn.Module] = {}  # by part
+        for stage, module in modules.items():
+            first_modules.setdefault(schedule.stages[stage].part, module)
+        for part, module in sorted(first_modules.items()):
+            if isinstance(module, FSDPModule):
+                last, _ = completion(schedule, (part,), rank)
+                self.parts[last] = module
+                if sums_in_other_type(module):
+                    for action in weight_actions(schedule, part, rank):
+                        self.narrow[action] = module
+                self.all += [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for tie in (tied or {}).values():
+            if tie.parameter is not None:
+                self.twins += [(tie.parameter, twin) for twin in tie.twins]
+
+    def begin(self) -> None:
+        """Begin a step. The first forward of each layer will gather its weights, which then stay."""
+        with torch.no_grad():
+            for first, twin in self.twins:
+                local_share(twin).copy_(local_share(first))
+        for part in self.parts.values():
+            _set_last_backward(part, False)
+
+    def after(self, action: int) -> None:
+        """If an action was the last of a part, sum the part's gradients and drop the gathered weights.
+
+        FSDP widens gradients in its hooks of autograd, which see nothing of a W.
+        """
+        narrow = self.narrow.get(action)
+        if narrow is not None:
+            widen_sharded_gradients(narrow)
+        part = self.parts.get(action)
+        if part is None:
+            return
+        _set_last_backward(part, True)
+        with return_freed_memory():
+            finish_sharded_backward(part)
+        for first, twin in self.twins:
+            if twin.grad is not None:
+                accumulate(first, twin.grad)
+                twin.grad = None
+
+    def finish(self) -> None:
+        """Drop all weights that are still gathered: after an evaluation, all of them."""
+        for module in self.all:
+            module.reshard()
+
+
+def _set_last_backward(part: FSDPModule, last: bool) -> None:
+    part.set_is_last_backward(last)
+    part.set_requires_gradient_sync(last)
+    part.set_reshard_after_backward(last)
