@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from penstock.cost import Cluster, Node
 from penstock.cost.model import PartCost
-from penstock.plan.paths.baselines import full_pipeline
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PUBLISHED, Policy
+from penstock.plan.paths.rotation import full_pipeline
 
 CITED = json.loads(
     (Path(__file__).parent.parent / "tests" / "data" / "skippipe.json").read_text()

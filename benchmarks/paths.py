@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baselines import random_paths, shortest_paths
 from instances import (
     CITED,
     GRADIENTS,
@@ -35,12 +36,10 @@ from instances import (
 from penstock import simulate
 from penstock.cost import Cluster
 from penstock.cost.cities import CITIES
-from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
-from penstock.plan.paths.recovery import replan
-from penstock.plan.paths.rotation import rotate
-from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
+from penstock.plan.paths.rotation import full_pipeline, replan, rotate
+from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES
 
 ROOT = Path(__file__).parent.parent
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
@@ -383,9 +382,8 @@ half a minute).
 
 The *gap* is the distance to a bound that is proven for every plan under the same rules: for all arrangements where the
 arrangement is ours, and for theirs where it is theirs. The bound combines three arguments: the best order of the tasks
-of one data node, whatever happens elsewhere (`plan/paths/windows.py`); prices for the slots and the time of nodes that
-every path would like to use (`plan/paths/prices.py`); and the work of each part (`plan/paths/bound.py`). A gap of 0.0%
-means that no plan is better.
+of one data node, whatever happens elsewhere; prices for the slots and the time of nodes that every path would like to
+use; and the work of each part (`plan/paths/bound.py`). A gap of 0.0% means that no plan is better.
 
 ## The published rules
 

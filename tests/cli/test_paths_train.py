@@ -12,8 +12,8 @@ from forked import Command
 from penstock.cost import Cluster
 from penstock.formats import read_plan, write_plan
 from penstock.formats.config_toml import read_config
-from penstock.plan.paths import even_parts, paths_plan, plan_paths, replan
-from penstock.plan.paths.baselines import random_paths
+from penstock.plan.paths import Policy, even_parts, paths_plan, plan_paths, replan
+from penstock.plan.paths.problem import QueueOrder
 from penstock.plan.paths.rotation import full_steps
 from penstock.plan.paths.rules import Rules
 from penstock.train.history import read_measured, read_rows
@@ -40,15 +40,21 @@ def text(tmp_path):
 @pytest.fixture(scope="module")
 def planned():
     """Paths for six nodes and four parts, with further paths and full steps on the same nodes."""
-    plan = plan_paths(
-        Cluster.even(6, 0.01, 1e8, slots=4),
-        even_parts(4, 0.1),
+    nodes = Cluster.even(6, 0.01, 1e8, slots=4)
+    parts = even_parts(4, 0.1)
+    how = {"rules": RULES, "gradients": 2e7}
+    plan = plan_paths(nodes, parts, 2, iterations=100, **how)
+    other = plan_paths(
+        nodes,
+        parts,
         2,
-        RULES,
-        iterations=100,
-        gradients=2e7,
+        policy=Policy((QueueOrder.ARRIVAL,)),
+        arrangement=plan.partitions,
+        iterations=0,
+        **how,
     )
-    return plan, (random_paths(plan, seed=1),), full_steps(plan, iterations=100)
+    assert other.schedule != plan.schedule
+    return plan, (other,), full_steps(plan, iterations=100)
 
 
 def run(folder: Path, line: str) -> tuple[str, str]:

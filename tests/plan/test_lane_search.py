@@ -11,12 +11,11 @@ from penstock import simulate
 from penstock.cost import Cluster
 from penstock.ir.compiled import many_schedules
 from penstock.plan.paths import Rules, even_parts, path_bound, plan_paths, rule_faults
-from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.lane_search import LaneSearch
-from penstock.plan.paths.path_simulator import QueueOrder
+from penstock.plan.paths.lanes import LaneSearch
 from penstock.plan.paths.planner import schedule_from
-from penstock.plan.paths.problem import Problem
-from penstock.plan.paths.solution import (
+from penstock.plan.paths.problem import Problem, QueueOrder
+from penstock.plan.paths.search import Budget
+from penstock.plan.paths.simulator import (
     Solution,
     choose_queueing,
     simulate_solution,

@@ -20,16 +20,8 @@ from penstock.cost.memory import device_bytes
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Action, MicroBatch, Op, Stage
-from penstock.plan.paths.allreduce import ends_of_sums, least_sum_seconds
-from penstock.plan.paths.arrangement import (
-    part_designs,
-    part_of_each_node,
-    replica_counts,
-)
-from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
-from penstock.plan.paths.bound import path_bound
-from penstock.plan.paths.cells import cut_into_cells
-from penstock.plan.paths.path_simulator import QueueOrder, task_graph
+from penstock.plan.paths.bound import Window, least_end, least_sum_seconds, path_bound
+from penstock.plan.paths.divide import cut_into_cells
 from penstock.plan.paths.planner import (
     paths_plan,
     plan_paths,
@@ -40,24 +32,33 @@ from penstock.plan.paths.problem import (
     PLANNED,
     PUBLISHED,
     Problem,
+    QueueOrder,
     even_parts,
     halves_of,
 )
-from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
-from penstock.plan.paths.rotation import parts_met, rotate
-from penstock.plan.paths.rules import (
-    Rules,
-    find_rule_faults,
-    order_fault,
-    part_subsets,
+from penstock.plan.paths.rotation import (
+    DEFAULT_RECOVERY_MOVES,
+    full_pipeline,
+    parts_met,
+    replan,
+    rotate,
 )
-from penstock.plan.paths.solution import Solution, simulate_solution, solution_value
-from penstock.plan.paths.staged_search import (
-    DEFAULT_SEARCH_MOVES,
-    is_restart,
-    stage_moves,
+from penstock.plan.paths.rules import Rules, find_rule_faults, order_fault, part_subsets
+from penstock.plan.paths.simulator import (
+    Solution,
+    choose_queueing,
+    ends_of_sums,
+    simulate_solution,
+    solution_value,
+    task_graph,
 )
-from penstock.plan.paths.windows import Window, least_end
+from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES, is_restart, stage_moves
+from penstock.plan.paths.starts import (
+    part_designs,
+    part_of_each_node,
+    random_routes,
+    replica_counts,
+)
 from penstock.schedules.list_scheduling import list_schedule
 
 CITED = json.loads((Path(__file__).parents[1] / "data" / "skippipe.json").read_text())
@@ -738,19 +739,19 @@ def test_a_plan_file_stores_the_figures_of_the_plan():
 
 
 # ---------------------------------------------------------------- baselines, rotation, recovery
-def test_planned_is_faster_than_random_shortest_and_full():
+def test_planned_is_faster_than_random_and_full():
     found = plan_instance("A", True, iterations=1000)
     whole = full_pipeline(found, iterations=1000)
     assert {len(path) for path in whole.solution.paths} == {6}
     assert len(whole.schedule.microbatches) == len(found.schedule.microbatches)
-    others = [
-        whole,
-        shortest_paths(found),
-        *(random_paths(found, seed) for seed in range(3)),
-    ]
-    for other in others:
-        check_plan(other)
-        assert other.makespan > found.makespan
+    check_plan(whole)
+    assert whole.makespan > found.makespan
+    labels = np.array(found.solution.labels)
+    for seed in range(3):
+        paths = tuple(random_routes(found.problem, labels, seed))
+        random = replace(found.solution, paths=paths)
+        random = choose_queueing(found.problem, random)
+        assert solution_value(found.problem, random)[0] > found.makespan
 
 
 def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():

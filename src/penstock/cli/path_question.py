@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.cost import Cluster, PartCost, Profile
     from penstock.plan.paths import Rules
-    from penstock.plan.paths.model_parts import ModelParts
+    from penstock.plan.paths.problem import ModelParts
     from penstock.train.weights import Sizes
 
 
@@ -84,8 +84,8 @@ def question_from_config(options: ConfigOptions, rules: Rules) -> PathQuestion:
     from penstock.cost.cluster import with_memory
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
-    from penstock.plan.paths.arrangement import replica_counts
-    from penstock.plan.paths.model_parts import choose_data_nodes, model_parts
+    from penstock.plan.paths.problem import choose_data_nodes, model_parts
+    from penstock.plan.paths.starts import replica_counts
     from penstock.plan.question import basis_of
     from penstock.train.start import find_run
     from penstock.train.worker import model_sizes

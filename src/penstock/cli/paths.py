@@ -219,7 +219,7 @@ def paths_command(
         rule_faults,
     )
     from penstock.plan.paths import rotate as rotate_paths
-    from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
+    from penstock.plan.paths.rotation import DEFAULT_RECOVERY_MOVES, replan
     from penstock.plan.paths.rules import raise_rule_faults, rules_from
 
     _check_positive(forward=forward, seconds=seconds)
@@ -324,8 +324,8 @@ def _with_full_steps(
     chosen whose mean over partial and full steps is the least.
     """
     from penstock.plan.paths import best_pair
-    from penstock.plan.paths.baselines import full_pipeline
-    from penstock.plan.paths.budget import Budget
+    from penstock.plan.paths.rotation import full_pipeline
+    from penstock.plan.paths.search import Budget
 
     if interrupt.stopped:
         return plan, None, None

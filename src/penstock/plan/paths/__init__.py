@@ -3,15 +3,20 @@
 from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.planner import PathPlan, paths_plan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
-from penstock.plan.paths.recovery import replan
-from penstock.plan.paths.rotation import Rotation, full_steps, rotate
+from penstock.plan.paths.rotation import (
+    Rotation,
+    StepPair,
+    best_pair,
+    full_steps,
+    replan,
+    rotate,
+)
 from penstock.plan.paths.rules import (
     RuleFault,
     Rules,
     check_schedule_rules,
     find_rule_faults,
 )
-from penstock.plan.paths.step_pairs import StepPair, best_pair
 
 __all__ = [
     "PLANNED",

@@ -7,7 +7,7 @@ All steps share one objective: the end of the training step, including the sums 
 they have bytes. The module `rules` has the rules of a plan, `Policy` says how the nodes behave,
 and the module `bound` has the lower bound for all plans under the same rules.
 
-The search counts moves, not seconds (see the module `staged_search`): a seed gives the same plan on
+The search counts moves, not seconds (see the module `stages`): a seed gives the same plan on
 every machine, and more moves never give a worse plan. Only a time limit, if the caller asks for
 one, can end the search earlier; the plan then says so.
 """
@@ -30,23 +30,21 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.sum_plan import SumPlan
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
-from penstock.plan.paths.arrangement import (
-    arrange,
-    find_circuits,
-    fit_nodes,
-    part_of_each_node,
-    replica_counts,
-    tilt_counts,
-)
 from penstock.plan.paths.bound import pass_bound
-from penstock.plan.paths.budget import Budget, TimeSource, never_stop
-from penstock.plan.paths.cells import cell_solution, cut_into_cells
-from penstock.plan.paths.improve import MAX_NODES_AT_ONCE
-from penstock.plan.paths.model_parts import ModelParts, waved_partition
-from penstock.plan.paths.part_exchange import exchange_parts
-from penstock.plan.paths.path_simulator import PathTimes
-from penstock.plan.paths.problem import PLANNED, Policy, Problem, expand_paths
-from penstock.plan.paths.routes import random_routes, route_units
+from penstock.plan.paths.divide import (
+    cell_solution,
+    cut_into_cells,
+    near_nodes,
+    site_solution,
+)
+from penstock.plan.paths.problem import (
+    PLANNED,
+    ModelParts,
+    Policy,
+    Problem,
+    expand_paths,
+    waved_partition,
+)
 from penstock.plan.paths.rules import (
     RuleFault,
     Rules,
@@ -55,13 +53,25 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
-from penstock.plan.paths.sites import near_nodes, site_solution
-from penstock.plan.paths.solution import Solution, simulate_solution
-from penstock.plan.paths.staged_search import (
+from penstock.plan.paths.search import Budget, TimeSource, never_stop
+from penstock.plan.paths.simulator import PathTimes, Solution, simulate_solution
+from penstock.plan.paths.stages import (
     DEFAULT_SEARCH_MOVES,
+    MAX_NODES_AT_ONCE,
     cell_stage_moves,
     search_in_stages,
     site_stage_moves,
+)
+from penstock.plan.paths.starts import (
+    arrange,
+    exchange_parts,
+    find_circuits,
+    fit_nodes,
+    part_of_each_node,
+    random_routes,
+    replica_counts,
+    route_units,
+    tilt_counts,
 )
 from penstock.schedules.size import refuse_if_too_large
 from penstock.sim.planned_sums import plan_sums

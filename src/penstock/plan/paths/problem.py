@@ -11,22 +11,227 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.cluster import Cluster
+from penstock.cost.cluster import UNLIMITED_SLOTS, Cluster
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
+from penstock.cost.memory import MAX_SENDS_IN_FLIGHT, device_memory
 from penstock.cost.model import PartCost, share_of
+from penstock.cost.placed import block_seconds
+from penstock.cost.profile import Profile
 from penstock.cost.wrapped import PausedCost, PlannedSumsCost
 from penstock.errors import ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.plan import Facts
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.node_memory import slots_of_parts
-from penstock.plan.paths.path_simulator import QueueOrder, Traffic
+from penstock.partition import even_partition
 from penstock.plan.paths.rules import Rules
+from penstock.plan.workload import divisors
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import refuse_if_too_large
+
+
+class QueueOrder(IntEnum):
+    """Which of the waiting tasks a node takes next."""
+
+    ARRIVAL = 0  # first come, first served; micro-batches that start on the node last
+    BACKWARD = 1  # backwards first, then in order of arrival
+    OLDEST = 2  # the micro-batch with the lowest number
+    TAIL = 3  # backwards first, then the micro-batch with the longest way left
+    URGENT = 4  # the micro-batch with the longest way left, forward or backward
+
+
+def _no_sums() -> Floats:
+    return np.zeros((0, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """All times and sizes as arrays, indexed by node, part (the head last) and slice."""
+
+    latency: Floats  # seconds [node, node]
+    byte: Floats  # seconds per byte [node, node]
+    slow: Floats  # seconds that a node needs for one second of work [node]
+    slots: Ints  # micro-batches that a node can hold with the part that suits it best [node]
+    forward: Floats  # seconds [part, slice]
+    backward: Floats  # seconds [part, slice]
+    message: Floats  # bytes [part, slice]
+    gap: float = 0.0  # seconds between two tasks on a node
+    first_gap: float = 0.0  # seconds after the first task of a micro-batch
+    serial: bool = False  # whether a link carries only one message at a time
+    wait: float = np.inf  # seconds that a task may wait on its node
+    part_slots: Ints | None = None  # micro-batches that it can hold [part, node]
+    sums: Floats = field(default_factory=_no_sums)  # bytes to sum [part, sum]
+
+    def slots_with(self, labels: Ints) -> Ints:
+        """Return how many micro-batches each node can hold with the part that it has.
+
+        It is 0 if the part does not fit on the node. A node without a part has its most slots.
+        """
+        if self.part_slots is None:
+            return self.slots
+        own: Ints = self.part_slots[labels, np.arange(len(labels))]
+        return np.where(labels < 0, self.slots, own)
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.slow)
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of a micro-batch."""
+        return int(self.forward.shape[1])
+
+    def hop(self, part: int) -> Floats:
+        """Return the seconds from node to node for all slices of a part's message.
+
+        The slices travel side by side, or one after the other if links are serial.
+        """
+        size = self.message[part].sum() if self.serial else self.message[part].max()
+        seconds: Floats = self.latency + self.byte * size
+        return seconds
+
+
+NO_PART_HELD = -1  # the label of a node without a part
+
+
+# ---------------------------------------------------------------- micro-batches that a node can hold
+# How many micro-batches a node can hold, for each part that it may get.
+#
+# A node with a memory holds the weights, gradients and optimizer state of its part, what exists only
+# while an action runs, messages, copies of gradients for sums, and what is left goes to the
+# activations of micro-batches:
+#
+#     memory | weights and optimizer | messages | working | micro-batch | micro-batch | micro-batch |
+#
+# `penstock.cost.memory` counts all of it for a schedule. So this module asks it about a small
+# schedule, in which one node of each part holds a given number of micro-batches.
+
+SLOT_ROUNDING = 1e-12
+
+
+class PartBytes(NamedTuple):
+    """The bytes of a node with one part of the model."""
+
+    weights: float  # weights, gradients and optimizer state
+    fixed: float  # weights, messages, and whatever exists while an action runs
+    sums: float  # copies of the gradients, when the activations are gone
+    held: float  # of each micro-batch
+
+
+def slots_of_parts(
+    cluster: Cluster,
+    cost: Cost,
+    pieces: Sequence[tuple[int, ...]],
+    tokens: int,
+    cuts: tuple[int, ...],
+) -> Ints:
+    """Return how many micro-batches each node can hold with each part [part, node]; 0 if the part does not fit.
+
+    pieces: the parts of the schedule that a node holds with each part of the model.
+    """
+    given = [node.slots for node in cluster.nodes]
+    if None not in given:
+        return np.tile(np.array(given, dtype=np.int64), (len(pieces), 1))
+    sizes = [
+        bytes_of_part(cost, pieces, part, tokens, cuts) for part in range(len(pieces))
+    ]
+    slots = np.empty((len(pieces), len(given)), dtype=np.int64)
+    for number, node in enumerate(cluster.nodes):
+        if node.slots is not None:
+            slots[:, number] = node.slots
+            continue
+        for part, size in enumerate(sizes):
+            slots[part, number] = _slots(number, node.memory, size)
+        if slots[:, number].max() < 1:
+            least = min(sizes, key=lambda size: size.fixed + size.held)
+            raise ShapeError(
+                f"node {number} cannot hold a single micro-batch of any part: with one it needs "
+                f"{least.fixed + least.held:,.0f} bytes, {least.weights:,.0f} of them for weights and "
+                f"optimizer, and its memory has {node.memory:,.0f}\n"
+                "  make more parts, shorter micro-batches, or leave the node out"
+            )
+    return slots
+
+
+def _slots(number: int, memory: float | None, size: PartBytes) -> int:
+    if memory is None or size.held <= 0:
+        fact = "has neither slots nor memory"
+        if memory is not None:
+            fact = "has a memory, but the bytes of a micro-batch are unknown"
+        raise ShapeError(
+            f"node {number} {fact}\n"
+            "  give its slots, or its memory and the held bytes of the parts"
+        )
+    if size.weights + size.sums > memory or size.fixed > memory:
+        return 0
+    fit = (memory - size.fixed) / size.held * (1 + SLOT_ROUNDING)
+    return int(min(fit, UNLIMITED_SLOTS))
+
+
+def bytes_of_part(
+    cost: Cost,
+    pieces: Sequence[tuple[int, ...]],
+    part: int,
+    tokens: int,
+    cuts: tuple[int, ...],
+) -> PartBytes:
+    """Return the bytes of a node with this part of the model."""
+    one, two = (
+        _probe(pieces, part, count, MicroBatch((), tokens, cuts)) for count in (1, 2)
+    )
+    rank = 0 if part == 0 else 1
+    use, more = device_memory(one, cost), device_memory(two, cost)
+    held = float(more.activations[rank] - use.activations[rank])
+    beside = float(use.activations[rank] - held + use.more[rank] + use.messages[rank])
+    weights = float(use.weights[rank])
+    return PartBytes(weights, weights + beside, float(use.sums[rank]), held)
+
+
+def _probe(
+    pieces: Sequence[tuple[int, ...]], part: int, held: int, shape: MicroBatch
+) -> Schedule:
+    """Return a schedule in which a node with this part holds `held` micro-batches at once.
+
+    Rank 0 is a data node, and rank 1 has another part. Each has a twin with which it sums
+    gradients. Further micro-batches pass one by one, so that there are as many messages as can ever
+    be under way.
+    """
+    other = part or 1
+    nodes = [0, other]
+    stages = []
+    for rank, label in enumerate([*nodes, *nodes]):
+        stages += [Stage(rank, piece) for piece in pieces[label]]
+    first, *rest = pieces[0]
+    order = [first, *pieces[other], *rest]
+    number_of = {stage.part: number for number, stage in reversed([*enumerate(stages)])}
+    path = tuple(number_of[piece] for piece in order)
+    count = held + MAX_SENDS_IN_FLIGHT
+    groups = [range(held), *(range(mb, mb + 1) for mb in range(held, count))]
+    slices = max(len(shape.cuts) - 1, 1)
+    lanes: list[list[Action]] = [[] for _ in range(2 * len(nodes))]
+    for group in groups:
+        for stage in path:
+            rank = stages[stage].rank
+            for mb in group:
+                lanes[rank] += [Action(Op.F, stage, mb, s) for s in range(slices)]
+        for stage in reversed(path):
+            rank = stages[stage].rank
+            for mb in group:
+                backwards = [Action(Op.B, stage, mb, s) for s in range(slices)]
+                lanes[rank] += reversed(backwards)
+    microbatch = MicroBatch(path, shape.tokens, shape.cuts)
+    return schedule_of(stages, [microbatch] * count, lanes)
+
+
+# ---------------------------------------------------------------- the problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,3 +601,184 @@ def numbers_of_nodes(problem: Problem, nodes: Ints) -> tuple[bytes, ...]:
         slots[..., nodes],
     )
     return tuple(np.ascontiguousarray(one).tobytes() for one in numbers)
+
+
+# ---------------------------------------------------------------- the parts of a profiled model
+# Parts of a model for paths, with the times and sizes of a profile.
+#
+#     embed  layer layer | layer layer layer | layer layer layer | head       8 layers in 3 parts and a head
+#     '---- part 0 ----'   '--- part 1 ----'   '--- part 2 ----'   part 3
+#
+# A data node holds the first part and the head. So the first part gets fewer layers than the others,
+# if embedding and head take much time, and the head gets no layer.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A model divided for paths: the layers of each part, and their costs, the head last."""
+
+    partition: tuple[int, ...]
+    costs: tuple[PartCost, ...]
+    turn: float  # seconds that the executor takes between two actions
+    recompute: tuple[int, ...]  # parts that keep only their input
+    facts: Facts  # what the plan.json says about it
+
+
+def model_parts(
+    profile: Profile, parts: int, tokens: int, recompute: bool, source: str
+) -> ModelParts:
+    """Divide a profiled model into parts and a head. The busiest node has as little work as possible.
+
+    source: where the profile comes from, for the plan.json.
+    """
+    if parts > profile.layers:
+        raise ShapeError(
+            f"{profile.layers} layers cannot fill {parts} parts; give --parts {profile.layers} or less"
+        )
+    layer = block_seconds(profile.layer, tokens)
+    ends = block_seconds(profile.embed, tokens) + block_seconds(profile.head, tokens)
+    best: tuple[int, ...] = ()
+    least = float("inf")
+    for first in range(1, profile.layers - (parts - 1) + 1):
+        others = even_partition(profile.layers - first, parts - 1) if parts > 1 else ()
+        busiest = max(first * layer + ends, max(others, default=0) * layer)
+        if busiest < least:
+            best = (first, *others, 0)
+            least = busiest
+    working = replace(profile, turn=0.0)  # It is a pause here, and no work.
+    last = len(best) - 1
+    costs = [
+        working.part(layers, number == 0, number == last, recompute)
+        for number, layers in enumerate(best)
+    ]
+    again = tuple(range(len(best))) if recompute else ()
+    facts: Facts = (("profile", source), ("tokens", tokens), ("rows", profile.rows))
+    return ModelParts(best, tuple(costs), profile.turn, again, facts)
+
+
+def choose_data_nodes(batch: int, microbatches: int, wanted: int, given: bool) -> int:
+    """Return a number of data nodes that share a batch equally: the wanted one, or fewer.
+
+    given: whether the number was asked for, and must not change.
+    """
+    shares, left = divmod(batch, microbatches)
+    fitting = [count for count in divisors(shares) if count <= wanted] if shares else []
+    if left or not fitting or (given and fitting[-1] != wanted):
+        nearest = -(-batch // (microbatches * wanted)) * microbatches * wanted
+        raise ShapeError(
+            f"data.batch = {batch} sequences cannot be dealt out evenly to {wanted} data nodes with "
+            f"{microbatches} micro-batches each; {nearest} can\n"
+            "  change --microbatches, --data-nodes or --set data.batch"
+        )
+    return fitting[-1]
+
+
+def waved_partition(partition: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the layers of each part of a wave: half of a part on the way down, the rest on the way up.
+
+    >>> waved_partition((3, 4, 4, 0))
+    (2, 2, 2, 2, 2, 1)
+    """
+    down = [(layers + 1) // 2 for layers in partition[:-1]]
+    up = [layers - half for layers, half in zip(partition, down, strict=False)]
+    return (*down, *reversed(up))
+
+
+# ---------------------------------------------------------------- terms of the formulas for times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CircuitTerms:
+    """The terms of the formula for the time of a circuit."""
+
+    pair: Floats  # seconds over a link and back [node, node]
+    data: Floats  # seconds of work on one micro-batch as a data node [node]
+    hop: Floats  # seconds of work on one micro-batch as a hop [node]
+    back: Floats  # seconds of a backward and the gap after it [node]
+    # How often a micro-batch uses a link within the circuit, there and back.
+    inner: float
+    close: float  # how often it uses the link from the last hop to the data node
+
+
+def circuit_terms(problem: Problem) -> CircuitTerms:
+    """Return the terms for whole micro-batches; all hops have the mean work of the middle parts.
+
+    Slices overlap: the first one carries the wait, and the others follow it.
+    """
+    traffic = problem.traffic
+    forward = traffic.forward.sum(axis=1)
+    backward = traffic.backward.sum(axis=1)
+    work = forward + backward
+    middle = range(1, problem.body)
+    hop = float(np.mean([work[part] for part in middle]))
+    back = float(np.mean([backward[part] for part in middle]))
+    data = work[0] + work[-1]
+    inner = 1.0
+    close = 1.0
+    if problem.waves:
+        hop *= 2
+        back *= 2
+        inner = 2.0
+        close = 0.0
+    there = traffic.hop(1)
+    return CircuitTerms(
+        there + there.T,
+        data * traffic.slow,
+        hop * traffic.slow,
+        back * traffic.slow + traffic.gap,
+        inner,
+        close,
+    )
+
+
+class LeastWork:
+    """Seconds of work and of links, as a bound may count them: the least slice of each part.
+
+    forward, backward: a slice over each part; in waves each half of a part counts alone.
+    trip_part: forward and backward of a slice over each part; in waves over both its halves.
+    own: a data node's work on its first part, for one micro-batch.
+    data: the same, with the head.
+    first_forward, first_backward: a data node's first forward and last backward of a micro-batch.
+    whole_part: all slices of a micro-batch over each part.
+    whole_data: all slices of a micro-batch over the first part and the head.
+    one_way, pair: seconds of a link, and of a link and back.
+    inner: how often a micro-batch uses a link of its path, there and back.
+    close: how often it uses the link from its last node to its data node.
+    tasks_per_hop: tasks of a micro-batch on a node of its path.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        traffic = problem.traffic
+        body = problem.body
+        forward = traffic.forward.min(axis=1)
+        backward = traffic.backward.min(axis=1)
+        whole_forward = traffic.forward.sum(axis=1)
+        whole_backward = traffic.backward.sum(axis=1)
+        # the other slices, which one node does one after the other
+        other_slices = whole_forward - forward + whole_backward - backward
+        both = forward + backward
+        whole = whole_forward + whole_backward
+        self.forward: Floats = forward
+        self.backward: Floats = backward
+        self.trip_part = both[:body].copy()
+        self.whole_part = whole[:body].copy()
+        if problem.waves:
+            self.trip_part += both[body:][::-1]
+            self.whole_part += whole[body:][::-1]
+            self.own = float(self.trip_part[0] + other_slices[0])
+            self.data = self.own
+            self.whole_data = float(self.whole_part[0])
+            self.inner = 2.0
+            self.close = 0.0
+            self.tasks_per_hop = 4 * problem.slices
+        else:
+            self.own = float(both[0] + other_slices[0])
+            self.data = float(self.own + both[-1])
+            self.whole_data = float(self.whole_part[0] + whole[-1])
+            self.inner = 1.0
+            self.close = 1.0
+            self.tasks_per_hop = 2 * problem.slices
+        self.first_forward = float(whole_forward[0])
+        self.first_backward = float(whole_backward[0])
+        self.one_way: Floats = traffic.latency + traffic.byte * traffic.message.min()
+        self.pair: Floats = self.one_way + self.one_way.T

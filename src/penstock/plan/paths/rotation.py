@@ -1,32 +1,27 @@
-"""A different plan in each step, so that every shard of the data meets every set of parts.
-
-    step 0   shard 0 on data node a   shard 1 on b   shard 2 on c        plan 0
-    step 1   shard 1 on data node a   shard 2 on b   shard 0 on c        plan 0
-    ...                                     once every shard was on every data node:    plan 1
-
-All plans have the same arrangement (weights stay where they are) and about the same makespan. The
-paths of one plan meet only some of the possible sets of parts. So further plans are searched for,
-each with one missing set forced onto a path, until some plan meets every set. The shards move over
-the data nodes as well. So after (data nodes x plans) steps every shard has met every set of parts.
-A set that would make a plan slower than the `slack` allows is left out.
-"""
+"""Further plans on the arrangement of a plan: for other steps, for full steps, and when nodes are lost."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.baselines import full_pipeline
-from penstock.plan.paths.budget import Budget, TimeSource, never_stop
-from penstock.plan.paths.improve import improve_solution
-from penstock.plan.paths.planner import PathPlan, finish_plan
-from penstock.plan.paths.problem import Problem
+from penstock.errors import ShapeError
+from penstock.ir.table import Ints
+from penstock.plan.paths.bound import pass_bound
+from penstock.plan.paths.planner import (
+    PathPlan,
+    best_plan,
+    finish_plan,
+    first_solutions,
+)
+from penstock.plan.paths.problem import NO_PART_HELD, Policy, Problem
 from penstock.plan.paths.rules import part_orders, part_subsets
-from penstock.plan.paths.solution import (
+from penstock.plan.paths.search import Budget, TimeSource, never_stop
+from penstock.plan.paths.simulator import (
     TIME_ROUNDING,
     NodePath,
     Solution,
@@ -34,7 +29,57 @@ from penstock.plan.paths.solution import (
     simulate_solution,
     solution_value,
 )
-from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
+from penstock.plan.paths.stages import (
+    DEFAULT_SEARCH_MOVES,
+    improve_solution,
+    search_in_stages,
+)
+from penstock.plan.paths.starts import find_circuits, replica_counts
+
+# ---------------------------------------------------------------- full pipelines
+
+
+def full_pipeline(
+    plan: PathPlan,
+    iterations: int = DEFAULT_SEARCH_MOVES,
+    seconds: float | None = None,
+    seed: int = 0,
+    clock: TimeSource = time.perf_counter,
+    stop: Callable[[], bool] = never_stop,
+    stages: list[PathPlan] | None = None,
+) -> PathPlan:
+    """Return the best full pipeline that the same search finds. It leaves out no part.
+
+    It has the same nodes, data nodes, micro-batches and links. It chooses its own arrangement and
+    sizes, unless the paths were planned for given ones. Slots are not reserved for paths. `stages`
+    takes the plan of each complete stage of the search.
+    """
+    budget = Budget(iterations, seconds, clock, stop)
+    planned = plan.problem
+    policy = Policy(planned.policy.queue_orders, ordered=planned.policy.ordered)
+    problem = replace(planned, rules=planned.rules.full_model(), policy=policy)
+    sizes = [len(nodes) for nodes in plan.partitions]
+    labels = None
+    if problem.arranged:
+        labels = np.array(plan.solution.labels)
+    elif not problem.sized:
+        nodes = problem.traffic.nodes
+        sizes = list(replica_counts(nodes, problem.body, problem.hops, sizes[0]))
+    return best_plan(problem, labels, np.array(sizes), budget, seed, stages)
+
+
+# ---------------------------------------------------------------- a different plan in each step
+# A different plan in each step, so that every shard of the data meets every set of parts.
+#
+#     step 0   shard 0 on data node a   shard 1 on b   shard 2 on c        plan 0
+#     step 1   shard 1 on data node a   shard 2 on b   shard 0 on c        plan 0
+#     ...                                     once every shard was on every data node:    plan 1
+#
+# All plans have the same arrangement (weights stay where they are) and about the same makespan. The
+# paths of one plan meet only some of the possible sets of parts. So further plans are searched for,
+# each with one missing set forced onto a path, until some plan meets every set. The shards move over
+# the data nodes as well. So after (data nodes x plans) steps every shard has met every set of parts.
+# A set that would make a plan slower than the `slack` allows is left out.
 
 PartSet = frozenset[int]
 MAX_FORCED_UNITS = 60  # units that are tried for one set of parts
@@ -217,3 +262,170 @@ def _part_sets(solution: Solution) -> frozenset[PartSet]:
     for path in solution.paths:
         part_sets.add(frozenset(solution.labels[node] for node in path[1:]))
     return frozenset(part_sets)
+
+
+# ---------------------------------------------------------------- an arrangement for partial and full steps
+# Chooses the arrangement on which partial and full steps are fast together.
+#
+#     stages of the search for paths             arrangement ──► a full step on it ─┐
+#     stages of the search for full pipelines    arrangement ──► paths on it       ─┴─► the least mean of a step
+#
+# Every `full`-th step runs all parts (see the module `rules`), with the weights where the paths need them. An
+# arrangement that is good for paths may be bad for full steps, so the goal is the mean over both. Each complete
+# stage of the two searches proposes an arrangement. What is planned on it depends on that stage only, so a longer
+# search compares all pairs of a shorter one and more: its mean is never slower.
+
+
+@dataclass(frozen=True, slots=True)
+class StepPair:
+    """A plan of partial paths, and one of steps with all parts on the same arrangement."""
+
+    paths: PathPlan
+    full: PathPlan
+
+    @property
+    def mean(self) -> float:
+        """The mean seconds of a step over partial and full ones."""
+        period = self.paths.problem.rules.full
+        return ((period - 1) * self.paths.makespan + self.full.makespan) / period
+
+
+def best_pair(
+    paths: Sequence[PathPlan], fulls: Sequence[PathPlan], budget: Budget, seed: int = 0
+) -> StepPair:
+    """Return the pair with the least mean, of one for each arrangement of these plans.
+
+    paths: plans of partial paths, of which there must be one.
+    fulls: full pipelines, each with an arrangement of its own.
+    budget: its time limit ends the search with the pairs so far.
+    """
+    return min(_pairs(paths, fulls, budget, seed), key=lambda pair: pair.mean)
+
+
+def _pairs(
+    paths: Sequence[PathPlan], fulls: Sequence[PathPlan], budget: Budget, seed: int
+) -> Iterator[StepPair]:
+    for number, plan in enumerate(paths):
+        if number and budget.spent:
+            return
+        part = budget.part(max(1, plan.simulations))
+        full = full_steps(
+            plan, part.iterations, part.seconds, seed, part.clock, part.stop
+        )
+        yield StepPair(plan, full)
+    first = paths[0]
+    for full in fulls:
+        if budget.spent or not all(full.partitions):
+            continue
+        part = budget.part(max(1, full.simulations))
+        yield StepPair(_paths_on(first, full, part, seed), full)
+
+
+def _paths_on(first: PathPlan, full: PathPlan, budget: Budget, seed: int) -> PathPlan:
+    """Return paths for the arrangement of a full pipeline, as a plan of the same problem as `first`."""
+    problem: Problem = replace(first.problem, arranged=True)
+    labels = np.array(full.solution.labels)
+    shape = np.bincount(labels[labels >= 0], minlength=problem.body)
+    found = best_plan(problem, labels, shape, budget, seed)
+    # The bound of `first` holds for every arrangement.
+    return replace(found, problem=first.problem, bound=min(first.bound, found.makespan))
+
+
+# ---------------------------------------------------------------- lost nodes
+# Plans again when nodes are lost or come back, in about a second.
+#
+#     node 7 is lost    Paths over node 7 use another replica of its part.
+#                       If no replica is left, all paths skip the part until it returns.
+#                       If it was a data node, the other data nodes take over its micro-batches.
+#
+# Weights stay where they are: no remaining node gets another part. Lost nodes keep their numbers, and
+# their lanes are empty.
+
+RECOVERY_CIRCUIT_MOVES = 20_000  # moves that find the circuits a search starts from
+DEFAULT_RECOVERY_MOVES = 6_300  # moves of the search: its first three stages
+
+
+def replan(
+    plan: PathPlan,
+    lost: Sequence[int] = (),
+    returned: Sequence[int] = (),
+    iterations: int = DEFAULT_RECOVERY_MOVES,
+    seconds: float | None = None,
+    seed: int = 0,
+    clock: TimeSource = time.perf_counter,
+    stop: Callable[[], bool] = never_stop,
+) -> PathPlan:
+    """Return a plan for the nodes that are left.
+
+    lost: nodes that have gone since the plan was made.
+    returned: nodes that were lost before and come back with the parts they had.
+    iterations: moves of the search. It ends earlier if `seconds` pass on the `clock`.
+    """
+    budget = Budget(iterations, seconds, clock, stop)
+    homes = dict(plan.homes) | _parts_by_node(plan.solution)
+    gone = (set(plan.lost) | set(lost)) - set(returned)
+    labels = np.full(len(plan.solution.labels), NO_PART_HELD, dtype=np.int64)
+    for node, part in homes.items():
+        if node not in gone:
+            labels[node] = part
+    _refuse_nodes(plan, labels, lost, returned)
+    data_nodes_before = {path[0] for path in plan.solution.paths}
+    total_before = len(data_nodes_before) * plan.problem.microbatches
+    total = max(plan.total_microbatches, total_before)
+    data_nodes = int((labels == 0).sum())
+    problem = replace(
+        plan.problem,
+        policy=_recovery_policy(plan.problem.policy),
+        microbatches=max(round(total / data_nodes), 1),
+    )
+    bound = pass_bound(problem, np.bincount(labels[labels >= 0]), labels)
+
+    def starts(stage_seed: int, _budget: Budget) -> list[Solution]:
+        circuits = find_circuits(problem, labels, RECOVERY_CIRCUIT_MOVES, stage_seed)
+        return first_solutions(problem, labels, circuits, stage_seed)
+
+    best = search_in_stages(problem, starts, budget, False, seed)
+    recovered = finish_plan(problem, best, bound, budget, tuple(sorted(gone)))
+    return replace(
+        recovered,
+        homes=tuple(sorted(homes.items())),
+        total_microbatches=total,
+    )
+
+
+def _parts_by_node(solution: Solution) -> dict[int, int]:
+    """Return the part of each node that holds one."""
+    held = enumerate(solution.labels)
+    return {node: part for node, part in held if part != NO_PART_HELD}
+
+
+def _recovery_policy(policy: Policy) -> Policy:
+    """Return the policy without reserved slots: the remaining nodes may have fewer slots than paths."""
+    if not policy.reserved:
+        return policy
+    return Policy(policy.queue_orders, ordered=policy.ordered)
+
+
+def _refuse_nodes(
+    plan: PathPlan, labels: Ints, lost: Sequence[int], returned: Sequence[int]
+) -> None:
+    nodes = len(plan.solution.labels)
+    for change, changed in (("lost", lost), ("returned", returned)):
+        for node in changed:
+            if not 0 <= node < nodes:
+                raise ShapeError(
+                    f"node {node} is {change}, but the plan has nodes 0..{nodes - 1}"
+                )
+    never_lost = set(returned) - set(plan.lost)
+    if never_lost:
+        raise ShapeError(f"node {min(never_lost)} returned, but it was not lost")
+    if not (labels == 0).any():
+        raise ShapeError(
+            "no data node is left: no remaining node holds part 0\n"
+            "  bring a data node back, or make a new plan"
+        )
+    if not (labels > 0).any():
+        raise ShapeError(
+            "only data nodes are left: no remaining node holds any other part\n"
+            "  bring nodes back, or make a new plan"
+        )

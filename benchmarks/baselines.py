@@ -1,14 +1,11 @@
-"""Plans to compare with: the same nodes, slots and micro-batches, but less planning.
+"""Paths to compare planned ones with: the same nodes, slots and micro-batches, but less planning.
 
-full         every micro-batch visits all parts in order; planned by the same search as the paths
 random       random paths that keep to the rules
 shortest     each path as short as possible, regardless of the others: no collision avoidance (the paper's TC2)
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -16,52 +13,21 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.plan.paths.arrangement import replica_counts
-from penstock.plan.paths.budget import Budget, TimeSource, never_stop
-from penstock.plan.paths.planner import PathPlan, best_plan, finish_plan
-from penstock.plan.paths.problem import Policy, Problem
-from penstock.plan.paths.routes import random_routes
+from penstock.plan.paths.planner import PathPlan, finish_plan
+from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders
-from penstock.plan.paths.solution import (
+from penstock.plan.paths.search import Budget
+from penstock.plan.paths.simulator import (
     NodePath,
     Solution,
     choose_queueing,
     path_in_order,
     simulate_solution,
 )
-from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
+from penstock.plan.paths.starts import random_routes
 
 SHORTENING_MOVES = 4000
 WORK_PER_FORWARD = 2.5  # forward and backward of a part, in forwards
-
-
-def full_pipeline(
-    plan: PathPlan,
-    iterations: int = DEFAULT_SEARCH_MOVES,
-    seconds: float | None = None,
-    seed: int = 0,
-    clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never_stop,
-    stages: list[PathPlan] | None = None,
-) -> PathPlan:
-    """Return the best full pipeline that the same search finds. It leaves out no part.
-
-    It has the same nodes, data nodes, micro-batches and links. It chooses its own arrangement and
-    sizes, unless the paths were planned for given ones. Slots are not reserved for paths. `stages`
-    takes the plan of each complete stage of the search.
-    """
-    budget = Budget(iterations, seconds, clock, stop)
-    planned = plan.problem
-    policy = Policy(planned.policy.queue_orders, ordered=planned.policy.ordered)
-    problem = replace(planned, rules=planned.rules.full_model(), policy=policy)
-    sizes = [len(nodes) for nodes in plan.partitions]
-    labels = None
-    if problem.arranged:
-        labels = np.array(plan.solution.labels)
-    elif not problem.sized:
-        nodes = problem.traffic.nodes
-        sizes = list(replica_counts(nodes, problem.body, problem.hops, sizes[0]))
-    return best_plan(problem, labels, np.array(sizes), budget, seed, stages)
 
 
 def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:

@@ -25,21 +25,18 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Floats
-from penstock.plan.paths.allreduce import ends_of_sums
-from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.move_search import HOT, SUM_WEIGHT, MoveSearch, Trial
-from penstock.plan.paths.path_simulator import (
-    NO_TURN,
-    PathTimes,
-    rule_needs,
-    simulate_paths,
-)
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault
-from penstock.plan.paths.solution import (
+from penstock.plan.paths.search import HOT, SUM_WEIGHT, Budget, MoveSearch, Trial
+from penstock.plan.paths.simulator import (
+    NO_TURN,
     TIME_ROUNDING,
+    PathTimes,
     Solution,
+    ends_of_sums,
     mean_end_of_sums,
+    rule_needs,
+    simulate_paths,
     simulate_solution,
     step_end,
     units_alone,

@@ -1,51 +1,229 @@
-"""Searches for better paths by simulated annealing; every step is simulated.
+"""Searches for better paths by simulated annealing, within a budget of moves.
 
-A move changes one unit of a solution, or all units that share its path:
+    move ──► simulate ──► no worse: keep it
+      ▲                   worse: keep it by chance, less likely the worse it is and the later it comes
+      └── undo ◄───────── otherwise
 
-    swap      Two units exchange a node: two replicas of the same part, or nodes of two parts that neither has twice.
-    redirect  A unit visits another replica of the same part.
-    reorder   Two neighbors on a path change places, if the rules allow the new order.
-    trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
-    relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
-    drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
-    delay     A unit stands further back in all queues (if nodes follow a planned order).
-    reroute   The units of a path take the cheapest replicas of their parts, where busy nodes are dearer.
-    move      A data node and a node with another part exchange their parts. The units that begin there get new
-              routes, and those that passed the other node visit another replica (if the arrangement is free).
-
-Every move leaves each part its share of the work.
+`MoveSearch` is the annealing. Its subclasses know what a move changes and how long the step then takes: `Annealing`
+below changes paths, and `LaneSearch` in the module `lanes` changes the order of the tasks on each node.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from penstock.errors import ShapeError
 from penstock.ir.table import Ints
-from penstock.plan.paths.arrangement import NO_PART_HELD
-from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.cheapest_path import LinkPrices, cheapest_path
-from penstock.plan.paths.circuits import circuit_terms
-from penstock.plan.paths.move_search import HOT, SUM_WEIGHT, MoveSearch, Trial
-from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import (
+    NO_PART_HELD,
     Problem,
+    QueueOrder,
+    circuit_terms,
     expand_paths,
     positions_of,
     start_conditions,
 )
 from penstock.plan.paths.rules import order_fault, part_orders
-from penstock.plan.paths.solution import (
+from penstock.plan.paths.simulator import (
     NodePath,
+    PathTimes,
     Solution,
     mean_end_of_sums,
     path_in_order,
+    simulate_paths,
     step_end,
 )
+from penstock.plan.paths.starts import LinkPrices, cheapest_path
+
+# ---------------------------------------------------------------- how long a search may go on
+# A budget counts moves, not seconds, so that a seed gives the same plan on every machine.
+TimeSource = Callable[[], float]
+
+
+def never_stop() -> bool:
+    """The default of `stop`: nobody asks the search to end."""
+    return False
+
+
+@dataclass(slots=True)
+class Budget:
+    """Ends a search after `iterations` moves.
+
+    The search ends earlier if `seconds` pass on the `clock`, or once `stop` returns True.
+    `cut_short` then becomes True.
+    """
+
+    iterations: int
+    seconds: float | None = None
+    clock: TimeSource = time.perf_counter
+    stop: Callable[[], bool] = never_stop
+    used: int = 0
+    cut_short: bool = False
+    begin: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.iterations < 0:
+            raise ShapeError(
+                f"a search cannot try {self.iterations} moves; give 0 or more"
+            )
+        self.begin = self.clock()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the search began."""
+        return self.clock() - self.begin
+
+    @property
+    def spent(self) -> bool:
+        """Whether the search has to end."""
+        if self.used >= self.iterations or self.cut_short:
+            return True
+        if self.stop():
+            self.cut_short = True
+        elif self.seconds is not None:
+            self.cut_short = self.elapsed >= self.seconds
+        return self.cut_short
+
+    def part(self, iterations: int) -> Budget:
+        """Return a budget for a part of the search, of at most `iterations` moves."""
+        left = max(self.iterations - self.used, 0)
+        seconds = None
+        if self.seconds is not None:
+            seconds = max(self.seconds - self.elapsed, 0.0)
+        return Budget(min(iterations, left), seconds, self.clock, self.stop)
+
+    def count(self, part: Budget) -> None:
+        """Count what a part of the search has used."""
+        self.used += part.used
+        self.cut_short = self.cut_short or part.cut_short
+
+
+# ---------------------------------------------------------------- simulated annealing
+HOT = 0.004  # first temperature, as a share of the makespan
+WARM = 0.002  # first temperature of a search that starts from a good solution
+SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
+Details = TypeVar("Details")
+
+
+class Trial(NamedTuple, Generic[Details]):
+    """What a simulation of the current state gives."""
+
+    value: float  # to minimize
+    end: float  # of the step
+    details: Details
+
+
+class Found(NamedTuple):
+    """The best solution that moves have led to."""
+
+    solution: Solution
+    end: float
+    value: float
+    is_complete: bool  # whether all moves were tried before the budget ended
+
+
+class MoveSearch(ABC, Generic[Details]):
+    """A state that random moves change."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.undo: list[Callable[[], None]] = []  # how to take the last move back
+        self.value = math.inf
+        self.end = math.inf
+
+    @abstractmethod
+    def solution(self) -> Solution:
+        """Return the current solution."""
+
+    @abstractmethod
+    def _move(self) -> bool:
+        """Make a random move. Return False if it turned out to be impossible or without effect."""
+
+    @abstractmethod
+    def _simulate(self) -> Trial[Details]:
+        """Return how good the current state is."""
+
+    @abstractmethod
+    def _note(self, details: Details) -> None:
+        """Remember what the next moves need to know about the current state."""
+
+    def keep(self, trial: Trial[Details]) -> None:
+        """Take the simulated state as the current one."""
+        self.value = trial.value
+        self.end = trial.end
+        self._note(trial.details)
+
+    def anneal(
+        self, budget: Budget, steps: int, scale: float, hot: float, cold: float
+    ) -> Found:
+        """Try `steps` moves while the temperature falls from `hot` to `cold`, as shares of `scale`.
+
+        The temperature depends on `steps` only, so a larger budget continues where a smaller one
+        stopped.
+        """
+        best = self.solution()
+        least = (self.end, self.value)
+        done = 0
+        while done < steps and not budget.spent:
+            heat = scale * temperature(hot, cold, done / steps)
+            done += 1
+            budget.used += 1
+            self.undo.clear()
+            if not self._move():
+                self._undo_move()
+                continue
+            trial = self._simulate()
+            if not self._accepts(trial.value, heat):
+                self._undo_move()
+                continue
+            self.keep(trial)
+            if (trial.end, trial.value) < least:
+                best = self.solution()
+                least = (trial.end, trial.value)
+        return Found(best, *least, done == steps)
+
+    def _accepts(self, value: float, heat: float) -> bool:
+        """Whether a move is kept: always if it is no worse, otherwise by chance."""
+        if value <= self.value:
+            return True
+        return self.random.random() < math.exp(-(value - self.value) / heat)
+
+    def _undo_move(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+
+
+def temperature(hot: float, cold: float, done: float) -> float:
+    """Return the temperature when this share of the moves is done: it falls from `hot` to `cold`."""
+    return cold + (hot - cold) * (1.0 - done) ** 2
+
+
+# ---------------------------------------------------------------- the moves that change paths
+# Searches for better paths by simulated annealing; every step is simulated.
+#
+# A move changes one unit of a solution, or all units that share its path:
+#
+#     swap      Two units exchange a node: two replicas of the same part, or nodes of two parts that neither has twice.
+#     redirect  A unit visits another replica of the same part.
+#     reorder   Two neighbors on a path change places, if the rules allow the new order.
+#     trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
+#     relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
+#     drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
+#     delay     A unit stands further back in all queues (if nodes follow a planned order).
+#     reroute   The units of a path take the cheapest replicas of their parts, where busy nodes are dearer.
+#     move      A data node and a node with another part exchange their parts. The units that begin there get new
+#               routes, and those that passed the other node visit another replica (if the arrangement is free).
+#
+# Every move leaves each part its share of the work.
 
 # How much the mean end of the micro-batches counts besides the last end. It guides the search where
 # the last end does not change.

@@ -1,0 +1,968 @@
+"""Solutions that a search starts from: which node holds which part, and the first paths over them.
+
+A node that is far from all others need not be visited. So there are two kinds of start: circuits
+spread the work over all nodes, and routes leave out the bad ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import ShapeError
+from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
+from penstock.ir.table import Floats, Ints
+from penstock.plan.paths.problem import (
+    NO_PART_HELD,
+    CircuitTerms,
+    Problem,
+    circuit_terms,
+)
+from penstock.plan.paths.rules import Rules, part_orders, spread_parts
+from penstock.plan.paths.simulator import NodePath, seconds_of_sums
+
+# ---------------------------------------------------------------- circuits
+# Cuts the nodes into circuits: a data node and hops that no other circuit uses. Every search starts here.
+#
+#     circuit 0   d ── a ── b ── c ── back to d    its time: that of the micro-batches' round trips,
+#     circuit 1   e ── f ── g ── h ── back to e    or that of the work on its slowest node, whichever is more
+#
+# Nodes exchange places, between circuits or within one, so that the slowest circuits get faster. This
+# is simulated annealing on the sum of the circuits' times to the eighth power. Circuits share no
+# nodes, so the time of each is a formula, and a million moves take a second. If the nodes have parts
+# already, a place only takes a node whose part keeps the order legal.
+
+NEAREST_NODES = 24  # nearest nodes of each node, which half of the moves choose from
+
+
+def improve_circuits(
+    problem: Problem,
+    circuits: Ints,
+    spare: Ints,
+    labels: Ints | None,
+    iterations: int,
+    seed: int,
+) -> tuple[Ints, Ints]:
+    """Return the circuits and the spare nodes after `iterations` tried moves.
+
+    labels: the parts of the nodes, if they are fixed.
+    """
+    terms = circuit_terms(problem)
+    distance = terms.pair + np.diag(np.full(len(terms.pair), np.inf))
+    nearest = np.argsort(distance, axis=1, kind="stable")[:, :NEAREST_NODES]
+    circuits = np.ascontiguousarray(circuits).copy()
+    spare = np.append(spare, -1).astype(np.int64)  # never empty, for the compiler
+    fixed = labels is not None
+    if labels is None:
+        labels = np.full(problem.traffic.nodes, -1)
+    compile_if_large(_anneal_circuits, MIN_COMPILED_SIZE)(
+        circuits,
+        spare,
+        len(spare) - 1,
+        np.ascontiguousarray(nearest),
+        terms.pair,
+        terms.data,
+        terms.hop,
+        terms.back,
+        terms.inner,
+        terms.close,
+        problem.traffic.slots,
+        problem.microbatches,
+        labels.astype(np.int64),
+        fixed,
+        _limits(problem.rules),
+        iterations,
+        seed,
+    )
+    return circuits, spare[:-1]
+
+
+def _limits(rules: Rules) -> Ints:
+    """Return the limits of the order as an array, for the compiled loop."""
+    limits = [rules.behind, rules.distance, rules.swaps, rules.ahead]
+    return np.array(limits, dtype=np.int64)
+
+
+def _anneal_circuits(  # noqa: PLR0912, PLR0915
+    circuits: Ints,
+    spare: Ints,
+    spares: int,
+    nearest: Ints,
+    pair: Floats,
+    data: Floats,
+    hop: Floats,
+    back: Floats,
+    inner: float,
+    close: float,
+    slots: Ints,
+    microbatches: int,
+    labels: Ints,
+    fixed: bool,
+    limits: Ints,
+    iterations: int,
+    seed: int,
+) -> None:
+    """Exchange nodes in `circuits` and `spare`, and leave the best circuits there."""
+    count, length = circuits.shape
+    np.random.seed(seed)
+
+    def seconds(circuit: Ints) -> float:
+        home = circuit[0]
+        trip = data[home]
+        work = data[home]
+        slowest = back[home]
+        held = slots[home]
+        for p in range(1, length):
+            n = circuit[p]
+            trip += hop[n] + inner * pair[circuit[p - 1], n]
+            work = max(work, hop[n])
+            slowest = max(slowest, back[n])
+            held = min(held, slots[n])
+        trip += close * pair[circuit[length - 1], home]
+        held = min(held, microbatches)
+        by_trips = trip * microbatches / held + (held - 1) * slowest
+        by_work = trip + (microbatches - 1) * work
+        return float(max(by_trips, by_work))
+
+    def legal(circuit: Ints) -> bool:
+        if labels[circuit[0]] != 0:
+            return False
+        frontier = 0
+        distance = 0
+        swaps = 0
+        for p in range(1, length):
+            part = labels[circuit[p]]
+            if part <= 0 or part - frontier > limits[3]:
+                return False
+            for q in range(1, p):
+                if labels[circuit[q]] == part:
+                    return False
+            if part < frontier:
+                if frontier - part > limits[0]:
+                    return False
+                distance += frontier - part
+                swaps += 1
+            frontier = max(frontier, part)
+        return bool(distance <= limits[1] and swaps <= limits[2])
+
+    # the circuit and the place of each node; for a spare node -1 and its place in `spare`
+    where = np.full((len(data), 2), -1, np.int64)
+    time = np.zeros(count)
+    for i in range(count):
+        time[i] = seconds(circuits[i])
+        for p in range(length):
+            where[circuits[i, p], 0] = i
+            where[circuits[i, p], 1] = p
+    for k in range(spares):
+        where[spare[k], 0] = -1
+        where[spare[k], 1] = k
+    best = circuits.copy()
+    best_spare = spare.copy()
+
+    def keep() -> None:
+        for i in range(count):
+            for p in range(length):
+                best[i, p] = circuits[i, p]
+        for k in range(len(spare)):
+            best_spare[k] = spare[k]
+
+    scale = time.max()
+    value = 0.0
+    for i in range(count):
+        value += (time[i] / scale) ** 8
+    least = value
+    for step in range(iterations):
+        heat = 0.2 * (1.0 - step / iterations) ** 3 + 1e-9
+        i = np.random.randint(count)
+        for _ in range(2):  # prefer a slow circuit
+            other = np.random.randint(count)
+            if time[other] > time[i]:
+                i = other
+        a = np.random.randint(length)
+        if np.random.random() < 0.5 and nearest.shape[1] > 0:
+            # Bring a node that is near to one of the circuit's nodes.
+            node = circuits[i, np.random.randint(length)]
+            v = nearest[node, np.random.randint(nearest.shape[1])]
+            j = where[v, 0]
+            b = where[v, 1]
+        else:
+            j = -1
+            if spares == 0 or np.random.random() < 0.9:
+                j = np.random.randint(count)
+            if j >= 0:
+                b = np.random.randint(length)
+                v = circuits[j, b]
+            else:
+                b = np.random.randint(spares)
+                v = spare[b]
+        u = circuits[i, a]
+        if u == v:
+            continue
+        circuits[i, a] = v
+        if j >= 0:
+            circuits[j, b] = u
+        else:
+            spare[b] = u
+        allowed = not fixed or (legal(circuits[i]) and (j < 0 or legal(circuits[j])))
+        change = 0.0
+        if allowed:
+            new_i = seconds(circuits[i])
+            new_j = seconds(circuits[j]) if j >= 0 else 0.0
+            change = (new_i / scale) ** 8 - (time[i] / scale) ** 8
+            if j >= 0 and j != i:
+                change += (new_j / scale) ** 8 - (time[j] / scale) ** 8
+        if allowed and (change <= 0 or np.random.random() < np.exp(-change / heat)):
+            where[v, 0] = i
+            where[v, 1] = a
+            where[u, 0] = j
+            where[u, 1] = b
+            time[i] = new_i
+            if j >= 0:
+                time[j] = new_j
+            value += change
+            if value < least - 1e-12:
+                least = value
+                keep()
+        else:
+            circuits[i, a] = u
+            if j >= 0:
+                circuits[j, b] = v
+            else:
+                spare[b] = v
+    for i in range(count):
+        for p in range(length):
+            circuits[i, p] = best[i, p]
+    for k in range(len(spare)):
+        spare[k] = best_spare[k]
+
+
+# ---------------------------------------------------------------- routes over nodes whose parts are known
+# Paths for nodes whose parts are known: one unit after the other takes the cheapest nodes.
+#
+#     unit 0  parts 1 2 3      the price of a node: the work that it has already been given
+#     unit 1  parts 1 4 5
+#     unit 2  parts 2 3 4      all parts are visited equally often
+#
+# A node that is far from all others is simply not visited. A search therefore has two kinds of start:
+# circuits spread the work over all nodes, routes leave out the bad ones.
+
+Route = tuple[int, ...]
+
+
+def deal_parts(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
+    """Return the parts that each unit visits after the first part, all equally often.
+
+    Successive units belong to different data nodes.
+    """
+    data = int((labels == 0).sum())
+    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    hops = min(problem.hops, len(alive))
+    # If one unit per data node visits all parts equally often, the next such set may be shifted.
+    even = len(alive) > 0 and data * hops % len(alive) == 0
+    dealt = []
+    for unit in range(problem.units * data):
+        shift = unit // data if even else 0
+        dealt.append(spread_parts(alive, hops, unit + shift))
+    return dealt
+
+
+def route_units(
+    problem: Problem,
+    labels: Ints,
+    weight: float,
+    dealt: Sequence[tuple[int, ...]] | None = None,
+) -> list[Route]:
+    """Return the cheapest path for each unit in turn.
+
+    weight: seconds of travel that one second of work already given to a node counts for.
+    dealt: the parts that each unit visits, if they are not to be dealt out here.
+    """
+    terms = circuit_terms(problem)
+    data = np.flatnonzero(labels == 0).tolist()
+    price = np.zeros(problem.traffic.nodes)
+    paths = []
+    for unit, parts in enumerate(dealt or deal_parts(problem, labels)):
+        orders = part_orders(frozenset(parts), problem.rules)
+        if not orders:
+            raise ShapeError(
+                f"no order of the parts {' '.join(map(str, parts))} keeps to the rules; leave out fewer parts"
+            )
+        data_node = data[unit % len(data)]
+        best: Route = ()
+        least = np.inf
+        for order in orders:
+            seconds, path = _cheapest_route(terms, labels, data_node, order, price)
+            if not best or seconds < least:
+                best = path
+                least = seconds
+        for node in best[1:]:
+            price[node] += weight * float(terms.hop[node])
+        paths.append(best)
+    return paths
+
+
+def cheapest_route(
+    problem: Problem, labels: Ints, data_node: int, parts: Sequence[int], loads: Floats
+) -> Route:
+    """Return the cheapest path over these parts, given how often each node has been visited already."""
+    terms = circuit_terms(problem)
+    price = loads * terms.hop
+    orders = part_orders(frozenset(parts), problem.rules)
+    routes = [
+        _cheapest_route(terms, labels, data_node, order, price) for order in orders
+    ]
+    return min(routes)[1]
+
+
+def random_routes(problem: Problem, labels: Ints, seed: int) -> list[Route]:
+    """Return random paths that keep to the rules: any legal order, any replica with a free place."""
+    random = Random(seed)
+    dealt = deal_parts(problem, labels)
+    data = np.flatnonzero(labels == 0).tolist()
+    places = _places(problem, labels, random, dealt)
+    random.shuffle(dealt)
+    paths = []
+    for unit, parts in enumerate(dealt):
+        order = random.choice(part_orders(frozenset(parts), problem.rules))
+        hops = [places[part].pop() for part in order]
+        paths.append((data[unit % len(data)], *hops))
+    return paths
+
+
+def _places(
+    problem: Problem,
+    labels: Ints,
+    random: Random,
+    dealt: Sequence[tuple[int, ...]],
+) -> dict[int, list[int]]:
+    """Return, for each part, its replicas as often as paths may visit them, shuffled.
+
+    If slots are reserved, a replica occurs once per slot. Otherwise all replicas of a part occur
+    equally often.
+    """
+    places = {}
+    for part in {part for parts in dealt for part in parts}:
+        replicas = np.flatnonzero(labels == part).tolist()
+        needed = sum(part in parts for parts in dealt)
+        if problem.policy.reserved:
+            places[part] = _one_per_slot(problem, replicas)
+            if len(places[part]) < needed:
+                raise ShapeError(
+                    f"part {part} has {len(places[part])} slots on {len(replicas)} nodes, but {needed} "
+                    "paths need one; give it more nodes, or do not reserve slots"
+                )
+        else:
+            places[part] = replicas * (needed // len(replicas) + 1)
+        random.shuffle(places[part])
+    return places
+
+
+def _one_per_slot(problem: Problem, nodes: list[int]) -> list[int]:
+    """Return each node as often as it has slots."""
+    places = []
+    for node in nodes:
+        places += [node] * int(problem.traffic.slots[node])
+    return places
+
+
+def _cheapest_route(
+    terms: CircuitTerms,
+    labels: Ints,
+    data_node: int,
+    order: Sequence[int],
+    price: Floats,
+) -> tuple[float, Route]:
+    """Return the cheapest path over parts in this order, and its seconds with prices."""
+    layers = [np.flatnonzero(labels == part) for part in order]
+    if not layers:
+        return 0.0, (data_node,)
+    first = layers[0]
+    cost = terms.inner * terms.pair[data_node, first] + terms.hop[first] + price[first]
+    back_pointers: list[Ints] = []
+    for before, layer in pairwise(layers):
+        link = terms.inner * terms.pair[np.ix_(before, layer)]
+        through = cost[:, None] + link
+        back_pointers.append(through.argmin(axis=0))
+        cost = through.min(axis=0) + terms.hop[layer] + price[layer]
+    cost = cost + terms.close * terms.pair[layers[-1], data_node]
+    at = int(cost.argmin())
+    seconds = float(cost[at])
+    nodes = [int(layers[-1][at])]
+    for pointers, layer in zip(
+        reversed(back_pointers), reversed(layers[:-1]), strict=True
+    ):
+        at = int(pointers[at])
+        nodes.append(int(layer[at]))
+    return seconds, (data_node, *reversed(nodes))
+
+
+# ---------------------------------------------------------------- cheapest paths
+# The cheapest path from a data node over one replica of each part and back, by dynamic programming.
+#
+#     data node      replicas of      replicas of
+#                    the 1st part     the 2nd part
+#                 ┌── a ────────────── d ──┐
+#         h ──────┼── b ──────┬─────── e ──┼────── h        each node remembers the cheapest way to it
+#                 └── c ──────┘        f ──┘
+#
+# A way costs the links that it takes, there and back, and the price of each node that it visits.
+
+
+class LinkPrices(NamedTuple):
+    """What the links of a path cost."""
+
+    pair: Sequence[Sequence[float]]  # seconds over a link and back [node][node]
+    inner: float  # how often a micro-batch uses a link within the path, there and back
+    close: float  # how often it uses the link from the last node to the data node
+
+
+class Layer(NamedTuple):
+    """The replicas of a part, with the cost of the cheapest way to each of them.
+
+    back_pointers: the place, in the layer before, from which that way comes.
+    """
+
+    nodes: Sequence[int]
+    costs: list[float]
+    back_pointers: list[int]
+
+
+def cheapest_path(
+    data_node: int,
+    replicas: Sequence[Sequence[int]],
+    price: Sequence[float],
+    links: LinkPrices,
+) -> NodePath:
+    """Return the data node and the cheapest choice of one of the replicas of each part.
+
+    >>> pair = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
+    >>> cheapest_path(0, [[1, 2]], [0, 0, 0], LinkPrices(pair, 1.0, 1.0))
+    (0, 1)
+    """
+    layers = [Layer([data_node], [0.0], [])]
+    for nodes in replicas:
+        layers.append(_next_layer(layers[-1], nodes, price, links))
+    home = links.pair[data_node]
+    last = layers.pop()
+    ends = [
+        cost + links.close * home[node]
+        for node, cost in zip(last.nodes, last.costs, strict=True)
+    ]
+    place = ends.index(min(ends))
+    path = [last.nodes[place]]
+    after = last
+    while layers:
+        place = after.back_pointers[place]
+        after = layers.pop()
+        path.append(after.nodes[place])
+    return tuple(reversed(path))
+
+
+def _next_layer(
+    before: Layer, nodes: Sequence[int], price: Sequence[float], links: LinkPrices
+) -> Layer:
+    """Find the cheapest way from the layer before to each of these nodes."""
+    inner = links.inner
+    costs = []
+    back_pointers = []
+    for node in nodes:
+        row = links.pair[node]
+        least = math.inf
+        best = 0
+        for place, source in enumerate(before.nodes):
+            cost = before.costs[place] + inner * row[source]
+            if cost < least:
+                least = cost
+                best = place
+        costs.append(least + price[node])
+        back_pointers.append(best)
+    return Layer(nodes, costs, back_pointers)
+
+
+# ---------------------------------------------------------------- arrangements for circuits
+# Decides which node holds which part.
+#
+#     sizes     20 nodes, 6 parts, paths over 4: 5 data nodes for part 0, 3 replicas of every other part
+#     circuits  the nodes cut into 5 circuits of 4, whatever their parts       (penstock.plan.paths.circuits)
+#     labels    the places of the circuits get parts, rising along each circuit and all equally often, so that the
+#               replicas of a part are near each other if they have gradients to sum
+#
+# Because circuits come first and parts second, arrangement and paths are one search: a circuit
+# without parts can always get parts in rising order.
+EXCHANGES_PER_CIRCUIT = 40  # exchanges that are tried to bring replicas together
+MAX_EXCHANGES = 2000
+MEAN_ALLREDUCE_WEIGHT = 1e-3  # of the mean all-reduce, next to the slowest one
+
+
+def replica_counts(
+    nodes: int, parts: int, hops: int, data: int | None = None
+) -> tuple[int, ...]:
+    """Return the number of data nodes and of the replicas of each other part.
+
+    All nodes get the same amount of work, unless the number of `data` nodes is given.
+
+    >>> replica_counts(20, 6, 3)
+    (5, 3, 3, 3, 3, 3)
+    """
+    if nodes < parts:
+        raise ShapeError(
+            f"{nodes} nodes cannot hold {parts} parts; give at least {parts} nodes"
+        )
+    max_data = nodes - (parts - 1)
+    if data is None:
+        data = max(min(nodes // (hops + 1), max_data), 1)
+    if not 1 <= data <= max_data:
+        raise ShapeError(
+            f"{data} data nodes do not fit {nodes} nodes and {parts} parts; give from 1 to {max_data}"
+        )
+    each, more = divmod(nodes - data, parts - 1)
+    return (data, *(each + (number < more) for number in range(parts - 1)))
+
+
+def tilt_counts(sizes: Sequence[int], hops: int) -> tuple[int, ...]:
+    """Return sizes with more nodes for the parts that come early on a path.
+
+    Early parts hold a micro-batch for longer. The new sizes lie halfway between equal shares and
+    shares proportional to the time that a part holds a micro-batch. Nodes that remain after
+    rounding down go to the parts that lack most.
+
+    >>> tilt_counts((5, 3, 3, 3, 3, 3), hops=5)
+    (5, 4, 3, 3, 3, 2)
+    """
+    data = sizes[0]
+    others = len(sizes) - 1
+    if others < 2 or hops < 2:
+        return tuple(sizes)
+    total = sum(sizes[1:])
+    held = [hops - part * (hops - 1) / (others - 1) for part in range(others)]
+    wanted = [total * (1 / others + share / sum(held)) / 2 for share in held]
+    tilted = [max(int(share), 1) for share in wanted]
+    while sum(tilted) < total:
+        neediest = max(range(others), key=lambda part: wanted[part] - tilted[part])
+        tilted[neediest] += 1
+    if sum(tilted) != total:
+        return tuple(sizes)
+    return (data, *tilted)
+
+
+def part_of_each_node(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:
+    """Return the part of each node, given the nodes of each part."""
+    labels = np.full(nodes, NO_PART_HELD, dtype=np.int64)
+    for part, members in enumerate(partitions):
+        for node in members:
+            if not 0 <= node < nodes:
+                raise ShapeError(
+                    f"part {part} is on node {node}, but there are nodes 0..{nodes - 1}"
+                )
+            if labels[node] != NO_PART_HELD:
+                raise ShapeError(
+                    f"node {node} holds parts {labels[node]} and {part}; a node holds one"
+                )
+            labels[node] = part
+    return labels
+
+
+def part_designs(circuits: int, parts: int, hops: int) -> list[tuple[int, ...]]:
+    """Return the parts of each circuit after the first part, in rising order.
+
+    Over all circuits every part occurs equally often.
+
+    >>> part_designs(5, 6, 3)
+    [(2, 4, 5), (1, 3, 5), (1, 2, 4), (2, 3, 5), (1, 3, 4)]
+    """
+    return [spread_parts(range(1, parts), hops, circuit) for circuit in range(circuits)]
+
+
+def arrange(
+    problem: Problem, sizes: Sequence[int], iterations: int, seed: int
+) -> tuple[Ints, Ints]:
+    """Choose the part of each node, and circuits. A circuit is a data node and its hops."""
+    nodes = problem.traffic.nodes
+    order = np.random.default_rng(seed).permutation(nodes)
+    data_nodes = sizes[0]
+    places = data_nodes * (problem.hops + 1)
+    if places > nodes:
+        # Not every data node can have its own circuit: some share nodes, and the search sorts it out.
+        return _arrange_sharing(problem, sizes, order)
+    circuits, spare = improve_circuits(
+        problem,
+        order[:places].reshape(data_nodes, problem.hops + 1),
+        order[places:],
+        None,
+        iterations,
+        seed,
+    )
+    return _label_nodes(problem, sizes, circuits, spare, seed), circuits
+
+
+def fit_nodes(problem: Problem, labels: Ints, circuits: Ints) -> tuple[Ints, Ints]:
+    """Let nodes exchange their places until every part fits into the memory of its nodes.
+
+    A node whose part does not fit exchanges with one for which both parts fit afterwards.
+    """
+    slots = problem.traffic.part_slots
+    if slots is None:
+        return labels, circuits
+    labels = labels.copy()
+    circuits = circuits.copy()
+    for node in np.flatnonzero(labels >= 0).tolist():
+        if slots[labels[node], node] > 0:
+            continue
+        partner = _partner(slots, labels, node)
+        mine = circuits == node
+        circuits[circuits == partner] = node
+        circuits[mine] = partner
+        labels[node], labels[partner] = labels[partner], labels[node]
+    return labels, circuits
+
+
+def _partner(slots: Ints, labels: Ints, node: int) -> int:
+    """Return the node that can take this node's part and whose part fits here, with most room for it."""
+    part = labels[node]
+    room = np.where(labels >= 0, slots[labels, node], 0) > 0
+    gain = np.where(room & (labels != part), slots[part], 0)
+    partner = int(gain.argmax())
+    if gain[partner] < 1:
+        fitting = int((slots[part] > 0).sum())
+        raise ShapeError(
+            f"part {part} fits into the memory of {fitting} of {len(labels)} nodes, which is "
+            "too few\n"
+            "  make more parts or fewer data nodes, or shorten the micro-batches"
+        )
+    return partner
+
+
+def find_circuits(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints:
+    """Return circuits over nodes whose parts are given. If there are too few nodes, circuits share some."""
+    data = np.flatnonzero(labels == 0)
+    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    hops = min(problem.hops, len(alive))
+    circuits = np.empty((len(data), hops + 1), dtype=np.int64)
+    disjoint = True
+    taken = dict.fromkeys(range(problem.body), 0)
+    designs = part_designs(len(data), len(alive) + 1, hops)
+    for circuit, node in enumerate(data.tolist()):
+        chosen = frozenset(alive[number - 1] for number in designs[circuit])
+        allowed = part_orders(chosen, problem.rules)
+        parts = allowed[0] if allowed else _any_order(alive, hops, problem)
+        circuits[circuit, 0] = node
+        for place, part in enumerate(parts, start=1):
+            replicas = np.flatnonzero(labels == part)
+            if taken[part] >= len(replicas):
+                disjoint = False
+            circuits[circuit, place] = replicas[taken[part] % len(replicas)]
+            taken[part] += 1
+    if not disjoint or hops == 0:
+        return circuits
+    spare = np.setdiff1d(np.flatnonzero(labels > 0), circuits[:, 1:])
+    improved, _ = improve_circuits(problem, circuits, spare, labels, iterations, seed)
+    return improved
+
+
+def _any_order(alive: list[int], hops: int, problem: Problem) -> tuple[int, ...]:
+    """Return neighboring parts that a path may visit, if the first choice would need too wide a step."""
+    for first in range(len(alive) - hops + 1):
+        neighbors = frozenset(alive[first : first + hops])
+        orders = part_orders(neighbors, problem.rules)
+        if orders:
+            return orders[0]
+    raise ShapeError(
+        f"no path over {hops + 1} of the parts 0, {', '.join(map(str, alive))} keeps to the "
+        f"order; steps go at most {problem.rules.ahead} ahead"
+    )
+
+
+def _arrange_sharing(
+    problem: Problem, sizes: Sequence[int], order: Ints
+) -> tuple[Ints, Ints]:
+    """Give the nodes their parts in this order, and find circuits that share nodes."""
+    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
+    begin = 0
+    for part, size in enumerate(sizes):
+        labels[order[begin : begin + size]] = part
+        begin += size
+    return labels, find_circuits(problem, labels, 1, 0)
+
+
+# ---------------------------------------------------------------- parts for the places of circuits
+def _label_nodes(
+    problem: Problem, sizes: Sequence[int], circuits: Ints, spare: Ints, seed: int
+) -> Ints:
+    """Return the part of each node, given circuits and the nodes that are on none."""
+    designs = part_designs(len(circuits), problem.body, problem.hops)
+    for design in designs:
+        _refuse_design(problem, design)
+    if problem.has_sums and len(circuits) > 1:
+        designs = _bring_replicas_together(problem, circuits, designs, seed)
+    labels = _labels_from(problem, circuits, designs)
+    missing = list(sizes)
+    for part in labels[labels >= 0].tolist():
+        missing[part] -= 1
+    for node in spare.tolist():  # goes to the part that lacks most, but never to part 0
+        part = 1 + int(np.argmax(missing[1:]))
+        labels[node] = part
+        missing[part] -= 1
+    return labels
+
+
+def _labels_from(
+    problem: Problem, circuits: Ints, designs: list[tuple[int, ...]]
+) -> Ints:
+    """Return the part of each node on a circuit."""
+    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
+    labels[circuits[:, 0]] = 0
+    for circuit, design in zip(circuits, designs, strict=True):
+        labels[circuit[1:]] = design
+    return labels
+
+
+def _refuse_design(problem: Problem, design: tuple[int, ...]) -> None:
+    if not part_orders(frozenset(design), problem.rules):
+        raise ShapeError(
+            f"a path over the parts 0 {' '.join(map(str, design))} takes a step of more than "
+            f"{problem.rules.ahead} parts; leave out fewer parts, or allow steps further ahead"
+        )
+
+
+def _bring_replicas_together(
+    problem: Problem, circuits: Ints, designs: list[tuple[int, ...]], seed: int
+) -> list[tuple[int, ...]]:
+    """Let circuits exchange their parts as long as the slowest all-reduce gets no slower."""
+    random = np.random.default_rng(seed)
+    labels = _labels_from(problem, circuits, designs)
+    sums = seconds_of_sums(problem, labels)
+    for _ in range(min(EXCHANGES_PER_CIRCUIT * len(circuits), MAX_EXCHANGES)):
+        i, j = random.choice(len(circuits), 2, replace=False).tolist()
+        if designs[i] == designs[j]:
+            continue
+        labels[circuits[i, 1:]] = designs[j]
+        labels[circuits[j, 1:]] = designs[i]
+        new_sums = seconds_of_sums(problem, labels)
+        if _allreduce_value(new_sums) <= _allreduce_value(sums):
+            sums = new_sums
+            designs[i], designs[j] = designs[j], designs[i]
+        else:
+            labels[circuits[i, 1:]] = designs[i]
+            labels[circuits[j, 1:]] = designs[j]
+    return designs
+
+
+def _allreduce_value(sums: Floats) -> float:
+    """Return the value to minimize: the slowest all-reduce and, a little, their mean."""
+    if len(sums) <= 1:
+        return math.inf
+    return float(sums[1:].max() + MEAN_ALLREDUCE_WEIGHT * sums[1:].mean())
+
+
+# ---------------------------------------------------------------- arrangements for routes
+# Gives nodes their parts so that paths can stay within a region.
+#
+#     Europe  d 1 2 3 4 5        no path needs to leave its region
+#     America d d 1 2 3 4 5
+#     Sydney  1                  a replica that no path needs
+#
+# Every region gets all parts, and remote nodes get parts that others have too. Nodes exchange parts so
+# that the routes get shorter: simulated annealing on an estimate. In the estimate every data node
+# sends its micro-batches over the cheapest nodes, and a node gets dearer the more work it has been
+# given. The estimate adds up, to the eighth power, the times that data nodes need for their round
+# trips and the times that nodes need for their work. So the worst of them counts most. If gradients
+# count, it also adds the times of the parts' sums, so that the replicas of a part get near each other.
+
+# Steps of the innermost loop that a search may take, about: they take a fraction of a second.
+MAX_INNER_STEPS = 20_000_000
+MAX_EXCHANGE_MOVES = 8000
+MAX_ORDERS_PER_SET = 6  # orders that are tried for a set of parts
+# Seconds of travel that one second of work already given to a node counts for.
+BUSY_PRICE = 0.4
+
+
+def exchange_parts(
+    problem: Problem,
+    labels: Ints,
+    seed: int,
+    with_sums: bool = False,
+    max_moves: int = MAX_EXCHANGE_MOVES,
+) -> Ints:
+    """Return the parts of the nodes after exchanges that shorten the routes.
+
+    with_sums: also bring the replicas of each part near each other, for their sums of gradients.
+    """
+    terms = circuit_terms(problem)
+    traffic = problem.traffic
+    orders: list[tuple[int, ...]] = []
+    first = [0]  # the orders of set r are those from first[r] to first[r + 1]
+    for parts in sorted(set(deal_parts(problem, labels))):
+        allowed = part_orders(frozenset(parts), problem.rules)[:MAX_ORDERS_PER_SET]
+        if not allowed:
+            raise ShapeError(
+                "no order of the remaining parts keeps to the rules; leave out fewer parts"
+            )
+        orders += allowed
+        first.append(len(orders))
+    replicas = np.bincount(labels[labels >= 0], minlength=problem.body)
+    links = int(replicas[1:].max()) ** 2  # between two parts
+    steps_per_move = (
+        int(replicas[0]) * len(orders) * problem.hops * links + traffic.nodes
+    )
+    labels = labels.copy()
+    compile_if_large(_anneal_parts, MIN_COMPILED_SIZE)(
+        labels,
+        np.array(orders, dtype=np.int64),
+        np.array(first, dtype=np.int64),
+        terms.pair,
+        terms.data,
+        terms.hop,
+        terms.back,
+        terms.inner,
+        terms.close,
+        traffic.slots,
+        problem.microbatches,
+        problem.body,
+        min(max_moves, MAX_INNER_STEPS // steps_per_move),
+        BUSY_PRICE,
+        seed,
+        traffic.latency,
+        traffic.byte,
+        traffic.sums.sum(axis=1) if with_sums else np.zeros(problem.body),
+        not problem.planned_sums,
+    )
+    return labels
+
+
+def _anneal_parts(  # noqa: PLR0915
+    labels: Ints,
+    orders: Ints,
+    first: Ints,
+    pair: Floats,
+    data: Floats,
+    hop: Floats,
+    back: Floats,
+    inner: float,
+    close: float,
+    slots: Ints,
+    microbatches: int,
+    parts: int,
+    iterations: int,
+    price: float,
+    seed: int,
+    latency: Floats,
+    byte: Floats,
+    gradients: Floats,
+    rings: bool,
+) -> None:
+    """Exchange the parts in `labels`, and leave the best ones there."""
+    count = len(labels)
+    hops = orders.shape[1]
+    sets = len(first) - 1
+    np.random.seed(seed)
+    members = np.zeros((parts, count), np.int64)
+    sizes = np.zeros(parts, np.int64)
+    load = np.zeros(count)
+    cost = np.zeros((hops, count))
+    came = np.zeros((hops, count), np.int64)  # back-pointers
+    chosen = np.zeros(hops, np.int64)
+
+    def estimate() -> float:  # noqa: PLR0912, PLR0915
+        sizes[:] = 0
+        load[:] = 0.0
+        for n in range(count):
+            if labels[n] >= 0:
+                members[labels[n], sizes[labels[n]]] = n
+                sizes[labels[n]] += 1
+        total = 0.0
+        each = microbatches / sets
+        for k in range(sizes[0]):
+            home = members[0, k]
+            trips = 0.0
+            for r in range(sets):
+                least = np.inf
+                for w in range(first[r], first[r + 1]):
+                    for h in range(hops):
+                        part = orders[w, h]
+                        for j in range(sizes[part]):
+                            n = members[part, j]
+                            best = np.inf
+                            best_at = 0
+                            if h == 0:
+                                best = inner * pair[home, n]
+                            else:
+                                before = orders[w, h - 1]
+                                for i in range(sizes[before]):
+                                    link = inner * pair[members[before, i], n]
+                                    through = cost[h - 1, i] + link
+                                    if through < best:
+                                        best = through
+                                        best_at = i
+                            cost[h, j] = best + hop[n] + price * load[n]
+                            came[h, j] = best_at
+                    part = orders[w, hops - 1]
+                    for j in range(sizes[part]):
+                        there = cost[hops - 1, j] + close * pair[members[part, j], home]
+                        if there < least:
+                            least = there
+                            at = j
+                            for h in range(hops - 1, -1, -1):
+                                chosen[h] = members[orders[w, h], at]
+                                at = came[h, at]
+                trip = data[home]
+                here = home
+                for h in range(hops):
+                    n = chosen[h]
+                    trip += inner * pair[here, n] + hop[n]
+                    load[n] += each * hop[n]
+                    here = n
+                trips += trip + close * pair[here, home]
+            held = min(slots[home], microbatches)
+            by_trips = trips / sets * microbatches / held + (held - 1) * back[home]
+            total += by_trips**8
+        mean = (total / max(sizes[0], 1)) ** 0.125
+        for n in range(count):
+            if load[n] > 0:
+                total += (load[n] + 0.25 * mean) ** 8
+        for part in range(parts):
+            size = sizes[part]
+            if gradients[part] <= 0.0 or size < 2:
+                continue
+            # Nearly the slowest link between replicas, but all links count.
+            slowest = 0.0
+            for i in range(size):
+                for j in range(size):
+                    if i != j:
+                        a = members[part, i]
+                        b = members[part, j]
+                        link = latency[a, b] + byte[a, b] * gradients[part] / size
+                        slowest += link**8
+            slowest = (slowest / (size * (size - 1))) ** 0.125
+            rounds = 2 * (size - 1) if rings else 2
+            total += (mean + rounds * slowest) ** 8
+        return float(total**0.125)
+
+    best = labels.copy()
+    value = np.inf
+    least = np.inf
+    for step in range(-1, iterations):  # step -1 only estimates the given labels
+        u = 0
+        v = 0
+        if step >= 0:
+            u = np.random.randint(count)
+            v = np.random.randint(count)
+            if labels[u] == labels[v] or labels[u] < 0 or labels[v] < 0:
+                continue
+        labels[u], labels[v] = labels[v], labels[u]
+        new = estimate()
+        heat = 0.01 * least * (1.0 - step / max(iterations, 1)) ** 2 + 1e-12
+        if new <= value or np.random.random() < np.exp((value - new) / heat):
+            value = new
+            if value < least:
+                least = value
+                for n in range(count):
+                    best[n] = labels[n]
+        else:
+            labels[u], labels[v] = labels[v], labels[u]
+    for n in range(count):
+        labels[n] = best[n]
