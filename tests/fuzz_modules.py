@@ -48,9 +48,9 @@ from fuzz_kinds import (
 )
 from hugging_face import decoder_sizes, gpt2_sizes
 from penstock import Pipeline, Schedule, lower
-from penstock.carry import Slice
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.ir import Action, Op
+from penstock.models.slice import Slice
 from penstock.runtime import Batch, Executor, add_loss, batch_of, prove, run_threads
 
 BATCH_NAMES = ("mask", "scale")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from compiled import MODELS, SEQUENCES
 from measured import RESULTS, Row, rows_of
 
-from penstock.models.flops import flops_per_token, peak_flops
+from penstock.models.family import flops_per_token, peak_flops
 
 STEP_TOKENS = 16 * 1024  # of a step of the pipelines
 PIPELINE_PROCESSORS = 8 * 14  # multiprocessors that torch counts with 12% of the GPU

@@ -19,11 +19,11 @@ from penstock.cli.app import app
 from penstock.config import Config, find_settings
 from penstock.config.other_words import OTHER_WORDS
 from penstock.errors import ConfigError, UnknownNameError, nearest_name
-from penstock.extras import extra_of, missing_package
 from penstock.formats.config_toml import load_config
 from penstock.schedules import OTHER_NAMES
 from penstock.train import doctor
 from penstock.train.doctor import State, examine
+from penstock.version import extra_of, missing_package
 from suite import installed
 
 ACCELERATORS = "penstock.train.accelerators"

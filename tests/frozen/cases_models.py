@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor, nn
 
 from hugging_face import bert_sizes, decoder_sizes, gpt2_sizes
-from penstock.carry import Carry
 from penstock.errors import PenstockError
 from penstock.models import (
     GPT,
@@ -37,11 +36,16 @@ from penstock.models import (
     token_loss,
 )
 from penstock.models.bert import bert_to_hf
-from penstock.models.count import count_parameters
 from penstock.models.decoder import count_decoder, decoder_of
-from penstock.models.flops import flops_per_token, keys_per_token, share_of_flops
+from penstock.models.family import (
+    count_parameters,
+    flops_per_token,
+    keys_per_token,
+    share_of_flops,
+)
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
 from penstock.models.llama import llama_from_hf, llama_to_hf
+from penstock.models.slice import Carry
 
 TOLERANCE = 1e-9  # of sums of weights and losses in float64
 SLACK = 1e-4  # of models that compute angles or norms in float32
@@ -189,7 +193,8 @@ def losses(name: str) -> dict[str, object]:
     if encodes:
         types = (tokens > 30).long()
         real = tokens > 4
-        found["types"] = float(token_loss(model(tokens, types, real), labels))
+        with torch.no_grad():
+            found["types"] = float(token_loss(model(tokens, types, real), labels))
         found["unsliceable"] = parts[0].unsliceable
     else:
         cuts = tuple(pairwise((0, 5, 6, TOKENS)))

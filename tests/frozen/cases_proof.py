@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from again_tape import Again
 from penstock import Schedule, lower, make
-from penstock.carry import Slice
 from penstock.errors import PenstockError
 from penstock.models import token_loss
+from penstock.models.slice import Slice
 from penstock.runtime import (
     Batch,
     Executor,

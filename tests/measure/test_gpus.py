@@ -22,7 +22,7 @@ from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import dump_profile, load_profile
 from penstock.ir import Op
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.models.count import count_parameters
+from penstock.models.family import count_parameters
 from penstock.train.mesh import held_in_layer
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "h200"

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from penstock.carry import Carry
 from penstock.models import attention, document_starts
 from penstock.models.attention import attend
+from penstock.models.slice import Carry
 
 HEADS = 4
 WIDTH = 8

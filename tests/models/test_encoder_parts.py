@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from hugging_face import bert_sizes, decoder_sizes
 from penstock import Pipeline, Schedule, make
-from penstock.carry import Carry
 from penstock.errors import PenstockError, ShapeError
 from penstock.models import document_starts, layer_count, split, token_loss
-from penstock.models.hf_encoder import UNSLICEABLE
+from penstock.models.hf_part import UNSLICEABLE
+from penstock.models.slice import Carry
 from penstock.runtime import batch_of, run_threads
 from pipelines import gradients_of, piped
 

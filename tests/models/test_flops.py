@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hugging_face import decoder_sizes
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, token_loss
 from penstock.models.decoder import count_decoder, decoder_of
-from penstock.models.flops import flops_per_token, peak_flops, share_of_flops
+from penstock.models.family import flops_per_token, peak_flops, share_of_flops
 from penstock.train.history import StepRow
 from penstock.train.screen import Screen
 from penstock.train.step_row import flops_utilization

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hugging_face import NO_MARKS, checkpoint_activations, decoder_sizes
-from penstock.carry import Carry
 from penstock.errors import PenstockError, ShapeError
 from penstock.models import (
     GPT,
@@ -37,8 +36,9 @@ from penstock.models import (
 )
 from penstock.models.bert import bert_to_hf
 from penstock.models.gpt import gpt_from_hf, gpt_to_hf
-from penstock.models.hf_config import small_config
+from penstock.models.hf import small_config
 from penstock.models.llama import llama_from_hf, llama_to_hf
+from penstock.models.slice import Carry
 from penstock.runtime import run_threads
 from pipelines import without_float32
 

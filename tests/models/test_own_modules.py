@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hugging_face import bert_sizes, decoder_sizes
 from penstock import lower, make
-from penstock.carry import Carry
 from penstock.errors import ShapeError
 from penstock.models import split, token_loss
+from penstock.models.slice import Carry
 from penstock.runtime import Executor, run_threads
 from pipelines import own_stages, without_float32
 

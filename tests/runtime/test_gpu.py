@@ -22,7 +22,6 @@ from gpu_workers import (
     trains_like_one_piece,
 )
 from penstock import lower, make
-from penstock.carry import Carry
 from penstock.config import DataConfig
 from penstock.errors import RunError
 from penstock.measure.probe import Probe, Subject
@@ -36,6 +35,7 @@ from penstock.models import (
     split,
     token_loss,
 )
+from penstock.models.slice import Carry
 from penstock.runtime import (
     ChunkedLoss,
     CudaTape,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import tied_workers
 from drawing import drawn_from
 from penstock import Pipeline, Plan, make
-from penstock.carry import Slice
 from penstock.errors import ProofError, ShapeError
 from penstock.models import shift_labels, token_loss
 from penstock.models.attention import attend
+from penstock.models.slice import Slice
 from penstock.runtime import run_threads
 
 pytestmark = pytest.mark.numerics

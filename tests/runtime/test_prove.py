@@ -22,9 +22,9 @@ from again_tape import Again
 from commands import called
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
 from penstock import REGISTRY, Schedule, lower, make
-from penstock.carry import Slice
 from penstock.errors import ProofError
 from penstock.models import document_starts, split, token_loss
+from penstock.models.slice import Slice
 from penstock.runtime import (
     Batch,
     Executor,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hugging_face import checkpoint_activations, decoder_sizes, gpt2_sizes
 from penstock import REGISTRY, lower, make
-from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir import MicroBatch, schedule_of
 from penstock.models import (
@@ -26,6 +25,7 @@ from penstock.models import (
     split,
     token_loss,
 )
+from penstock.models.slice import Carry, Slice
 from penstock.runtime import Executor, batch_of, run_threads
 from penstock.runtime.units import spans_of
 from penstock.schedules.transforms import slice_tokens

@@ -28,8 +28,7 @@ from penstock.models import (
     document_starts,
     token_loss,
 )
-from penstock.models.count import count_parameters
-from penstock.models.flops import flops_per_token
+from penstock.models.family import count_parameters, flops_per_token
 from penstock.runtime import Batch, batch_of
 from penstock.train.after.generate import open_trained
 from penstock.train.data.conversations import BEGINS, SECOND

@@ -21,7 +21,7 @@ from penstock.config import (
 from penstock.formats.config_toml import apply_changes
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.models.count import count_parameters
+from penstock.models.family import count_parameters
 from penstock.runtime.process.memory import available_memory
 from penstock.schedules.transforms import replicate
 from penstock.train.capacity import (

@@ -21,16 +21,16 @@ from penstock.config import Config, ModelConfig
 from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
-from penstock.models.count import count_parameters
 from penstock.models.decoder import (
+    LOADER,
     build_decoder,
     check_positions,
     decoder_blueprint,
     decoder_of,
     load_whole,
 )
-from penstock.models.hf_config import small_config
-from penstock.models.hf_load_report import LOADER
+from penstock.models.family import count_parameters
+from penstock.models.hf import small_config
 from penstock.models.split import find_anatomy
 from penstock.plan.recipes import Limits
 from penstock.runtime import run_threads

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.dropout import Dropout, dropping, place_at
 from penstock.errors import ConfigError, ShapeError
 from penstock.formats.config_toml import load_config
+from penstock.models.layer import Dropout, dropping, place_at
 from penstock.train.start import check_training
 from penstock.train.worker import model_sizes
 from trainings import apart, job_of, losses, train

@@ -18,8 +18,8 @@ from penstock.errors import PenstockError
 from penstock.formats.config_toml import read_config
 from penstock.measure.probe import Probe
 from penstock.models import EncoderConfig
-from penstock.models.count import count_parameters
 from penstock.models.decoder import build_decoder
+from penstock.models.family import count_parameters
 from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.data.masking import bert_words, masking_of

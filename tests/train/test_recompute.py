@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from penstock.config import MeshConfig
-from penstock.dropout import Dropout, current_place, dropping, place_at
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import load_config
 from penstock.measure.probe import Probe, footprint
-from penstock.models.recompute import recomputed
+from penstock.models.layer import Dropout, current_place, dropping, place_at, recomputed
 from penstock.train.capacity import MemoryLoad, needs_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import sizes_of

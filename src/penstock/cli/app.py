@@ -148,7 +148,7 @@ def main() -> None:
         _print_error(error)
         raise SystemExit(USER_ERROR) from None
     except ModuleNotFoundError as error:
-        from penstock.extras import missing_package
+        from penstock.version import missing_package
 
         missing = missing_package(error)
         if missing is None:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.cost.curve import Seconds
 from penstock.cost.model import PartCost
 from penstock.ir.action import Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.models.slice import Slice
 from penstock.runtime.backward import current_ledger, defer
 from penstock.runtime.batch import batch_of
 from penstock.runtime.comm.comm import Comm

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Carry, Slice
+from penstock.models.slice import Carry, Slice
 from penstock.runtime.backward import (
     DeferredWork,
     Ledger,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.carry import DocumentPart, Slice
+from penstock.models.slice import DocumentPart, Slice
 
 # Pairs of queries and keys that take about as long as one more call.
 PAIRS_PER_CALL = 4096

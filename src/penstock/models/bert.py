@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.families import BertConfig
 from penstock.models.attention import token_positions
 from penstock.models.hf import rename
+from penstock.models.slice import Slice
 from penstock.models.split import Stack, draw_weights
 
 

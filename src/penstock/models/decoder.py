@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -28,9 +29,7 @@ from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig
-from penstock.models.hf import Encoding
-from penstock.models.hf_config import config_value, small_config
-from penstock.models.hf_load_report import LoadReport, load_report_held
+from penstock.models.hf import Encoding, config_value, small_config
 from penstock.models.split import find_anatomy, tied_names
 
 _BUILDING = threading.RLock()
@@ -490,3 +489,49 @@ def _refuse_misshapen(
             f"{tuple(found)} instead of {tuple(needed)}\n"
             "  is config.json that of these weights?"
         )
+
+
+LOADER = logging.getLogger("transformers.modeling_utils")
+UNMADE = re.compile(r"^(?P<name>\S+) *\| *CONVERSION", re.MULTILINE)
+TITLES = ("LOAD REPORT", "Some weights of")  # the second one is of transformers 4
+
+
+# ---------------------------------------------------------------- what transformers logs
+class LoadReport(logging.Filter):
+    """The reports on one load, which are not logged before `log`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Hold back a report, and let every other message pass."""
+        message = record.getMessage()
+        is_report = any(title in message for title in TITLES)
+        if is_report:
+            self.records.append(record)
+        return not is_report
+
+    def log(self) -> None:
+        """Log what was held back."""
+        for record in self.records:
+            LOADER.handle(record)
+
+    def unmade_weight(self) -> str | None:
+        """The first weight that could not be put together from several tensors of the files."""
+        for record in self.records:
+            row = UNMADE.search(record.getMessage())
+            if row:
+                return row["name"]
+        return None
+
+
+@contextmanager
+def load_report_held() -> Iterator[LoadReport]:
+    """Inside, hold back the reports of transformers on a load."""
+    report = LoadReport()
+    LOADER.addFilter(report)
+    try:
+        yield report
+    finally:
+        LOADER.removeFilter(report)

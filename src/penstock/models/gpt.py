@@ -1,6 +1,6 @@
 """GPT as in GPT-2: learned positions, layer norms, and GELU approximated by tanh.
 
-It runs on one device and knows nothing about pipelines. Dropout (`penstock.dropout`) is off unless it is set.
+It runs on one device and knows nothing about pipelines. Dropout (`penstock.models.layer`) is off unless it is set.
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
     └───────────────────────┘└──────────────┘
@@ -16,12 +16,12 @@ from typing import Any
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.families import GPTConfig
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.layer import NormedHead, PreNormLayer
+from penstock.models.slice import Slice
 from penstock.models.split import Decoder, draw_weights
 
 

@@ -1,6 +1,6 @@
 """Llama: rotary positions, grouped queries, RMS norms and a gated MLP.
 
-It runs on one device and knows nothing about pipelines. Dropout (`penstock.dropout`) is off unless it is set.
+It runs on one device and knows nothing about pipelines. Dropout (`penstock.models.layer`) is off unless it is set.
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
     └───────────────────────┘└──────────────┘
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.families import LlamaConfig
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.layer import NormedHead, PreNormLayer
+from penstock.models.slice import Slice
 from penstock.models.split import Decoder, draw_weights
 
 

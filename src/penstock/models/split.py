@@ -18,12 +18,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.errors import PenstockError, ShapeError
 from penstock.families import require_sizes
-from penstock.models import hf, hf_own_modules, hf_part, hf_trial
-from penstock.models.hf_encoder import UNSLICEABLE, EncoderRunner
-from penstock.models.own_calls import refuse_own_calls
+from penstock.models import hf, hf_own, hf_part, hf_trial
+from penstock.models.hf_own import refuse_own_calls
+from penstock.models.hf_part import UNSLICEABLE, EncoderRunner
+from penstock.models.slice import Slice
 
 OURS = "penstock.models."  # the modules of our own classes
 
@@ -232,11 +232,9 @@ class Part(nn.Module):
         if self.runner is None or pieces is None:
             return ""
         layers, ends = range(self.begin, self.end), (self.first, self.last)
-        own = hf_own_modules.own_traits(self, pieces, layers, ends)
+        own = hf_own.own_traits(self, pieces, layers, ends)
         if self.tried is None or self.tried[0] != own:
-            fault = hf_own_modules.fault_of_own_modules(
-                self, self.runner, pieces, layers, ends
-            )
+            fault = hf_own.fault_of_own_modules(self, self.runner, pieces, layers, ends)
             self.tried = own, fault
         return self.tried[1]
 

@@ -31,8 +31,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from penstock.families import check_family_shares, undividable, words_of_share
-from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import DecoderConfig
+from penstock.models.family import AnyModelConfig
 from penstock.models.split import Part
 
 ROW_SHARDED = (

@@ -5,7 +5,7 @@
     I   the same walk, but linear layers leave their weight gradients to W
 
 Where stages pass several tensors, x and y are a `Bundle` of them. A sliced micro-batch has one x per slice.
-`penstock.carry` says what a stage carries from slice to slice, and how the gradient of that comes back.
+`penstock.models.slice` says what a stage carries from slice to slice, and how the gradient of that comes back.
 `penstock.runtime.replay` is the second implementation: it plays recordings.
 """
 
@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Slice
-from penstock.dropout import place_at
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.models.layer import place_at
+from penstock.models.slice import Slice
 from penstock.runtime.backward import CastWeights, DeferralReport, Ledger, record_in
 from penstock.runtime.edges import Bundle, bundle_of
 from penstock.runtime.lane import LaneStep, Rests

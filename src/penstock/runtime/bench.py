@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Carry, Slice
 from penstock.errors import RunError
 from penstock.ir.action import Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
+from penstock.models.slice import Carry, Slice
 from penstock.runtime.actions import call_stage, needs_gradients
 from penstock.runtime.batch import Batch, counting
 from penstock.runtime.comm.thread import Hub, ThreadComm

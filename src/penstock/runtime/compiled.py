@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.models.slice import Slice
 from penstock.runtime.backward import (
     Ghosts,
     can_wait,

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.cost.sizes import MIN_LOGITS_BYTES
 from penstock.errors import ShapeError
+from penstock.models.slice import Slice
 from penstock.runtime.backward import (
     Ledger,
     accumulate,

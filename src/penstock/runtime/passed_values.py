@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.models.slice import Slice
 from penstock.runtime.torch_internals import original_module
 
-PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.carry)
+PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.models.slice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class LayerChain(nn.Sequential):
             if not sliced and not is_tokenwise(original_module(layer)):
                 return (
                     f"the forward of {name} has no parameter `piece`, so it would see each slice alone\n"
-                    "  give it one, and let it take what later slices need from earlier ones (penstock.carry); "
+                    "  give it one, and let it take what later slices need from earlier ones (penstock.models.slice); "
                     "if it computes every token by itself, set `tokenwise = True` in its class"
                 )
         return ""

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
+from penstock.models.slice import Carry, Slice
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving
 from penstock.runtime.edges import (
@@ -157,7 +157,7 @@ def _why_unsliceable(module: nn.Module) -> str:
     if reason or takes_slices(module):
         return reason
     name = type(module).__name__
-    return f"the forward of {name} has no parameter `piece` (penstock.carry)"
+    return f"the forward of {name} has no parameter `piece` (penstock.models.slice)"
 
 
 class Carries:

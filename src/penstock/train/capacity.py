@@ -28,7 +28,7 @@ from penstock.cost.sizes import (
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
 from penstock.models import even_partition
-from penstock.models.count import count_parameters
+from penstock.models.family import count_parameters
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.crew.choice import is_elastic

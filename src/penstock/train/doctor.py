@@ -16,8 +16,8 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from penstock.extras import listed_packages
 from penstock.runtime.process.memory import available_memory
+from penstock.version import listed_packages
 from penstock.view.numbers import write_size
 
 INSTALL_TORCH = "pip install 'penstock[torch]'"

@@ -153,7 +153,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     """Time the pieces of a run's model, in as many processes as will run."""
     import torch  # noqa: PLC0415
 
-    from penstock.models.flops import flops_per_token  # noqa: PLC0415  # torch
+    from penstock.models.family import flops_per_token  # noqa: PLC0415  # torch
     from penstock.train.compiling import chunk_of, is_compiling  # noqa: PLC0415
     from penstock.train.profile import ProfileRequest, profile_model  # noqa: PLC0415
     from penstock.train.worker import model_sizes  # noqa: PLC0415

@@ -8,10 +8,9 @@ from pathlib import Path
 from torch import nn
 
 from penstock.config import Config
-from penstock.dropout import set_dropout
 from penstock.ir.plan import Plan
 from penstock.models import even_partition
-from penstock.models.recompute import recompute_inside
+from penstock.models.layer import recompute_inside, set_dropout
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
 from penstock.train.crew.handover import PartTransfer

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.dropout import dropping
 from penstock.errors import FileError, RunError
 from penstock.models import Part
+from penstock.models.layer import dropping
 from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.watchdog import alarm_held
 from penstock.train.callbacks import Callbacks

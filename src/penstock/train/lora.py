@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.config import Config, LoraConfig
-from penstock.dropout import Dropout
 from penstock.errors import ConfigError, RunError
 from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
 from penstock.models.decoder import weightless
+from penstock.models.layer import Dropout
 from penstock.models.split import find_anatomy
 from penstock.runtime import cut_share, local_share
 from penstock.train.hub import their_matrix, their_rows

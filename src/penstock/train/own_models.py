@@ -22,7 +22,7 @@ from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.run_source import is_folder, read_source
 
 if TYPE_CHECKING:
-    from penstock.models.count import AnyModelConfig
+    from penstock.models.family import AnyModelConfig
 
 
 def read_model(

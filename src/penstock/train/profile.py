@@ -48,8 +48,8 @@ from penstock.models import (
     split,
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
-from penstock.models.flops import flops_per_token
-from penstock.models.recompute import recompute_inside
+from penstock.models.family import flops_per_token
+from penstock.models.layer import recompute_inside
 from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx

@@ -16,7 +16,7 @@ from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.models import BertConfig, EncoderConfig, Part
 from penstock.models.attention import PAIRS_PER_CALL
-from penstock.models.flops import keys_per_token
+from penstock.models.family import keys_per_token
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import Comm, CudaTape, Executor, compile_stage
 from penstock.runtime.gradients import Mean

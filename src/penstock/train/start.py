@@ -19,7 +19,6 @@ from errno import EACCES, EEXIST, ENOSPC
 from pathlib import Path
 
 from penstock.config import Config, DataConfig, names_own_code
-from penstock.dropout import set_dropout
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
@@ -31,7 +30,7 @@ from penstock.formats.text import put_in_place
 from penstock.ir import Plan
 from penstock.models import DecoderConfig
 from penstock.models.decoder import initial_constants
-from penstock.models.recompute import recompute_inside
+from penstock.models.layer import recompute_inside, set_dropout
 from penstock.train.callbacks import checked_callback
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.conversations import keep_template

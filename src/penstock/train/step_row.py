@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.models.flops import flops_per_token, peak_flops, share_of_flops
+from penstock.models.family import flops_per_token, peak_flops, share_of_flops
 from penstock.runtime.process.machine import count_neighbours
 from penstock.train.data.loader import Loader
 from penstock.train.history import StepRow

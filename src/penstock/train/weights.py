@@ -43,8 +43,8 @@ from penstock.models import (
     shared_names,
     split,
 )
-from penstock.models.count import AnyModelConfig
 from penstock.models.decoder import INITIAL_STD
+from penstock.models.family import AnyModelConfig
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
 from penstock.train.own_models import config_of

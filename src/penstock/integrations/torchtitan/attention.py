@@ -22,7 +22,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
-from penstock.carry import Slice
+from penstock.models.slice import Slice
 
 CAUSAL_WINDOW = (-1, 0)  # all tokens before, none after
 MASKED = (FlexAttention.Config, VarlenAttention.Config)  # documents are kept apart

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.carry import Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir import Op, Schedule, lower
+from penstock.models.slice import Slice
 from penstock.runtime import Executor, ProcessComm, Proof, make_deferrable, prove
 from penstock.runtime.batch import Batch
 from penstock.runtime.torch_internals import ignore_fsdp_view_warning

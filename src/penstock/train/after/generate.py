@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER, LoraConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
@@ -32,7 +31,8 @@ from penstock.models import (
     layer_count,
     split,
 )
-from penstock.models.count import count_parameters
+from penstock.models.family import count_parameters
+from penstock.models.slice import Carry
 from penstock.train.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,

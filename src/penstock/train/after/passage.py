@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.carry import Carry
 from penstock.errors import ShapeError
+from penstock.models.slice import Carry
 
 
 def run_along_paths(

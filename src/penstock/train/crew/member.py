@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerLostError, PenstockError, StuckError
-from penstock.models.count import count_parameters
+from penstock.models.family import count_parameters
 from penstock.runtime.comm.gloo import GlooComm
 from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
