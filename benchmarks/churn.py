@@ -33,8 +33,7 @@ from pathlib import Path
 
 from tables import middle_and_range
 
-from penstock.train.crew.events import read_events
-from penstock.train.history import read_rows
+from penstock.train.history import read_events, read_rows
 
 WORKERS = 6
 SETTINGS = (

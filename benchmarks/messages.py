@@ -48,14 +48,12 @@ from penstock.config import (
 )
 from penstock.cost import Network
 from penstock.cost.profile import sent_bytes
+from penstock.crew.links import Exchange, GlooComm, WireComm
+from penstock.crew.tls import KEY_FILE, keep_key
 from penstock.runtime import Comm, ShapedComm, run_threads
-from penstock.runtime.comm.gloo import GlooComm
-from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import LOCALHOST, keep_store
 from penstock.runtime.quantized import Feedback
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
-from penstock.runtime.wire.exchange import Exchange
-from penstock.runtime.wire.key import KEY_FILE, keep_key
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job

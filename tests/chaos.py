@@ -40,8 +40,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from penstock.train.crew.events import Event, read_events
-from penstock.train.history import StepRow, read_rows
+from penstock.train.history import Event, StepRow, read_events, read_rows
 
 RANKS = 3  # of one copy of the pipeline
 COPIES = 4

@@ -10,13 +10,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from penstock.crew.decision import Decision, Report, decide
+from penstock.crew.member import report_of
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
 from penstock.train.checkpoint import good_step
-from penstock.train.crew.handover import CrewChange
-from penstock.train.crew.member import report_of
-from penstock.train.crew.notes import Decision, Report
-from penstock.train.crew.succession import decide
+from penstock.train.handover import CrewChange
 from penstock.train.history import last_step
 from penstock.train.job import Job
 from penstock.train.loop import Trainer

@@ -49,9 +49,9 @@ LOADED = (
     "penstock.plan.paths",
     "penstock.plan.planner",
     "penstock.train.after.generate",
-    "penstock.train.entry",
+    "penstock.train.launch",
     "penstock.train.forecast",
-    "penstock.train.launcher",
+    "penstock.train.launch",
     "penstock.train.start",
     "penstock.view",
     "torch._dynamo",  # by the first optimizer

@@ -7,8 +7,8 @@ import os
 from torch import Tensor
 
 from penstock.models.llama import LlamaLayer
-from penstock.train import entry
-from penstock.train.worker import Verdict
+from penstock.train import launch as entry
+from penstock.train.launch import Verdict
 
 start = entry.run_worker
 

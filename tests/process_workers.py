@@ -222,7 +222,7 @@ def group(comm: ProcessComm) -> tuple[list[float], list[str]]:
 def leave(comm: ProcessComm) -> tuple[list[str], list[str]]:
     """Sum something in two groups, and leave; return the names of gloo's threads before and after."""
     comm.prepare([(0, 1)])
-    for one in (comm, comm.apart()):
+    for one in (comm, comm.second_connection()):
         one.add(torch.ones(3), (0, 1)).wait()
 
     def threads() -> list[str]:

@@ -13,7 +13,7 @@ from runpy import run_module
 from penstock.runtime import step
 from penstock.runtime.actions import ComputedActions
 from penstock.train import session
-from penstock.train.worker import Verdict
+from penstock.train.launch import Verdict
 
 SLOW_FILE = "slow"
 SLOW_SECONDS = 19

@@ -10,9 +10,7 @@ import torch
 
 from penstock.errors import RunError
 from penstock.runtime import Executor
-from penstock.train.entry import run_worker
-from penstock.train.launcher import launch
-from penstock.train.worker import Verdict
+from penstock.train.launch import Verdict, launch, run_worker
 
 
 def starved(executor: Executor, *_: object, **options: object) -> None:

@@ -35,15 +35,20 @@ ROOMS = {
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("families", "runtime", "measure", "models"),
-        *("version", "errors"),
+        *("crew", "version", "errors"),
+    },
+    "crew": {
+        *("ir", "config", "formats", "schedules", "sim", "plan", "models"),
+        *("runtime", "train", "errors"),
     },
     "integrations": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
-        *("models", "partition", "runtime", "train", "errors"),
+        *("crew", "models", "partition", "runtime", "train", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *(
+            "crew",
             "integrations",
             "partition",
             "runtime",
@@ -68,7 +73,7 @@ LIBRARIES = {
     "schedules": {"numpy"},
     "plan": {"numpy"},
     "view": {"numpy", "rich"},
-    "runtime": {"cryptography", "numpy", "torch"},
+    "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
     # transformers only where a decoder of it is built
     "models": {"torch", "transformers"},
@@ -85,6 +90,7 @@ LIBRARIES = {
         "transformers",
         "wandb",
     },
+    "crew": {"cryptography", "rich", "torch"},
     "integrations": {"ray", "torch", "torchtitan"},
     "cli": {"typer", "rich"},
     "__main__": set(),

@@ -15,14 +15,12 @@ import pytest
 
 from commands import SMALL_CONFIG, environment, wait_for
 from forked import Command
+from penstock.crew.decision import Report, decide
 from penstock.formats.config_toml import read_config
 from penstock.runtime import run_threads
-from penstock.train.crew.events import read_events
-from penstock.train.crew.notes import Report
-from penstock.train.crew.succession import decide
-from penstock.train.history import read_rows
+from penstock.train.history import read_events, read_rows
+from penstock.train.launch import job_of
 from penstock.train.loop import Trainer
-from penstock.train.worker import job_of
 from slow_worker import SLOW_FILE
 
 STEPS = 1_000_000  # more than any machine does while a test waits

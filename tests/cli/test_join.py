@@ -14,8 +14,7 @@ from commands import SMALL_CONFIG, called, environment
 from forked import Command
 from machines import two_machines
 from penstock.train.checkpoint import newest, newest_good
-from penstock.train.crew.events import read_events
-from penstock.train.history import read_rows
+from penstock.train.history import read_events, read_rows
 
 PORT = 29500
 

@@ -43,15 +43,20 @@ from penstock.ir import parse_action
 from penstock.plan.planner import plan_run
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
-from penstock.train.crew.events import read_events
 from penstock.train.data.corpus import open_corpus
-from penstock.train.entry import run_worker
-from penstock.train.history import StepRow, read_rows
+from penstock.train.history import StepRow, read_events, read_rows
 from penstock.train.hub import settle_tokenizer
-from penstock.train.launcher import _story, launch
+from penstock.train.launch import (
+    Verdict,
+    _story,
+    job_of,
+    launch,
+    model_sizes,
+    read_failure,
+    run_worker,
+)
 from penstock.train.loop import Trainer
 from penstock.train.resumption import describe_model
-from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
 
 @pytest.fixture

@@ -20,22 +20,28 @@ import torch
 
 from penstock import Plan, make
 from penstock.config import RunConfig
+from penstock.crew.coordinator import Coordinator, Worker
+from penstock.crew.decision import (
+    Decision,
+    Report,
+    decide,
+    first_plan,
+    load_decision,
+    load_report,
+    rank_work,
+    speed_limit,
+)
+from penstock.crew.folders import RunFolders
+from penstock.crew.links import Address, Inbox, Links, TensorTransfer
+from penstock.crew.pace import PaceWatch
+from penstock.crew.separate import SeparateCheckpoints
+from penstock.crew.tls import context_of, receive_frame, send_frame, split_address
 from penstock.errors import PenstockError
 from penstock.ir.sum_plan import SumKind, SumPlan
 from penstock.runtime import run_threads
-from penstock.runtime.wire.door import split_address
-from penstock.runtime.wire.frames import receive_frame, send_frame
-from penstock.runtime.wire.key import context_of
-from penstock.runtime.wire.links import Address, Inbox, Links, TensorTransfer
 from penstock.schedules.transforms import replicate
-from penstock.train.crew.events import EventLog, read_events
-from penstock.train.crew.keeper import Keeper, Worker
-from penstock.train.crew.notes import Decision, Report, load_decision, load_report
-from penstock.train.crew.pace import PaceWatch
-from penstock.train.crew.succession import decide, first_plan, rank_work, speed_limit
-from penstock.train.folders.group import RunFolders
-from penstock.train.folders.search import SeparateCheckpoints
-from penstock.train.remote import RemoteCheckpoints
+from penstock.train.history import EventLog, read_events
+from penstock.train.place import RemoteCheckpoints
 from penstock.train.step_figures import StepFigures
 
 TOLERANCE = 1e-9
@@ -180,29 +186,31 @@ def launcher_texts() -> object:
     with folder_of_a_run() as run:
         said: list[str] = []
         settings = RunConfig(silence=600.0, patience=600.0, restarts=0)
-        keeper = Keeper(nobody, run, TWO_COPIES, settings, False, said.append)
-        keeper.own_workers = 4
-        keeper.workers = {n: Worker(n, Alive(), None) for n in range(4)}  # type: ignore[arg-type]
-        keeper.reports = {n: Report(n) for n in range(4)}
-        keeper.broken_at = 0.0
-        keeper.begin_generation()
-        del keeper.workers[0]
-        keeper.losses = ["worker 0 was killed by SIGKILL"]
-        keeper.reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)}
-        keeper.broken_at = 0.0
-        keeper.begin_generation()
-        seats = keeper.decision.seat_of if keeper.decision is not None else {}
-        keeper.changed_paces = ["worker 1 is as fast as before again"]
-        keeper.reports = {n: Report(n, 5, FIGURES, parts=(1,)) for n in (1,)}
-        keeper.reports |= {n: Report(n, 5, FIGURES, parts=(0,)) for n in (2, 3)}
-        keeper.broken_at = 0.0
-        keeper.begin_generation()
-        del keeper.workers[1]
-        keeper.losses = ["worker 1 ended with exit code 1 before it could say why"]
-        keeper.reports = {n: Report(n, 6, FIGURES, parts=(0,)) for n in (2, 3)}
-        keeper.broken_at = 0.0
-        keeper.begin_generation()
-        keeper.write_event()
+        coordinator = Coordinator(nobody, run, TWO_COPIES, settings, False, said.append)
+        coordinator.own_workers = 4
+        coordinator.workers = {n: Worker(n, Alive(), None) for n in range(4)}  # type: ignore[arg-type]
+        coordinator.reports = {n: Report(n) for n in range(4)}
+        coordinator.broken_at = 0.0
+        coordinator.begin_generation()
+        del coordinator.workers[0]
+        coordinator.losses = ["worker 0 was killed by SIGKILL"]
+        coordinator.reports = {
+            n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)
+        }
+        coordinator.broken_at = 0.0
+        coordinator.begin_generation()
+        seats = coordinator.decision.seat_of if coordinator.decision is not None else {}
+        coordinator.changed_paces = ["worker 1 is as fast as before again"]
+        coordinator.reports = {n: Report(n, 5, FIGURES, parts=(1,)) for n in (1,)}
+        coordinator.reports |= {n: Report(n, 5, FIGURES, parts=(0,)) for n in (2, 3)}
+        coordinator.broken_at = 0.0
+        coordinator.begin_generation()
+        del coordinator.workers[1]
+        coordinator.losses = ["worker 1 ended with exit code 1 before it could say why"]
+        coordinator.reports = {n: Report(n, 6, FIGURES, parts=(0,)) for n in (2, 3)}
+        coordinator.broken_at = 0.0
+        coordinator.begin_generation()
+        coordinator.write_event()
         events = [
             [e.step, e.event, e.text, e.members, e.speed, e.limit, e.back]
             for e in read_events(run)

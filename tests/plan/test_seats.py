@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from penstock import Plan, make
+from penstock.crew.decision import plan_without, speed_limit, step_length
 from penstock.plan.seats import least_time, seats_to_change
 from penstock.plan.survivors import part_work
 from penstock.schedules.coverage import full_schedule
 from penstock.schedules.skip_paths import dealt
 from penstock.schedules.transforms import replicate
-from penstock.train.crew.succession import plan_without, speed_limit, step_length
 
 # Three parts in four copies; the first one has the head beside it, and the others are left out in turn.
 FIRST, SECOND = (replicate(one, 4) for one in dealt(3, 3, 1, count=2))

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from penstock.crew.links import GlooComm
 from penstock.errors import PeerLostError
-from penstock.runtime.comm.gloo import GlooComm
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
 from rank_threads import on_ranks
 

@@ -47,7 +47,7 @@ from penstock.runtime import (
     spawn,
 )
 from penstock.runtime.backward import accumulate_product
-from penstock.runtime.process.gpu_share import products_are_complete
+from penstock.runtime.process.mps import products_are_complete
 from penstock.runtime.recorder import Clock
 from penstock.runtime.torch_internals import free_bytes
 from penstock.schedules.transforms import slice_tokens

@@ -11,9 +11,17 @@ import pytest
 
 from penstock import lower, make
 from penstock.ir.program import Receive, RunAction, Send
-from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.comm.ring import FLAG_BYTES, Ring, SlotRequest, count_slots
-from penstock.runtime.comm.room import MAX_RING_BYTES, RingShape, fit_ring, peak_slots
+from penstock.runtime.comm.ipc import (
+    FLAG_BYTES,
+    MAX_RING_BYTES,
+    IpcGroup,
+    Ring,
+    RingShape,
+    SlotRequest,
+    count_slots,
+    fit_ring,
+    peak_slots,
+)
 from penstock.runtime.lane import Do, lane_turns
 
 SLOTS, SLOT = 4, 1 << 10

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from penstock.runtime.process import amx
+from penstock.runtime.process import machine as amx
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_amx_is_disabled_only_if_it_kills_a_process_that_uses_it(
     not torch.cpu._is_amx_tile_supported(), reason="this CPU does not advertise AMX"
 )
 def test_bf16_products_run_on_any_machine_afterwards():
-    code = f"from penstock.runtime.process.amx import avoid_broken_amx; avoid_broken_amx(); {amx.AMX_TRIAL}"
+    code = f"from penstock.runtime.process.machine import avoid_broken_amx; avoid_broken_amx(); {amx.AMX_TRIAL}"
     env = {
         key: value for key, value in os.environ.items() if key != amx.ISA_LIMIT_VARIABLE
     }

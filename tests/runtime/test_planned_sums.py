@@ -45,7 +45,7 @@ def summed(plan, messages, steps, numbers=NUMBERS):
         sums = [PlannedSum(plan, comm.rank, numbers, how) for _ in range(2)]
         found = []
         for step in range(steps):
-            thread = SumThread(comm.apart(), sums)
+            thread = SumThread(comm.second_connection(), sums)
             flats = [addends[step, comm.rank].clone() for _ in sums]
             pending = [thread.put(flat) for flat in flats]
             for one in pending:

@@ -27,9 +27,9 @@ from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.runtime import ProcessComm
 from penstock.runtime.comm import process
 from penstock.runtime.process import launch, watchdog
-from penstock.runtime.process import status as board
+from penstock.runtime.process import watchdog as board
 from penstock.runtime.process.launch import init, spawn, worker_outcomes
-from penstock.runtime.process.status import (
+from penstock.runtime.process.watchdog import (
     Board,
     Failure,
     RankState,

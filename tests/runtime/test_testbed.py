@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from commands import called, wait_until
-from penstock.runtime.process.gpu_share import (
+from penstock.runtime.process.mps import (
+    be_own_host,
+    environment,
     highest_good_share,
     products_are_complete,
+    workers_of_a_gpu,
 )
-from penstock.runtime.process.mps import be_own_host, environment, workers_of_a_gpu
 
 PATIENCE = 240.0  # seconds for a process to start or to end on a busy machine
 DAEMON = """#!/bin/sh

@@ -18,33 +18,38 @@ import pytest
 import torch
 
 from commands import wait_until
-from penstock.errors import ConfigError, FileError, PeerLostError
-from penstock.ir.sum_plan import SumKind, SumPlan
-from penstock.runtime.comm.wire import WireComm
-from penstock.runtime.planned_sums import PlannedSum, SumThread
-from penstock.runtime.process.launch import keep_store
-from penstock.runtime.quantized import CellFormat
-from penstock.runtime.torch_internals import PrefixStore, TCPStore
-from penstock.runtime.wire import door
-from penstock.runtime.wire.door import Door, dial, split_address
-from penstock.runtime.wire.exchange import Exchange, Flow
-from penstock.runtime.wire.frames import (
+from penstock.crew import tls
+from penstock.crew.links import (
+    HEADER,
+    MESSAGES,
+    Address,
+    Exchange,
+    Flow,
+    Links,
+    TensorTransfer,
+    WireComm,
+)
+from penstock.crew.store import RemoteStore, serve_store
+from penstock.crew.tls import (
     FIRST_BYTES,
     LENGTH,
     MAX_FRAME_BYTES,
     MAX_PLAN_BYTES,
+    Listener,
+    context_of,
+    dial,
+    keep_key,
+    make_key,
     receive_frame,
     send_frame,
+    split_address,
 )
-from penstock.runtime.wire.key import context_of, keep_key, make_key
-from penstock.runtime.wire.links import (
-    HEADER,
-    MESSAGES,
-    Address,
-    Links,
-    TensorTransfer,
-)
-from penstock.runtime.wire.store import RemoteStore, serve_store
+from penstock.errors import ConfigError, FileError, PeerLostError
+from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.runtime.planned_sums import PlannedSum, SumThread
+from penstock.runtime.process.launch import keep_store
+from penstock.runtime.quantized import CellFormat
+from penstock.runtime.torch_internals import PrefixStore, TCPStore
 from rank_threads import on_ranks
 
 x509 = pytest.importorskip("cryptography.x509")
@@ -62,7 +67,7 @@ def keys(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def hall(keys) -> Iterator[tuple[Door, list[str], list[Any]]]:
+def hall(keys) -> Iterator[tuple[Listener, list[str], list[Any]]]:
     """Return a door that echoes, the addresses that it has refused, and what it has heard."""
     refused: list[str] = []
     heard: list[Any] = []
@@ -72,7 +77,7 @@ def hall(keys) -> Iterator[tuple[Door, list[str], list[Any]]]:
         send_frame(connection, heard[-1])
         return False
 
-    opened = Door("127.0.0.1", 0, keys[0], serve, refused.append)
+    opened = Listener("127.0.0.1", 0, keys[0], serve, refused.append)
     yield opened, refused, heard
     opened.close()
 
@@ -127,7 +132,7 @@ def test_a_key_of_an_earlier_version_still_opens_doors(keys, tmp_path):
         send_frame(connection, heard[-1])
         return False
 
-    opened = Door("127.0.0.1", 0, old, serve)
+    opened = Listener("127.0.0.1", 0, old, serve)
     assert echo(opened.address, old) == {"a": [1, "b"]}
     with pytest.raises(PeerLostError, match="does not let us in"):
         echo(opened.address, keys[0])
@@ -181,7 +186,7 @@ def test_who_has_the_key_is_served_and_who_has_another_is_not(hall, keys):
 
 def test_a_worker_does_not_believe_a_launcher_with_another_key(keys):
     heard: list[Any] = []
-    fake = Door("127.0.0.1", 0, keys[1], lambda connection: heard.append(1) is None)
+    fake = Listener("127.0.0.1", 0, keys[1], lambda connection: heard.append(1) is None)
     with pytest.raises(PeerLostError, match="does not let us in"):
         echo(fake.address, keys[0])
     fake.close()
@@ -243,7 +248,7 @@ def pour(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
 def test_a_flood_of_silent_connections_is_bounded_and_keeps_nobody_out(
     hall, keys, monkeypatch
 ):
-    monkeypatch.setattr(door, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(tls, "MAX_STRANGERS", 8)
     opened, refused, _ = hall
     with ExitStack() as flood:
         for _ in range(60):
@@ -251,16 +256,16 @@ def test_a_flood_of_silent_connections_is_bounded_and_keeps_nobody_out(
         assert echo(opened.address, keys[0])
         assert len(opened.strangers) <= 8
         wait_until(lambda: len(refused) >= 52)
-        wait_until(lambda: len(guest_threads()) <= 8)
+        wait_until(lambda: len(stranger_threads()) <= 8)
     wait_until(lambda: not opened.strangers)
 
 
-def guest_threads() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == "guest"]
+def stranger_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "stranger"]
 
 
 def test_a_stranger_that_stays_silent_is_sent_away(hall, monkeypatch):
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.05)
     opened, refused, _ = hall
     with socket.create_connection(opened.address) as stranger:
         stranger.settimeout(600)
@@ -295,7 +300,7 @@ def test_one_more_connection_with_the_key_than_a_door_serves_is_told_so(keys):
         receive_frame(connection)
         return False
 
-    opened = Door("127.0.0.1", 0, keys[0], serve, most=3)
+    opened = Listener("127.0.0.1", 0, keys[0], serve, most=3)
     with ExitStack() as held:
         for _ in range(3):
             held.enter_context(dial(opened.address, context))
@@ -378,7 +383,7 @@ def test_the_store_of_a_launcher_can_be_reached_only_from_its_machine_and_with_t
         serve_store(connection, store.clone())
         return False
 
-    opened = Door("127.0.0.1", 0, keys[0], serve)
+    opened = Listener("127.0.0.1", 0, keys[0], serve)
     context = context_of(keys[0], server=False)
     remote = RemoteStore(lambda: dial(opened.address, context))
     far, near = PrefixStore("x", remote), PrefixStore("x", store)
@@ -537,7 +542,9 @@ def test_messages_and_sums_arrive_also_from_a_rank_that_nobody_can_reach(connect
         # Planned sums have messages of their own between the same ranks.
         plan = SumPlan((0,), SumKind.RING, (2, 0, 1))
         how = CellFormat(torch.float32)
-        thread = SumThread(comm.apart(), [PlannedSum(plan, rank, 4097, how)])
+        thread = SumThread(
+            comm.second_connection(), [PlannedSum(plan, rank, 4097, how)]
+        )
         flat = torch.full((4097,), rank + 1.0)
         thread.put(flat).wait()
         assert (flat == 6).all()

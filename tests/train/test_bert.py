@@ -39,9 +39,9 @@ from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer
 from penstock.train.data.tokenizer_training import train_tokenizer
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
+from penstock.train.launch import job_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
-from penstock.train.worker import job_of
 from pipelines import gradients_of, piped
 
 MASK, END = 300, 7

@@ -22,7 +22,7 @@ from penstock.formats.config_toml import apply_changes
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.models.family import count_parameters
-from penstock.runtime.process.memory import available_memory
+from penstock.runtime.process.machine import available_memory
 from penstock.schedules.transforms import replicate
 from penstock.train.capacity import (
     MemoryPool,
@@ -32,10 +32,10 @@ from penstock.train.capacity import (
     too_large,
     why_too_large,
 )
+from penstock.train.launch import Verdict
 from penstock.train.placement import decide_placement
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint, sizes_of
-from penstock.train.worker import Verdict
 
 LLAMA, GPT = LlamaConfig(37, 16, 3, 4, 2, 24), GPTConfig(37, 16, 3, 4, 24, positions=32)
 SIZES = [
@@ -133,7 +133,7 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
     assert everything > 0
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("2000000\n")
-    monkeypatch.setattr("penstock.runtime.process.memory.CGROUP", tmp_path)
+    monkeypatch.setattr("penstock.runtime.process.machine.CGROUP", tmp_path)
     assert available_memory() == 3e6
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 3e6

@@ -13,6 +13,14 @@ import pytest
 
 from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
+from penstock.crew.decision import (
+    Report,
+    decide,
+    is_elastic,
+    load_decision,
+    load_report,
+    parts_without_replica,
+)
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
 from penstock.ir.sum_plan import SumKind, SumPlan
@@ -22,11 +30,7 @@ from penstock.schedules.skip_paths import dealt
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
-from penstock.train.crew.choice import is_elastic
-from penstock.train.crew.events import Event, EventLog, read_events
-from penstock.train.crew.notes import Report, load_decision, load_report
-from penstock.train.crew.succession import decide, parts_without_replica
-from penstock.train.history import last_step, read_rows
+from penstock.train.history import Event, EventLog, last_step, read_events, read_rows
 from penstock.train.job import Job
 from penstock.train.placement import Placement
 from penstock.train.step_figures import StepFigures

@@ -26,9 +26,9 @@ from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.tokenizer import FileTokenizer
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
+from penstock.train.launch import job_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
-from penstock.train.worker import job_of
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 WORDS = ["the", "cats", "sat", "on", "mats", "and", "so", "did", "dogs", "."]

@@ -23,10 +23,10 @@ from penstock.train.data.corpus import open_corpus
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.tokenizer_training import train_tokenizer
 from penstock.train.forecast import known_forecast
+from penstock.train.launch import job_of
 from penstock.train.lock import locking
 from penstock.train.session import kept_plan, plan_and_prepare
 from penstock.train.start import find_run
-from penstock.train.worker import job_of
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
 CHATS = [{"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(60)]

@@ -13,27 +13,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.errors import FileError, PenstockError, RunError
-from penstock.runtime import run_threads
-from penstock.runtime.comm.texts import gather_texts
-from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
-from penstock.train.folders import group
-from penstock.train.folders.group import (
+from penstock.crew import folders as group
+from penstock.crew.folders import (
+    PIECE_BYTES,
+    FileRelay,
     RunFolders,
     compare_folders,
     failing_together,
+    relay_file,
+    relay_files,
     work_together,
 )
-from penstock.train.folders.launched import agree_on_restarts, share_earlier_end
-from penstock.train.folders.saver import SeparateSaver
-from penstock.train.folders.separate import SeparateFolders
-from penstock.train.folders.stock import Stock, Survey
-from penstock.train.folders.travel import PIECE_BYTES, Passage, pass_file, pass_files
+from penstock.crew.launched import agree_on_restarts, share_earlier_end
+from penstock.crew.separate import Inventory, SeparateFolders, SeparateSaver, Survey
+from penstock.errors import FileError, PenstockError, RunError
+from penstock.runtime import run_threads
+from penstock.runtime.comm.comm import gather_texts
+from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job
+from penstock.train.launch import RESTART_COUNT, write_failure
 from penstock.train.loop import Trainer
-from penstock.train.remote import RemoteCheckpoints
-from penstock.train.worker import RESTART_COUNT, write_failure
+from penstock.train.place import RemoteCheckpoints
 from trainings import job_of, losses, train
 
 
@@ -149,7 +150,7 @@ def test_a_file_goes_along_a_chain_of_ranks(tmp_path):
         (tmp_path / name / "file").write_bytes(data)
     run_threads(
         3,
-        lambda comm: pass_file(
+        lambda comm: relay_file(
             comm, tmp_path / str(comm.rank) / "file", len(content), [0, 2, 1]
         ),
     )
@@ -171,7 +172,9 @@ def test_a_rank_that_fails_at_a_file_lets_nobody_wait_for_it(tmp_path, failing):
     def work(comm) -> None:
         folder = tmp_path / str(comm.rank)
         with failing_together(comm):
-            pass_files(comm, [Passage(folder / name, 7, [0, 1, 2]) for name in names])
+            relay_files(
+                comm, [FileRelay(folder / name, 7, [0, 1, 2]) for name in names]
+            )
 
     with pytest.raises(FileError, match=f"rank {failing} on .*first"):
         run_threads(4, work, patience=20)
@@ -345,7 +348,7 @@ def test_new_machines_resume_from_the_storage_without_what_was_half_copied(
 
 def test_checkpoints_of_one_step_are_told_apart_by_their_descriptions():
     one, other = ({"bytes": 1, "crc32": number} for number in (1, 2))
-    holders = {2: Stock({NOTE: one}, {}, {}), 0: Stock({NOTE: other}, {}, {})}
+    holders = {2: Inventory({NOTE: one}, {}, {}), 0: Inventory({NOTE: other}, {}, {})}
     survey = Survey({5: holders}, {5: [(0, one), (1, other)]})
     # First the one that the first rank has.
     found = [(set(each.holders), each.storages) for each in survey.versions(5)]

@@ -1,4 +1,4 @@
-"""The launcher's door for workers of other machines: what they get, what they may send, and how they end."""
+"""How the launcher admits workers of other machines: what they get, what they may send, and how they end."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ import pytest
 
 from commands import wait_until
 from penstock import Plan, make
+from penstock.crew import admission as admission_module
+from penstock.crew.admission import (
+    MAX_CONNECTIONS,
+    MAX_SPARES,
+    Admission,
+    Joining,
+    tell_verdict,
+)
+from penstock.crew.files import RunFiles
+from penstock.crew.member import Member, Site
+from penstock.crew.store import RemoteStore
+from penstock.crew.tls import keep_key, receive_frame, send_frame
 from penstock.errors import PeerLostError, RunError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
-from penstock.runtime.wire.frames import receive_frame, send_frame
-from penstock.runtime.wire.key import keep_key
-from penstock.runtime.wire.store import RemoteStore
-from penstock.train.crew import gate as gate_module
-from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import (
-    MAX_CONNECTIONS,
-    MAX_SPARES,
-    Gate,
-    tell_verdict,
-)
-from penstock.train.crew.guest import Joining
-from penstock.train.crew.member import Member
-from penstock.train.crew.site import Site
 from penstock.train.data.corpus import open_corpus, open_validation
 from penstock.train.data.dataset import encode_dataset
-from penstock.train.worker import Verdict, job_of
+from penstock.train.launch import Verdict, job_of
 from trainings import SMALL
 
 
 @pytest.fixture
-def gate(tmp_path):
-    """Return the gate of a run that has a config, tokens and a checkpoint."""
+def admission(tmp_path):
+    """Return the admission of a run that has a config, tokens and a checkpoint."""
     run = tmp_path / "run"
     saved = run / "checkpoints" / "step-00000004"
     saved.mkdir(parents=True)
@@ -63,7 +61,7 @@ def gate(tmp_path):
     keep_key(run / "key.pem")
     said: list[str] = []
     files = RunFiles(run, config)
-    opened = Gate(
+    opened = Admission(
         "127.0.0.1:0", run / "key.pem", keep_store(), files, "1", said.append, 2
     )
     opened.said = said
@@ -72,22 +70,22 @@ def gate(tmp_path):
     opened.close()
 
 
-def joining(gate: Gate, folder) -> Joining:
-    address = f"127.0.0.1:{gate.port}"
-    return Joining(address, gate.run / "key.pem", folder, lambda topic, line: None)
+def joining(admission: Admission, folder) -> Joining:
+    address = f"127.0.0.1:{admission.port}"
+    return Joining(address, admission.run / "key.pem", folder, lambda topic, line: None)
 
 
-def ask_for_place(gate: Gate, folder):
+def ask_for_place(admission: Admission, folder):
     """Join up to the point where the worker has a token; return it and its connection."""
-    worker = joining(gate, folder)
+    worker = joining(admission, folder)
     control = worker.ask("place", version="1", name="far\x1b[1m")
     worker.token = receive_frame(control)["token"]
     return worker, control
 
 
-def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_path):
+def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(admission, tmp_path):
     far = tmp_path / "far"
-    worker, control = ask_for_place(gate, far)
+    worker, control = ask_for_place(admission, far)
     worker.bring_files()
     names = {str(file.relative_to(far)) for file in far.rglob("*") if file.is_file()}
     assert names == {
@@ -103,7 +101,7 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_pat
     worker.bring_files()  # Tokens are not copied again.
     assert [file.stat().st_mtime_ns for file in copies] == before
     # A worker far away trains and is evaluated on the same text as one of this machine.
-    mine, theirs = job_of(gate.run, config), site.job(config, resume=False)
+    mine, theirs = job_of(admission.run, config), site.job(config, resume=False)
     for here, there in (
         (mine.corpus, theirs.corpus),
         (mine.validation, theirs.validation),
@@ -119,7 +117,7 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_pat
     (share / "b.safetensors").write_bytes(b"1234")
     (share / "rank-00001.json").write_text("{}")
     site.depot.put(share)
-    there = gate.run / "checkpoints" / "step-00000008.saving"
+    there = admission.run / "checkpoints" / "step-00000008.saving"
     assert sorted(file.name for file in there.iterdir()) == [
         "b.safetensors",
         "rank-00001.json",
@@ -137,8 +135,8 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_pat
         "checkpoints/step-00000004/x.txt",
     ],
 )
-def test_a_worker_gets_no_other_files_and_writes_none(name, gate, tmp_path):
-    worker, control = ask_for_place(gate, tmp_path / "far")
+def test_a_worker_gets_no_other_files_and_writes_none(name, admission, tmp_path):
+    worker, control = ask_for_place(admission, tmp_path / "far")
     with worker.ask("files", token=worker.token) as connection:
         send_frame(connection, {"get": name})
         assert "has no file" in receive_frame(connection)["error"]
@@ -146,49 +144,49 @@ def test_a_worker_gets_no_other_files_and_writes_none(name, gate, tmp_path):
         connection.sendall(b"abc")
         with pytest.raises(PeerLostError):
             receive_frame(connection)
-    assert (gate.run / "secret.txt").read_text() == "not for workers"
-    assert not (gate.run / "checkpoints" / "step-00000004" / "x.txt").exists()
+    assert (admission.run / "secret.txt").read_text() == "not for workers"
+    assert not (admission.run / "checkpoints" / "step-00000004" / "x.txt").exists()
     control.close()
 
 
-def test_a_worker_gets_a_place_and_says_how_it_ended(gate, tmp_path):
-    worker, control = ask_for_place(gate, tmp_path / "far")
+def test_a_worker_gets_a_place_and_says_how_it_ended(admission, tmp_path):
+    worker, control = ask_for_place(admission, tmp_path / "far")
     place: list[dict] = []
     waits = threading.Thread(
         target=lambda: place.append(worker.wait_for_place(control))
     )
     waits.start()
-    wait_until(lambda: bool(gate.waiting()))
-    (guest,) = gate.waiting()
-    assert guest.name == "far[1m"  # without the letter that would colour a terminal
-    guest.seat(worker=2, workers=4, resume=False)
+    wait_until(lambda: bool(admission.waiting()))
+    (remote,) = admission.waiting()
+    assert remote.name == "far[1m"  # without the letter that would colour a terminal
+    remote.give_place(worker=2, workers=4, resume=False)
     waits.join()
     assert place == [
         {"worker": 2, "workers": 4, "resume": False, "token": worker.token}
     ]
-    assert gate.waiting() == []
+    assert admission.waiting() == []
     verdict = Verdict(7, False, "RunError", "no room")
     with worker.ask_verdict() as connection:
         tell_verdict(connection, worker.token, verdict)
-    assert pickle.loads(guest.pipe.recv_bytes()) == verdict
+    assert pickle.loads(remote.pipe.recv_bytes()) == verdict
     control.close()
 
 
-def test_a_worker_that_was_given_up_reaches_nothing_any_more(gate, tmp_path):
-    worker, control = ask_for_place(gate, tmp_path / "far")
+def test_a_worker_that_was_given_up_reaches_nothing_any_more(admission, tmp_path):
+    worker, control = ask_for_place(admission, tmp_path / "far")
     store = RemoteStore(worker.dial_store)
     store.set("a", "b")
-    (guest,) = gate.guests.values()
-    guest.kill()
+    (remote,) = admission.remotes.values()
+    remote.kill()
     with pytest.raises(Exception, match="cannot be reached"):
         store.set("a", "c")
     with pytest.raises(EOFError):
-        guest.pipe.recv_bytes()
-    wait_until(lambda: not gate.waiting() and not gate.guests)
+        remote.pipe.recv_bytes()
+    wait_until(lambda: not admission.waiting() and not admission.remotes)
     late = RemoteStore(worker.dial_store)  # It has the key, but its place is gone.
     with pytest.raises(Exception, match="cannot be reached"):
         late.set("a", "c")
-    port = gate.store.port
+    port = admission.store.port
     assert TCPStore("127.0.0.1", port, is_master=False).get("a") == b"b"
     store.close()
     late.close()
@@ -196,30 +194,30 @@ def test_a_worker_that_was_given_up_reaches_nothing_any_more(gate, tmp_path):
 
 
 def test_spares_are_told_when_the_run_is_over_and_other_versions_are_refused(
-    gate, tmp_path, monkeypatch
+    admission, tmp_path, monkeypatch
 ):
     # However slow this machine is, the spare hears of it before its connection ends.
-    monkeypatch.setattr(gate_module, "ANSWER_SECONDS", 600.0)
+    monkeypatch.setattr(admission_module, "ANSWER_SECONDS", 600.0)
     with pytest.raises(RunError, match="it is Penstock 1, and this one 2"):
-        joining(gate, tmp_path / "old").run(None, "2")
+        joining(admission, tmp_path / "old").run(None, "2")
     ended: list[Verdict] = []
-    spare = joining(gate, tmp_path / "far")
+    spare = joining(admission, tmp_path / "far")
     waits = threading.Thread(target=lambda: ended.append(spare.run("", "1")))
     waits.start()
-    wait_until(lambda: bool(gate.waiting()))
-    gate.close()
+    wait_until(lambda: bool(admission.waiting()))
+    admission.close()
     waits.join()
     assert ended == [Verdict()]
 
 
-def test_a_worker_that_was_let_in_cannot_exhaust_the_launcher(gate, tmp_path):
-    worker, control = ask_for_place(gate, tmp_path / "far")
-    (guest,) = gate.guests.values()
+def test_a_worker_that_was_let_in_cannot_exhaust_the_launcher(admission, tmp_path):
+    worker, control = ask_for_place(admission, tmp_path / "far")
+    (remote,) = admission.remotes.values()
     store = RemoteStore(worker.dial_store)
     with pytest.raises(Exception, match="cannot be reached"):
         store.set("long", "x" * (1 << 21))
     store.close()
-    wait_until(lambda: not guest.others)
+    wait_until(lambda: not remote.others)
     stores = [RemoteStore(worker.dial_store) for _ in range(MAX_CONNECTIONS)]
     for number, one in enumerate(stores):
         one.set("a", str(number))
@@ -228,38 +226,38 @@ def test_a_worker_that_was_let_in_cannot_exhaust_the_launcher(gate, tmp_path):
         late.set("a", "too many")
     for one in (*stores, late):
         one.close()
-    wait_until(lambda: not guest.others)
+    wait_until(lambda: not remote.others)
     # The run has places for two, and keeps some spares beyond these.
-    others = [ask_for_place(gate, tmp_path / "far") for _ in range(MAX_SPARES + 1)]
+    others = [ask_for_place(admission, tmp_path / "far") for _ in range(MAX_SPARES + 1)]
     with pytest.raises(RunError, match=f"has {MAX_SPARES + 2} workers and spares"):
-        joining(gate, tmp_path / "far").run("", "1")
+        joining(admission, tmp_path / "far").run("", "1")
     control.close()
-    wait_until(guest.gone.is_set)
-    others.append(ask_for_place(gate, tmp_path / "far"))
+    wait_until(remote.gone.is_set)
+    others.append(ask_for_place(admission, tmp_path / "far"))
     for _, one in others:
         one.close()
 
 
-def test_a_worker_has_no_more_connections_after_many_generations(gate, tmp_path):
-    worker, control = ask_for_place(gate, tmp_path / "far")
-    (guest,) = gate.guests.values()
+def test_a_worker_has_no_more_connections_after_many_generations(admission, tmp_path):
+    worker, control = ask_for_place(admission, tmp_path / "far")
+    (remote,) = admission.remotes.values()
     member = Member(0, RemoteStore(worker.dial_store))
-    wait_until(lambda: len(guest.others) == 2)  # with that of its signs of life
+    wait_until(lambda: len(remote.others) == 2)  # with that of its signs of life
     for _ in range(2 * MAX_CONNECTIONS):
         member.meeting = member.own_connection()
         board = PrefixStore("g1", member.meeting).clone()  # as a watchdog does
         board.set("a", "b")
-        wait_until(lambda: len(guest.others) == 4)
+        wait_until(lambda: len(remote.others) == 4)
         member.leave()
-        wait_until(lambda: len(guest.others) == 2)
+        wait_until(lambda: len(remote.others) == 2)
     member.store.close()
     control.close()
 
 
-def test_the_user_hears_of_strangers_but_not_of_each(gate):
+def test_the_user_hears_of_strangers_but_not_of_each(admission):
     for number in range(250):
-        gate.refuse(f"10.0.0.{number}")
-    assert gate.said == [
+        admission.refuse(f"10.0.0.{number}")
+    assert admission.said == [
         "refused one without the run's key, last from 10.0.0.0",
         "refused 10 connections without the run's key, last from 10.0.0.9",
         "refused 100 connections without the run's key, last from 10.0.0.99",

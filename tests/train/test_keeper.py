@@ -14,28 +14,23 @@ import pytest
 
 from penstock import Plan, make
 from penstock.config import RunConfig
-from penstock.errors import RunError
-from penstock.schedules.transforms import replicate
-from penstock.train.crew import keeper as keeper_module
-from penstock.train.crew.events import read_events
-from penstock.train.crew.keeper import (
-    Keeper,
-    Worker,
-    describe_takeovers,
-    find_stop,
-)
-from penstock.train.crew.member import Member, local_store
-from penstock.train.crew.notes import (
+from penstock.crew import coordinator as coordinator_module
+from penstock.crew.coordinator import Coordinator, Worker, describe_takeovers, find_stop
+from penstock.crew.decision import (
     FINISHED,
     Report,
     alive_key,
     broken_key,
+    decide,
     ready_key,
     report_key,
 )
-from penstock.train.crew.succession import decide
+from penstock.crew.member import Member, local_store
+from penstock.errors import RunError
+from penstock.schedules.transforms import replicate
+from penstock.train.history import read_events
+from penstock.train.launch import Verdict
 from penstock.train.step_figures import StepFigures
-from penstock.train.worker import Verdict
 
 PLAN = Plan(replicate(make("1f1b", ranks=1, microbatches=2), 3), "1f1b", (2,))
 FIGURES = StepFigures(2.5, 0.5, 100, 1.0, None, False)
@@ -101,14 +96,14 @@ def test_the_launcher_tells_who_takes_over_a_part_from_its_mirror():
     assert said == "; worker 0 has part 1 from the checkpoint"
 
 
-def keeper_of(tmp_path, name: str, restarts: int = 0) -> Keeper:
+def coordinator_of(tmp_path, name: str, restarts: int = 0) -> Coordinator:
     folder = tmp_path / name
     folder.mkdir()
     said = []
     settings = RunConfig(silence=600.0, patience=600.0, restarts=restarts)
-    keeper = Keeper(play, folder, PLAN, settings, False, said.append)
-    keeper.said = said
-    return keeper
+    coordinator = Coordinator(play, folder, PLAN, settings, False, said.append)
+    coordinator.said = said
+    return coordinator
 
 
 @pytest.mark.parametrize(
@@ -120,10 +115,10 @@ def keeper_of(tmp_path, name: str, restarts: int = 0) -> Keeper:
     ],
 )
 def test_the_others_go_on_without_a_worker(name, story, tmp_path, capfd):
-    keeper = keeper_of(tmp_path, name)
-    assert keeper.run() == Verdict(8)
-    assert keeper.said == [f"{story}; 2 workers go on after step 7"]
-    assert keeper.decision.members == (0, 2)
+    coordinator = coordinator_of(tmp_path, name)
+    assert coordinator.run() == Verdict(8)
+    assert coordinator.said == [f"{story}; 2 workers go on after step 7"]
+    assert coordinator.decision.members == (0, 2)
     (event,) = read_events(tmp_path / name)
     assert (event.step, event.event, event.members) == (7, "lost", (0, 2))
     assert event.speed <= event.limit < 1
@@ -132,9 +127,9 @@ def test_the_others_go_on_without_a_worker(name, story, tmp_path, capfd):
 
 
 def test_a_lost_worker_is_replaced_and_the_new_one_joins_after_a_step(tmp_path, capfd):
-    keeper = keeper_of(tmp_path, "killed-again", restarts=1)
-    assert keeper.run() == Verdict(10)
-    assert keeper.said == [
+    coordinator = coordinator_of(tmp_path, "killed-again", restarts=1)
+    assert coordinator.run() == Verdict(10)
+    assert coordinator.said == [
         "worker 1 was killed by SIGKILL; 2 workers go on after step 7",
         "worker 1 has joined; 3 workers go on after step 9",
     ]
@@ -149,67 +144,69 @@ def test_a_lost_worker_is_replaced_and_the_new_one_joins_after_a_step(tmp_path, 
 def test_a_worker_moves_only_if_nobody_comes_for_the_place_of_a_lost_one(
     restarts, move, tmp_path
 ):
-    keeper = keeper_of(tmp_path, "moves", restarts)
+    coordinator = coordinator_of(tmp_path, "moves", restarts)
     two = replicate(make("1f1b", ranks=2, microbatches=2), 2)
-    keeper.plan = Plan(two, "1f1b copies=2", (3, 1))  # The first part has most to do.
-    keeper.own_workers = 4
-    keeper.workers = {n: Worker(n, None, None) for n in range(4)}
-    keeper.reports = {n: Report(n) for n in range(4)}
-    keeper.broken_at = 0.0
-    keeper.begin_generation()
-    del keeper.workers[0]
-    keeper.losses = ["worker 0 was killed by SIGKILL"]
-    keeper.reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)}
-    keeper.broken_at = 0.0
-    keeper.begin_generation()
-    assert keeper.said == [
+    coordinator.plan = Plan(
+        two, "1f1b copies=2", (3, 1)
+    )  # The first part has most to do.
+    coordinator.own_workers = 4
+    coordinator.workers = {n: Worker(n, None, None) for n in range(4)}
+    coordinator.reports = {n: Report(n) for n in range(4)}
+    coordinator.broken_at = 0.0
+    coordinator.begin_generation()
+    del coordinator.workers[0]
+    coordinator.losses = ["worker 0 was killed by SIGKILL"]
+    coordinator.reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)}
+    coordinator.broken_at = 0.0
+    coordinator.begin_generation()
+    assert coordinator.said == [
         f"worker 0 was killed by SIGKILL{move}; 3 workers go on after step 4"
     ]
-    assert keeper.decision.seat_of[3] == (0 if move else 3)
+    assert coordinator.decision.seat_of[3] == (0 if move else 3)
 
 
 def test_an_event_counts_from_the_last_step_and_says_how_far_a_run_went_back(tmp_path):
-    keeper = keeper_of(tmp_path, "back")
+    coordinator = coordinator_of(tmp_path, "back")
     alone = make("1f1b", ranks=2, microbatches=2)
-    keeper.plan = Plan(alone, "1f1b", (1, 1))
-    keeper.settings = replace(keeper.settings, mirror="false")
-    keeper.own_workers = 2
-    keeper.workers = {n: Worker(n, None, None) for n in range(2)}
-    keeper.reports = {n: Report(n) for n in range(2)}
-    keeper.break_generation("")
-    keeper.begin_generation()
-    del keeper.workers[0]
-    keeper.losses = ["worker 0 was killed by SIGKILL"]
+    coordinator.plan = Plan(alone, "1f1b", (1, 1))
+    coordinator.settings = replace(coordinator.settings, mirror="false")
+    coordinator.own_workers = 2
+    coordinator.workers = {n: Worker(n, None, None) for n in range(2)}
+    coordinator.reports = {n: Report(n) for n in range(2)}
+    coordinator.break_generation("")
+    coordinator.begin_generation()
+    del coordinator.workers[0]
+    coordinator.losses = ["worker 0 was killed by SIGKILL"]
     left = Report(1, 4, FIGURES, parts=(1,), error="its link was cut", idle=15.0)
-    keeper.store.set(report_key(1, 1), left.dump())
-    keeper.break_generation("its link was cut")
-    keeper.read_reports()
-    keeper.begin_generation()
-    assert "so 1 workers go back to step 0" in keeper.said[0]
-    keeper.write_event()
-    (event,) = read_events(keeper.folder)
+    coordinator.store.set(report_key(1, 1), left.dump())
+    coordinator.break_generation("its link was cut")
+    coordinator.read_reports()
+    coordinator.begin_generation()
+    assert "so 1 workers go back to step 0" in coordinator.said[0]
+    coordinator.write_event()
+    (event,) = read_events(coordinator.folder)
     assert event.seconds >= 15.0
     assert (event.step, event.back) == (0, 4)
 
 
 def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd):
-    keeper = keeper_of(tmp_path, "retry", restarts=2)
-    assert keeper.run() == Verdict(8)
-    assert keeper.said == ["a link is cut; 3 workers go on after step 7"]
-    keeper = keeper_of(tmp_path, "retry-always", restarts=2)
+    coordinator = coordinator_of(tmp_path, "retry", restarts=2)
+    assert coordinator.run() == Verdict(8)
+    assert coordinator.said == ["a link is cut; 3 workers go on after step 7"]
+    coordinator = coordinator_of(tmp_path, "retry-always", restarts=2)
     with pytest.raises(RunError, match="connected again 2 times, which did not help"):
-        keeper.run()
+        coordinator.run()
     # They are written down although nobody has trained in between.
     assert len(read_events(tmp_path / "retry-always")) == 2
     capfd.readouterr()
 
 
 def test_workers_that_leave_hear_of_one_that_is_lost_on_the_way_out(tmp_path):
-    keeper = keeper_of(tmp_path, "leaving")
-    keeper.break_generation("")  # The first worker has left after its step.
-    assert not keeper.store.check([broken_key(0)])
-    keeper.break_generation("worker 2 was killed by SIGKILL")
-    assert keeper.store.get(broken_key(0)) == b"worker 2 was killed by SIGKILL"
+    coordinator = coordinator_of(tmp_path, "leaving")
+    coordinator.break_generation("")  # The first worker has left after its step.
+    assert not coordinator.store.check([broken_key(0)])
+    coordinator.break_generation("worker 2 was killed by SIGKILL")
+    assert coordinator.store.get(broken_key(0)) == b"worker 2 was killed by SIGKILL"
 
 
 class Clock:
@@ -221,46 +218,46 @@ class Clock:
         return self.now
 
 
-def watched_keeper(
+def watched_coordinator(
     tmp_path, monkeypatch
-) -> tuple[Keeper, Clock, list[tuple[int, str]]]:
+) -> tuple[Coordinator, Clock, list[tuple[int, str]]]:
     """Return a launcher with a worker 1, the clock that it reads, and whom it loses."""
     clock = Clock()
-    monkeypatch.setattr(keeper_module, "time", clock)
-    keeper = keeper_of(tmp_path, "watched")
-    keeper.settings = replace(keeper.settings, silence=60.0)
-    keeper.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
+    monkeypatch.setattr(coordinator_module, "time", clock)
+    coordinator = coordinator_of(tmp_path, "watched")
+    coordinator.settings = replace(coordinator.settings, silence=60.0)
+    coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
     lost = []
 
     def lose(worker: Worker, event: str) -> None:
         lost.append((worker.number, event))
-        del keeper.workers[worker.number]
+        del coordinator.workers[worker.number]
 
-    keeper.lose = lose
-    return keeper, clock, lost
+    coordinator.lose = lose
+    return coordinator, clock, lost
 
 
 def test_a_worker_without_a_sign_of_life_is_lost(tmp_path, monkeypatch):
-    keeper, clock, lost = watched_keeper(tmp_path, monkeypatch)
+    coordinator, clock, lost = watched_coordinator(tmp_path, monkeypatch)
     for look in range(1, 1000):
         clock.now = look / 4
         if clock.now < 10:
-            keeper.store.add(alive_key(1), 1)
-        keeper.check_signs_of_life()
+            coordinator.store.add(alive_key(1), 1)
+        coordinator.check_signs_of_life()
         if lost:
             break
     assert lost == [(1, "has shown no life for 60 s and was ended")]
     assert 70 < clock.now < 72
     clock.now += 3600  # The machine was asleep, and with it all workers.
-    keeper.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
-    keeper.check_signs_of_life()
+    coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
+    coordinator.check_signs_of_life()
     assert len(lost) == 1
 
 
 def test_only_a_stop_of_more_than_a_second_in_one_go_ends_a_worker(
     tmp_path, monkeypatch
 ):
-    keeper, clock, lost = watched_keeper(tmp_path, monkeypatch)
+    coordinator, clock, lost = watched_coordinator(tmp_path, monkeypatch)
     forever = 100.0  # From then on the worker stays stopped.
 
     def find_stop(pid: int) -> int | None:
@@ -268,16 +265,16 @@ def test_only_a_stop_of_more_than_a_second_in_one_go_ends_a_worker(
         turn = round(20 * min(clock.now, forever))
         return turn // 4 if turn % 4 < 3 else None
 
-    monkeypatch.setattr(keeper_module, "find_stop", find_stop)
+    monkeypatch.setattr(coordinator_module, "find_stop", find_stop)
     # Every look at these times finds it stopped.
     for look in range(500):
         clock.now = look / 5
         assert find_stop(0) is not None
-        keeper.check_signs_of_life()
+        coordinator.check_signs_of_life()
     assert not lost
     clock.now = forever
     while not lost:
-        keeper.check_signs_of_life()
+        coordinator.check_signs_of_life()
         clock.now += 0.25
     assert lost == [(1, "was stopped (SIGSTOP), so it was ended")]
     assert forever + 1.0 < clock.now <= forever + 1.75

@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 from penstock.errors import RunError
-from penstock.train import launcher
-from penstock.train.entry import run_worker
+from penstock.train import launch as launcher
+from penstock.train.launch import run_worker
 
 
 class Deaf:

@@ -14,6 +14,8 @@ import torch
 from commands import SMALL_CONFIG
 from penstock import Plan, make
 from penstock.config import DataConfig, MixtureSource
+from penstock.crew.files import RunFiles
+from penstock.crew.member import Site
 from penstock.errors import ConfigError, FileError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import (
@@ -22,8 +24,6 @@ from penstock.formats.config_toml import (
     load_config,
     with_absolute_paths,
 )
-from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.site import Site
 from penstock.train.data.corpus import Corpus, cut_corpus
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.data.mixture import (
@@ -34,7 +34,7 @@ from penstock.train.data.mixture import (
     read_use,
 )
 from penstock.train.history import read_rows
-from penstock.train.worker import corpus_of as worker_corpus
+from penstock.train.launch import corpus_of as worker_corpus
 
 LENGTH = 10
 COUNTS = (30, 200, 7)  # sequences of each source to train on

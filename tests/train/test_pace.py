@@ -8,12 +8,11 @@ import pytest
 
 from penstock import Plan, make
 from penstock.config import check_config
+from penstock.crew.decision import Report, decide, rank_work, shares_a_part
+from penstock.crew.pace import WINDOWS_TO_JUDGE, WINDOWS_TO_RETRY, PaceWatch
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import apply_changes
 from penstock.schedules.transforms import replicate
-from penstock.train.crew.notes import Report
-from penstock.train.crew.pace import WINDOWS_TO_JUDGE, WINDOWS_TO_RETRY, PaceWatch
-from penstock.train.crew.succession import decide, rank_work, shares_a_part
 from trainings import SMALL
 
 FOUR = Plan(replicate(make("1f1b", ranks=2, microbatches=4), 2), "1f1b", (2, 2))

@@ -20,7 +20,7 @@ from penstock.errors import FileError, RunError
 from penstock.train.checkpoint import newest
 from penstock.train.history import read_rows
 from penstock.train.lock import locking
-from penstock.train.remote import RemoteCheckpoints
+from penstock.train.place import RemoteCheckpoints
 from trainings import job_of, losses, train
 
 

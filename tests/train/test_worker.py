@@ -21,8 +21,7 @@ from penstock.ir import Plan
 from penstock.runtime import Executor
 from penstock.schedules import make
 from penstock.train.history import read_rows
-from penstock.train.launcher import forget_previous_end
-from penstock.train.worker import Verdict, read_failure, work
+from penstock.train.launch import Verdict, forget_previous_end, read_failure, work
 
 CONFIG = """
 model = { layers = 1, width = 16, heads = 2, kv_heads = 2, inner = 16 }
@@ -55,7 +54,7 @@ def folder(tmp_path, monkeypatch):
         "GLOO_SOCKET_IFNAME": "lo",
     }.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("penstock.train.worker.end_with_parent", lambda: None)
+    monkeypatch.setattr("penstock.train.launch.end_with_parent", lambda: None)
     before = {
         number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
     }
@@ -159,7 +158,7 @@ def test_a_start_that_was_stopped_says_so_when_it_starts_again(folder, monkeypat
 
 def test_a_worker_process_does_not_load_the_command_line():
     """What a worker loads: its own entry, and the main module of the one that starts it."""
-    script = "import sys, penstock.train.entry, penstock.__main__; print(*sys.modules)"
+    script = "import sys, penstock.train.launch, penstock.__main__; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"PYTHONPATH": str(Path(penstock.__file__).parents[1])},
@@ -168,6 +167,6 @@ def test_a_worker_process_does_not_load_the_command_line():
         check=True,
     )
     loaded = done.stdout.split()
-    assert "penstock.train.worker" in loaded
+    assert "penstock.train.launch" in loaded
     assert "typer" not in loaded
     assert not [name for name in loaded if name.startswith("penstock.cli")]

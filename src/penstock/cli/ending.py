@@ -10,7 +10,7 @@ from penstock.cli.tables import console, print_plain, write
 
 if TYPE_CHECKING:
     from penstock.train.after.report import Summary
-    from penstock.train.worker import Verdict
+    from penstock.train.launch import Verdict
 
 REPORT = "report.html"  # in the folder of a run
 SAMPLE = "sample.txt"  # in the folder of a run
@@ -50,7 +50,7 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
 def _print_no_checkpoint(folder: Path) -> None:
     """Say that a run was stopped before it saved anything, and how to continue."""
     from penstock.train.history import read_rows
-    from penstock.train.launcher import way_on
+    from penstock.train.launch import way_on
 
     steps = len(read_rows(folder))
     moment = "before the first step"

@@ -57,8 +57,8 @@ def join_command(
     """
     from rich.console import Console
 
-    from penstock.train.crew.guest import Joining
-    from penstock.train.launcher import ended_by_signals
+    from penstock.crew.admission import Joining
+    from penstock.train.launch import ended_by_signals
     from penstock.train.screen import log_to
     from penstock.version import read_version
 

@@ -87,8 +87,8 @@ def question_from_config(options: ConfigOptions, rules: Rules) -> PathQuestion:
     from penstock.plan.paths.problem import choose_data_nodes, model_parts
     from penstock.plan.paths.starts import replica_counts
     from penstock.plan.question import basis_of
+    from penstock.train.launch import model_sizes
     from penstock.train.start import find_run
-    from penstock.train.worker import model_sizes
 
     if options.parts is None:
         raise ShapeError(

@@ -269,10 +269,10 @@ def _request_of_config(
     from penstock.formats.config_toml import written_keys
     from penstock.plan.planner import plan_run
     from penstock.train.auto import machine_workload, rows_to_measure
+    from penstock.train.launch import model_sizes
     from penstock.train.placement import check_gpu_exists, decide_placement
     from penstock.train.profile import request_of
     from penstock.train.start import find_run
-    from penstock.train.worker import model_sizes
 
     config, _ = find_run(source, None, changes, exists=True)
     check_gpu_exists(config)

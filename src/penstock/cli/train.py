@@ -92,7 +92,8 @@ def train_command(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     from penstock.formats.config_toml import written_keys
-    from penstock.train.launcher import ended_by_signals, under_launcher, way_on
+    from penstock.runtime.process.launch import under_launcher
+    from penstock.train.launch import ended_by_signals, way_on
     from penstock.train.lock import locking
     from penstock.train.placement import prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare, start_workers
@@ -200,11 +201,11 @@ def _announce(
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
+    from penstock.train.launch import model_sizes
     from penstock.train.placement import precision_on
     from penstock.train.rates import describe_rate
     from penstock.train.step_paths import describe_paths
     from penstock.train.weights import model_name
-    from penstock.train.worker import model_sizes
     from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of
 
     sizes = model_sizes(config)
@@ -242,7 +243,7 @@ def _announce(
 
 def _tell_if_finished(folder: Path, steps: int) -> None:
     """Say that a run has all its steps already, and how it trains more of them."""
-    from penstock.train.worker import saved_step
+    from penstock.train.launch import saved_step
 
     saved = saved_step(folder)
     if saved >= steps:
@@ -276,7 +277,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
 def _print_dry_run(prepared: PreparedRun) -> None:
     """Print the memory and the speed that a run would have; refuse it if this machine has too little memory."""
     from penstock.train.capacity import check_memory
-    from penstock.train.worker import model_sizes
+    from penstock.train.launch import model_sizes
 
     config, plan, placement = prepared.config, prepared.plan, prepared.placement
     forecast = measured_forecast(config, plan, placement, profiles=prepared.profiles)
@@ -297,6 +298,12 @@ def _as_a_rank(
     """Run as one of torchrun's workers. Rank 0 finds the run and prepares its folder while the others wait."""
     import os
 
+    from penstock.crew.launched import (
+        agree_on_restarts,
+        can_resume,
+        hear_run,
+        settle_folders,
+    )
     from penstock.formats.config_toml import written_keys
     from penstock.runtime.process.launch import after_first, meet
     from penstock.train.checkpoint import (
@@ -304,19 +311,11 @@ def _as_a_rank(
         is_complete_checkpoint,
         step_name,
     )
-    from penstock.train.entry import run_worker
-    from penstock.train.folders.launched import (
-        agree_on_restarts,
-        can_resume,
-        hear_run,
-        settle_folders,
-    )
-    from penstock.train.launcher import forget_previous_end
+    from penstock.train.launch import forget_previous_end, join, restarted, run_worker
     from penstock.train.lock import Lock
     from penstock.train.placement import launched_placement, prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare
     from penstock.train.start import check_unused
-    from penstock.train.worker import join, restarted
 
     # Rank 0 looks before it meets the others, so that its error ends the run at once.
     found = find() if os.environ["RANK"] == "0" else None

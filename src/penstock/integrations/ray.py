@@ -29,6 +29,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from penstock.config import Config, check_config, is_plan_file
+from penstock.crew.launched import can_resume, hear_run, settle_folders
+from penstock.crew.separate import SeparateFolders
 from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
 from penstock.ir import Plan
@@ -38,20 +40,13 @@ from penstock.train.checkpoint import (
     NOTE,
     step_name,
 )
-from penstock.train.folders.launched import (
-    can_resume,
-    hear_run,
-    settle_folders,
-)
-from penstock.train.folders.separate import SeparateFolders
-from penstock.train.launcher import forget_previous_end
+from penstock.train.launch import STOP_FILE, forget_previous_end, job_of, join
 from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.session import kept_plan, plan_and_prepare
 from penstock.train.start import check_sources, find_run
-from penstock.train.worker import STOP_FILE, job_of, join
 
 _log = logging.getLogger(__name__)
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop

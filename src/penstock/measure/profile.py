@@ -50,7 +50,7 @@ from penstock.measure.probe import (
     switch_share,
 )
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.process.machine import keep_freed_memory
 from penstock.runtime.recorder import collector_paused
 from penstock.runtime.tape import Tape
 

@@ -46,7 +46,7 @@ from penstock.runtime.lane import Lane, Turn, lane_turns, rest_frozen_stages
 from penstock.runtime.loss import Loss, reduction_of
 from penstock.runtime.messages import Messages
 from penstock.runtime.passed_values import described
-from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.process.machine import keep_freed_memory
 from penstock.runtime.quantized import Feedback
 from penstock.runtime.recorder import Clock, Recorder
 from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares

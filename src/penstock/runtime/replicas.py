@@ -19,7 +19,7 @@ from penstock.ir.sums import completion, ranks_of, weight_actions
 from penstock.runtime.backward import accumulate
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.planned_sums import PlannedSum, SumThread
-from penstock.runtime.process.malloc import (
+from penstock.runtime.process.machine import (
     SHARDED_KEPT_BYTES,
     TRANSIENT_KEPT_BYTES,
     keep_freed_memory,
@@ -101,7 +101,7 @@ class Replicas:
             lambda parameters: None
         )
         self.planned: dict[str, PlannedSum] = {}
-        self.second = comm.apart() if plans else None
+        self.second = comm.second_connection() if plans else None
         self.thread: SumThread | None = None
         for sum_ in self.order:
             plan = _plan_of(sum_, plans)
@@ -365,7 +365,7 @@ def _shared_ties(
 #
 # FSDP would gather and sum around every forward and backward. A pipeline has many of them, and a split backward adds to
 # the gradients outside of autograd. Here a part is therefore summed once, when its last action on this rank is done.
-# Gathers and sums need memory for whole layers once per step, which is given back (`penstock.runtime.process.malloc`).
+# Gathers and sums need memory for whole layers once per step, which is given back (`penstock.runtime.process.machine`).
 
 
 def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:

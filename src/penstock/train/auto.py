@@ -27,6 +27,7 @@ from penstock.plan.workload import (
 )
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.capacity import memory_pools
+from penstock.train.launch import model_sizes
 from penstock.train.own_models import limits_of
 from penstock.train.placement import Placement, decide_placement
 from penstock.train.profile import (
@@ -36,7 +37,6 @@ from penstock.train.profile import (
     profile_config,
     request_of,
 )
-from penstock.train.worker import model_sizes
 from penstock.view.numbers import write_size
 
 MAX_MEASURED_ROWS = 3

@@ -25,14 +25,13 @@ from penstock.cost.sizes import (
     key_width,
     part_moments,
 )
+from penstock.crew.decision import first_mirrors, first_plan, is_elastic
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
 from penstock.models import even_partition
 from penstock.models.family import count_parameters
-from penstock.runtime.process.memory import available_memory
+from penstock.runtime.process.machine import available_memory
 from penstock.train.compiling import chunk_of
-from penstock.train.crew.choice import is_elastic
-from penstock.train.crew.succession import first_mirrors, first_plan
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.optimizer import (
     ADAMW_NUMBERS,

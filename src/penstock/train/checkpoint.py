@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from penstock.errors import FileError, RunError
 from penstock.runtime import Comm, local_share, share_offset
-from penstock.runtime.comm.texts import gather_texts
+from penstock.runtime.comm.comm import gather_texts
 
 CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
 Fingerprint: TypeAlias = dict[str, int]  # the size and checksum of a file

@@ -16,7 +16,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from penstock.runtime.process.memory import available_memory
+from penstock.runtime.process.machine import available_memory
 from penstock.version import listed_packages
 from penstock.view.numbers import write_size
 

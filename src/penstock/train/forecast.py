@@ -155,8 +155,8 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
 
     from penstock.models.family import flops_per_token  # noqa: PLC0415  # torch
     from penstock.train.compiling import chunk_of, is_compiling  # noqa: PLC0415
+    from penstock.train.launch import model_sizes  # noqa: PLC0415
     from penstock.train.profile import ProfileRequest, profile_model  # noqa: PLC0415
-    from penstock.train.worker import model_sizes  # noqa: PLC0415
 
     tokens = config.data.tokens
     cuts = cuts_of(config, plan)

@@ -16,7 +16,7 @@ import os
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -369,3 +369,53 @@ def read_timeline(
             f"{file} is not a timeline of this run: {error}\n"
             "  delete it; the run writes another when it times its next step (run.timed)"
         ) from None
+
+
+EVENTS = "events.jsonl"  # in the folder of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of the crew."""
+
+    step: int  # the last step before it
+    event: str  # "lost", "joined", "pace" if one is slow or fast again, "retry" or "restart"
+    seconds: float  # from the end of the last step to the beginning of the next one
+    text: str
+    members: tuple[int, ...]  # the workers that go on
+    # Steps per second of their plan, compared with the plan for all workers, and what no plan for
+    # them can exceed.
+    speed: float = 1.0
+    limit: float = 1.0
+    back: int = 0  # steps that were done already and are done again
+
+
+class EventLog:
+    """The file of events. A run that does not resume begins with an empty one."""
+
+    def __init__(self, folder: Path, resume: bool) -> None:
+        self.file = folder / EVENTS
+        if not resume:
+            self.file.unlink(missing_ok=True)
+
+    def put(self, event: Event) -> None:
+        """Write down an event."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Read the events of a run; a run without any has no file."""
+    try:
+        lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
+        return [_event_of(json.loads(line)) for line in lines]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise FileError(f"{folder / EVENTS} is not a list of events: {error}") from None
+
+
+def _event_of(fields: dict[str, Any]) -> Event:
+    fields.pop("workers", None)  # Earlier versions wrote down how many members go on.
+    event = Event(**fields)
+    return replace(event, members=tuple(event.members))

@@ -8,14 +8,14 @@ from pathlib import Path
 from torch import nn
 
 from penstock.config import Config
+from penstock.crew.separate import SeparateFolders
 from penstock.ir.plan import Plan
 from penstock.models import even_partition
 from penstock.models.layer import recompute_inside, set_dropout
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
-from penstock.train.crew.handover import PartTransfer
 from penstock.train.data.corpus import Corpus
-from penstock.train.folders.separate import SeparateFolders
+from penstock.train.handover import PartTransfer
 from penstock.train.lora import adapt
 from penstock.train.weights import Sizes
 

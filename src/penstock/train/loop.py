@@ -27,21 +27,20 @@ from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.watchdog import alarm_held
 from penstock.train.callbacks import Callbacks
 from penstock.train.checkpoint import CheckpointFacts, Saver, read_facts, sweep
-from penstock.train.crew.handover import CrewChange, Handover, Transfers
-from penstock.train.crew.mirror import Mirrors
 from penstock.train.data.mixture import MixedCorpus, write_use
 from penstock.train.early_stop import EarlyStop, read_progress
 from penstock.train.examiner import Examiner
+from penstock.train.handover import CrewChange, Handover, Mirrors, Transfers
 from penstock.train.history import History, WatchRow, write_timeline
 from penstock.train.intervals import is_due, is_timed
 from penstock.train.job import Job, RunOutcome
 from penstock.train.lora import check_same_adapters
 from penstock.train.optimizer import Gradients, Optimizer, check_same_optimizer
+from penstock.train.place import RemoteCheckpoints
 from penstock.train.rank_setup import set_up_rank
 from penstock.train.rank_weights import RankWeights
 from penstock.train.rates import factor_at
 from penstock.train.rehearsal import compile_stages, prove_stages
-from penstock.train.remote import RemoteCheckpoints
 from penstock.train.resumption import (
     check_same_model,
     checkpoint_facts,
@@ -85,7 +84,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.paths = step_paths(job.plan, config.paths)
         schedules = self.paths.schedules
-        # What this process trained until a worker was lost or came (`penstock.train.crew`).
+        # What this process trained until a worker was lost or came (`penstock.crew`).
         self.before = before.weights if before is not None else None
         self.handover = handover
         self.setup = set_up_rank(job, comm, schedules, self.device, self.before)

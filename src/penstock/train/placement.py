@@ -129,7 +129,7 @@ def precision_on(config: Config, device: str) -> str:
 
 def prepare_cpu(config: Config) -> None:
     """Disable AMX if a run computes in bfloat16 on a CPU that advertises it but cannot run it."""
-    from penstock.runtime.process.amx import avoid_broken_amx  # noqa: PLC0415
+    from penstock.runtime.process.machine import avoid_broken_amx  # noqa: PLC0415
 
     if config.run.precision == "bfloat16" and not uses_gpus(config):
         avoid_broken_amx()

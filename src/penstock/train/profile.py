@@ -52,9 +52,9 @@ from penstock.models.family import flops_per_token
 from penstock.models.layer import recompute_inside
 from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
-from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import (
+    avoid_broken_amx,
     count_neighbours,
     look_at_machine,
     own_gpu,
@@ -62,12 +62,12 @@ from penstock.runtime.process.machine import (
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
+from penstock.train.launch import model_sizes
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
 from penstock.train.own_models import sizes_of
 from penstock.train.placement import Placement, precision_on
 from penstock.train.weights import Sizes
-from penstock.train.worker import model_sizes
 
 # Layers that are measured in a row, because they share work that is done once per part,
 # such as positions and masks.

@@ -16,8 +16,7 @@ from torch import Tensor
 from penstock.models import Part, part_parameters, split
 from penstock.runtime import Comm, local_share, share_offset
 from penstock.train.checkpoint import load, missing_tensors, step_name
-from penstock.train.crew.handover import Handover, PartState
-from penstock.train.crew.mirror import Mirror, Mirrors
+from penstock.train.handover import Handover, Mirror, Mirrors, PartState
 from penstock.train.job import Job
 from penstock.train.lora import (
     adapted_blueprint,

@@ -21,12 +21,16 @@ from typing import Any
 
 from penstock.config import AUTO, Config
 from penstock.cost import RowProfiles
+from penstock.crew.coordinator import launch_crew
+from penstock.crew.decision import is_elastic
+from penstock.crew.member import run_member
 from penstock.errors import ConfigError
 from penstock.formats import read_plan
 from penstock.formats.config_toml import written_keys
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.plan.search import SearchProgress
+from penstock.runtime.process.launch import under_launcher
 from penstock.train.auto import (
     AutoPlan,
     machine_workload,
@@ -34,18 +38,18 @@ from penstock.train.auto import (
     plan_workload,
 )
 from penstock.train.capacity import check_memory, check_timing
-from penstock.train.crew.choice import is_elastic
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.data.text_files import ProgressBytes
-from penstock.train.entry import run_member, run_worker
 from penstock.train.forecast import keep_profiles
 from penstock.train.history import PLAN_FILE, StepRow, read_rows
-from penstock.train.launcher import (
+from penstock.train.launch import (
+    Verdict,
+    cache_of,
     launch,
-    launch_crew,
     load_ahead,
-    under_launcher,
+    model_sizes,
+    run_worker,
 )
 from penstock.train.lock import Lock, locking
 from penstock.train.mesh import check_launched
@@ -64,7 +68,6 @@ from penstock.train.start import (
     prepare_run,
     read_run,
 )
-from penstock.train.worker import Verdict, cache_of, model_sizes
 from penstock.version import read_version
 
 # Values of a config that a plan depends on; a change of any of them needs a new plan.

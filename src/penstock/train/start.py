@@ -31,6 +31,7 @@ from penstock.ir import Plan
 from penstock.models import DecoderConfig
 from penstock.models.decoder import initial_constants
 from penstock.models.layer import recompute_inside, set_dropout
+from penstock.runtime.process.launch import under_launcher
 from penstock.train.callbacks import checked_callback
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.conversations import keep_template
@@ -44,24 +45,18 @@ from penstock.train.data.tokenizer import (
 )
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_model, weight_files
-from penstock.train.launcher import under_launcher
+from penstock.train.launch import corpus_of, model_sizes, validation_of, with_kept_files
 from penstock.train.lock import Lock
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
 from penstock.train.own_loss import check_loss
+from penstock.train.place import RemoteCheckpoints
 from penstock.train.placement import check_gpu_exists
 from penstock.train.rates import own_factor
-from penstock.train.remote import RemoteCheckpoints
 from penstock.train.resumption import check_resumable, nothing_to_resume
 from penstock.train.run_source import CONFIG_FILE, is_folder, read_source
 from penstock.train.weights import Sizes, blueprint, model_name
-from penstock.train.worker import (
-    corpus_of,
-    model_sizes,
-    validation_of,
-    with_kept_files,
-)
 
 MAX_RUNS_OF_A_NAME = 1000
 RUNS_FOLDER = Path("runs")

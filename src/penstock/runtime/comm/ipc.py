@@ -1,36 +1,13 @@
-"""The torch.distributed backend `penstock_ipc`, for ranks that share one GPU.
-
-NCCL refuses two ranks of one host on one GPU, and gloo does not send CUDA tensors. But ranks that share
-a GPU can also share its memory, so a message is two copies: the sender copies it into a ring
-that the receiver owns and the sender has opened, and the receiver copies it out again:
-
-    sender     compute ─ wait for a free slot, copy y into it, tell the receiver ─ compute
-                                                                │
-    receiver   compute ─────────────────────────── wait to be told ─ copy x out of it, tell the sender ─ compute
-
-There is no third copy: a recorded action sends its result from where it lies, and finds its input where
-it reads it.
-
-All of this happens on the stream that computes. Separate streams would let copies overlap
-with computation, but switching to another stream and back costs the GPU 70 to 120 us, while
-copying a megabyte takes 7.
-
-The device does the waiting, so the host runs ahead, and sleeps when it does wait. This has
-one danger: CUDA loads a kernel when it is first used, and the load waits while any stream of
-the process waits. So a stream waits for a message only where the message is needed; nothing
-launched before that point depends on what comes after it.
-
-Sums, broadcasts and gathers have their own rings and their own stream. Every rank sends its
-bytes to every other rank, piece by piece, and all add them in the order of the ranks, so
-that all ranks get the same bits.
-"""
+"""Calls of the CUDA driver that torch lacks: memory shared between processes, and streams that wait on it."""
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,9 +15,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.runtime.backends import IPC
-from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Ring, Room, SlotRequest, ring_bytes
-from penstock.runtime.comm.room import RingShape
+from penstock.runtime.lane import Do, LaneStep, Turn
 from penstock.runtime.torch_internals import (
     AllreduceOptions,
     BarrierOptions,
@@ -50,6 +25,331 @@ from penstock.runtime.torch_internals import (
     Store,
     Work,
 )
+
+WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares modulo 2**32
+IPC_HANDLE_BYTES = 64
+SLEEP_ON_WAIT_FLAG = 4  # CU_CTX_SCHED_BLOCKING_SYNC
+LOW_32_BITS = 0xFFFFFFFF
+
+
+class CudaDriver:
+    """The CUDA driver, as seen from this process's current GPU."""
+
+    def __init__(self) -> None:
+        try:
+            self.cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise RunError(
+                f"ranks that share a GPU need the CUDA driver: {error}"
+            ) from None
+        address = ctypes.c_uint64
+        value = ctypes.c_uint32
+        flags = ctypes.c_uint32
+        size = ctypes.c_size_t
+        stream = ctypes.c_void_p
+        self.raw_copy = _declare(
+            self.cuda.cuMemcpyDtoDAsync_v2, address, address, size, stream
+        )
+        self.raw_wait = _declare(
+            self.cuda.cuStreamWaitValue32_v2, stream, address, value, flags
+        )
+        self.raw_write = _declare(
+            self.cuda.cuStreamWriteValue32_v2, stream, address, value, flags
+        )
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a driver function by name; raise a `RunError` if it fails."""
+        function = getattr(self.cuda, name)
+        self.check(function(*arguments), name)
+
+    def check(self, code: int, name: str) -> None:
+        """Raise a `RunError` with the driver's explanation if `code` is not zero."""
+        if code == 0:
+            return
+        text = ctypes.c_char_p()
+        self.cuda.cuGetErrorString(code, ctypes.byref(text))
+        explanation = text.value.decode() if text.value else code
+        raise RunError(f"{name}: {explanation}")
+
+    def sleep_while_waiting(self, device: int) -> None:
+        """Make the host sleep, not spin, while it waits for the GPU.
+
+        This only works before the process uses the GPU for the first time.
+        """
+        self.cuda.cuDevicePrimaryCtxSetFlags_v2(
+            ctypes.c_int(device), ctypes.c_uint(SLEEP_ON_WAIT_FLAG)
+        )
+
+    def allocate(self, size: int) -> int:
+        """Allocate zeroed memory that other processes can open, and return its address.
+
+        Memory from torch's allocator is unsuitable: one block may hold unrelated tensors.
+        """
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self.call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        # The memset returns early; without a wait, others could write before it runs.
+        self.call("cuStreamSynchronize", ctypes.c_void_p(None))
+        return address.value
+
+    def handle(self, address: int) -> bytes:
+        """The handle with which another process can open this memory."""
+        raw = (ctypes.c_char * IPC_HANDLE_BYTES)()
+        self.call("cuIpcGetMemHandle", raw, ctypes.c_uint64(address))
+        return bytes(raw)
+
+    def open(self, handle: bytes) -> int:
+        """Open another process's memory, and return its address here."""
+        address = ctypes.c_uint64()
+        raw = _Handle()
+        ctypes.memmove(ctypes.byref(raw), handle, IPC_HANDLE_BYTES)
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, ctypes.c_uint(1))
+        return address.value
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Copy bytes within the GPU, in the order of a stream."""
+        code = self.raw_copy(target, source, size, stream)
+        self.check(code, "cuMemcpyDtoDAsync")
+
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Make a stream wait until the number at `address` is at least `value`."""
+        code = self.raw_wait(stream, address, value & LOW_32_BITS, WAIT_UNTIL_AT_LEAST)
+        self.check(code, "cuStreamWaitValue32")
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Make a stream write a number, once its earlier work is done and visible."""
+        code = self.raw_write(stream, address, value & LOW_32_BITS, 0)
+        self.check(code, "cuStreamWriteValue32")
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("raw", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+def _declare(function: Any, *argument_types: Any) -> Callable[..., int]:
+    """Declare the argument types of a driver function, so it accepts plain numbers.
+
+    This is much faster than wrapping each argument in a ctypes object.
+    """
+    function.argtypes = argument_types
+    function.restype = ctypes.c_int
+    declared: Callable[..., int] = function
+    return declared
+
+
+FLAG_BYTES = 256  # distance between the two counters, which lie behind the slots
+
+# Memory that a message can be copied to: its address, and the object that owns it.
+Room: TypeAlias = tuple[int, object]
+
+
+class Driver(Protocol):
+    """The operations a ring needs, each executed in the order of a stream."""
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Copy bytes from one address to another."""
+        ...
+
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Make a stream wait until the number at `address` is at least `value`."""
+        ...
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Make a stream write a number, once its earlier work is done and visible."""
+        ...
+
+
+@dataclass(slots=True)
+class SlotRequest:
+    """A message that the receiver has asked for, and the room that it will be copied to.
+
+    Without room, the message stays in the ring until somebody has chosen one. If it has to
+    leave the ring earlier, `make_room` provides it. The request keeps the owner alive.
+    """
+
+    size: int
+    room: Room | None = None
+    make_room: Callable[[], Room] | None = None
+    taken: bool = False
+
+
+class Ring:
+    """One end of a ring of `slots` slots of `size` bytes each."""
+
+    __slots__ = (
+        "base",
+        "driver",
+        "head",
+        "requests",
+        "size",
+        "slots",
+        "slots_used",
+        "tail",
+    )
+
+    def __init__(self, driver: Driver, base: int, slots: int, size: int) -> None:
+        self.driver = driver
+        self.base = base
+        self.slots = slots
+        self.size = size
+        # The sender writes to `head` how many slots it has filled,
+        # and the receiver to `tail` how many it has emptied.
+        self.head = base + slots * size
+        self.tail = self.head + FLAG_BYTES
+        self.slots_used = 0  # since the start, by this end
+        self.requests: deque[SlotRequest] = deque()  # oldest first
+
+    def put(self, address: int, size: int, stream: int) -> None:
+        """Copy a message into the ring."""
+        for begin, length in cut(size, self._run_bytes):
+            filled = self.slots_used + count_slots(length, self.size)
+            if filled > self.slots:
+                self.driver.wait(self.tail, filled - self.slots, stream)
+            for offset, slot, piece in self._pieces(length):
+                self.driver.copy(slot, address + begin + offset, piece, stream)
+            self.slots_used = filled
+            self.driver.write(self.head, filled, stream)
+
+    def take(self, address: int, size: int, stream: int) -> None:
+        """Copy the next message out of the ring."""
+        for begin, length in cut(size, self._run_bytes):
+            emptied = self.slots_used + count_slots(length, self.size)
+            self.driver.wait(self.head, emptied, stream)
+            for offset, slot, piece in self._pieces(length):
+                self.driver.copy(address + begin + offset, slot, piece, stream)
+            self.slots_used = emptied
+            self.driver.write(self.tail, emptied, stream)
+
+    def request(self, request: SlotRequest, stream: int) -> SlotRequest:
+        """Ask for the next message, to be copied later."""
+        self.requests.append(request)
+        while self._requested_slots() > self.slots // 2:
+            self.take_oldest(stream)
+        return request
+
+    def fetch(self, request: SlotRequest, stream: int) -> None:
+        """Take out a requested message, and all requested before it."""
+        while not request.taken:
+            self.take_oldest(stream)
+
+    def take_oldest(self, stream: int) -> None:
+        """Take out the message that was requested first."""
+        request = self.requests.popleft()
+        if request.room is None:
+            assert request.make_room is not None
+            request.room = request.make_room()
+        address, _ = request.room
+        self.take(address, request.size, stream)
+        request.taken = True
+
+    @property
+    def _run_bytes(self) -> int:
+        """The most bytes that go at once: half of the ring, which a requested message always finds free."""
+        return max(self.slots // 2, 1) * self.size
+
+    def _pieces(self, length: int) -> list[tuple[int, int, int]]:
+        """Where the next bytes lie in the ring: their offset, the address, and how many; two pieces at its end."""
+        first = self.slots_used % self.slots
+        until_end = (self.slots - first) * self.size
+        pieces = [(0, self.base + first * self.size, min(length, until_end))]
+        if length > until_end:
+            pieces.append((until_end, self.base, length - until_end))
+        return pieces
+
+    def _requested_slots(self) -> int:
+        """Slots that the outstanding requests will take."""
+        return sum(count_slots(request.size, self.size) for request in self.requests)
+
+
+def ring_bytes(slots: int, size: int) -> int:
+    """The memory of a ring: its slots and its two counters."""
+    return slots * size + 2 * FLAG_BYTES
+
+
+def count_slots(size: int, slot_size: int) -> int:
+    """The number of slots that a message takes."""
+    return -(-size // slot_size)
+
+
+def cut(size: int, most: int) -> list[tuple[int, int]]:
+    """Cut a message into pieces of at most so many bytes: where each begins, and its bytes.
+
+    >>> cut(11, 4)
+    [(0, 4), (4, 4), (8, 3)]
+    """
+    return [(begin, min(most, size - begin)) for begin in range(0, size, most)]
+
+
+SLOT_ALIGNMENT = 4096  # a slot's bytes are a multiple of this
+MAX_RING_BYTES = 1 << 30  # a program that needs more still runs, but waits for room
+
+
+class RingShape(NamedTuple):
+    """The number of slots of a ring, and the bytes of each."""
+
+    slots: int
+    size: int
+
+
+def fit_ring(
+    turns: Sequence[Turn], source: int, sizes: Sequence[int], current: RingShape
+) -> RingShape:
+    """The shape that the ring from `source` to the rank with these turns needs.
+
+    That is its current shape if it is large enough. `sizes` has the message bytes of each
+    unit. Both ends compute the shape, and get the same answer. The number of slots is a
+    power of two, so that a ring seldom has to grow.
+    """
+    if 2 * peak_slots(turns, source, sizes, current.size) <= current.slots:
+        return current
+    largest = 0
+    for turn in turns:
+        for step in _receives(turn, source):
+            largest = max(largest, sizes[step.unit])
+    aligned = count_slots(largest, SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    size = min(current.size, aligned)
+    needed = 2 * peak_slots(turns, source, sizes, size)
+    slots = 1 << (needed - 1).bit_length()
+    max_slots = max(MAX_RING_BYTES // size, current.slots)
+    return RingShape(min(slots, max_slots), size)
+
+
+def peak_slots(
+    turns: Sequence[Turn], source: int, sizes: Sequence[int], slot_size: int
+) -> int:
+    """The most slots that hold requested but not yet used messages at any moment."""
+    requested: deque[tuple[int, int]] = deque()  # a value and its slots, oldest first
+    level = 0
+    peak = 0
+    for turn in turns:
+        if turn.step is not None:
+            level -= _drop_used(requested, turn.step.source)
+        for step in _receives(turn, source):
+            slots = count_slots(sizes[step.unit], slot_size)
+            requested.append((step.value, slots))
+            level += slots
+            peak = max(peak, level)
+    return peak
+
+
+def _drop_used(requested: deque[tuple[int, int]], used: int) -> int:
+    """Drop a used value and all before it, if it was requested; return their slots."""
+    if all(value != used for value, _ in requested):
+        return 0
+    freed = 0
+    while True:
+        value, slots = requested.popleft()
+        freed += slots
+        if value == used:
+            return freed
+
+
+def _receives(turn: Turn, source: int) -> Iterator[LaneStep]:
+    """The receives of a turn that come from one rank."""
+    for step in turn.messages:
+        if step.do is Do.RECEIVE and step.peer == source:
+            yield step
+
 
 BACKEND_NAME = IPC
 # The rings for messages, at first; `IpcGroup.reserve` makes them larger.

@@ -39,8 +39,7 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program, links_of
 from penstock.runtime.backends import NCCL, ON_GPU
-from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.comm.room import RingShape, fit_ring
+from penstock.runtime.comm.ipc import IpcGroup, RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
 from penstock.runtime.torch_internals import Store, sleep_until_done
 
@@ -139,7 +138,7 @@ class ProcessComm:
         self.store: Store | None = None
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
-        self.second: ProcessComm | None = None  # made by `apart`
+        self.second: ProcessComm | None = None  # made by `second_connection`
         # The groups that this rank belongs to, and all groups that exist.
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
         self.prepared = {self.everyone}
@@ -402,7 +401,7 @@ class ProcessComm:
         home = None if raw is tensor else tensor
         return _Work(self, work, "sum", group, self.sums, raw, home)
 
-    def apart(self) -> ProcessComm:
+    def second_connection(self) -> ProcessComm:
         """A second connection over gloo, whose waits end when those of this one are ended."""
         if self.on_gpu:
             raise RunError(

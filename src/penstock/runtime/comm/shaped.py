@@ -116,11 +116,11 @@ class ShapedComm:
         seconds = self.scale * hops * (latency + size / bandwidth)
         return _DelayedSum(self.inner.add(tensor, group), seconds)
 
-    def apart(self) -> ShapedComm:
+    def second_connection(self) -> ShapedComm:
         """A second connection over the same links: serial ones carry a message of either at a time."""
         if self.second is None:
             second = ShapedComm(
-                self.inner.apart(), self.network, self.scale, self.inflate
+                self.inner.second_connection(), self.network, self.scale, self.inflate
             )
             second.link_free, second.lock = self.link_free, self.lock
             self.second = second

@@ -126,7 +126,7 @@ class ThreadComm:
                 whole.ready.set()
         return _ThreadSum(self, whole.ready)
 
-    def apart(self) -> ThreadComm:
+    def second_connection(self) -> ThreadComm:
         """A second connection, with mailboxes of its own."""
         if self.second is None:
             self.second = ThreadComm(self.hub, self._rank, self.hub.mail_apart)

@@ -45,7 +45,7 @@ from penstock.runtime.comm.process import (
 )
 from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.process.mps import be_own_host, shared_gpu_backend
-from penstock.runtime.process.status import ERRORS
+from penstock.runtime.process.watchdog import ERRORS
 from penstock.runtime.torch_internals import (
     PrefixStore,
     Store,

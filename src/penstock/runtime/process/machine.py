@@ -8,13 +8,23 @@ A launcher such as torchrun describes each process in its environment:
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 
 from penstock.runtime.backends import NCCL
 from penstock.runtime.process.mps import shared_gpu_backend, workers_of_a_gpu
+from penstock.runtime.torch_internals import supports_amx
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +100,98 @@ def own_gpu(default: int = 0) -> int:
     `default` is the number of this process on its machine if no launcher gives it.
     """
     return int(os.environ.get("LOCAL_RANK", default)) % torch.cuda.device_count()
+
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> float:
+    """Return the bytes of RAM that new processes can have, within a container's limit."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = [line for line in lines if line.startswith("MemAvailable:")]
+        limits += [1024.0 * int(line.split()[1]) for line in free]
+    except (OSError, ValueError):
+        pass  # This is not Linux.
+    try:
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = (CGROUP / "memory.current").read_text(encoding="ascii")
+        if limit != "max":
+            limits.append(max(0.0, float(limit) - float(used)))
+    except (OSError, ValueError):
+        pass  # This is not a container, or one with an older interface.
+    return min(limits)
+
+
+# Parameters of glibc's mallopt.
+TRIM_THRESHOLD = -1
+MMAP_THRESHOLD = -3
+# The free memory that the heap keeps at its end, and the largest block that it keeps.
+KEPT_BYTES = 1 << 30
+# The largest block that is kept where weights are sharded: for layers that compute,
+SHARDED_KEPT_BYTES = 8 << 20
+# and for weights that are gathered and gradients that are summed.
+TRANSIENT_KEPT_BYTES = 1 << 20
+
+
+def keep_freed_memory(max_block: int = KEPT_BYTES) -> bool:
+    """Make glibc keep freed blocks smaller than `max_block`; return whether it accepted.
+
+    This applies to blocks that are allocated from now on.
+    """
+    libc = _glibc()
+    if libc is None:
+        return False
+    if not libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES):
+        return False
+    return bool(libc.mallopt(MMAP_THRESHOLD, max_block))
+
+
+@contextmanager
+def return_freed_memory() -> Iterator[None]:
+    """Large blocks allocated in this context are returned to the system once freed."""
+    keep_freed_memory(TRANSIENT_KEPT_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory(SHARDED_KEPT_BYTES)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    library, _ = platform.libc_ver()
+    return ctypes.CDLL(None) if library == "glibc" else None
+
+
+ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
+AMX_TRIAL = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
+_log = logging.getLogger(__name__)
+
+
+def avoid_broken_amx(advertised: bool | None = None) -> bool:
+    """Disable AMX in oneDNN if it does not work here, and return whether it was disabled.
+
+    Call this before the first matrix product of the process; child processes inherit the
+    setting. `advertised` replaces what the CPU says, for tests.
+    """
+    if ISA_LIMIT_VARIABLE in os.environ:
+        return False
+    if advertised is None:
+        advertised = supports_amx()
+    if not advertised:
+        return False
+    trial = subprocess.run(
+        [sys.executable, "-c", AMX_TRIAL], capture_output=True, check=False
+    )
+    killed = trial.returncode < 0
+    if not killed:
+        return False
+    os.environ[ISA_LIMIT_VARIABLE] = ISA_WITHOUT_AMX
+    _log.warning(
+        "this machine advertises AMX but cannot run it, so %s=%s is now set",
+        ISA_LIMIT_VARIABLE,
+        ISA_WITHOUT_AMX,
+    )
+    return True

@@ -12,7 +12,7 @@ NCCL. NCCL refuses two ranks of one host on one GPU, so each worker pretends to 
 own (`NCCL_HOSTID`). Their messages then take sockets, as between machines.
 
 On some shares of a GPU, matrix products are silently incomplete. A share is therefore checked
-first, and lowered until they are complete (`penstock.runtime.process.gpu_share`).
+first, and lowered until they are complete (`penstock.runtime.process.mps`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
+
+import torch
 
 from penstock.errors import RunError, ShapeError, UnknownNameError
 from penstock.runtime.backends import IPC, NCCL
@@ -43,7 +46,7 @@ WORKERS_VARIABLE = "PENSTOCK_TESTBED_WORKERS"
 BACKEND_VARIABLE = "PENSTOCK_TESTBED_BACKEND"
 BACKENDS = (IPC, NCCL)
 GPU_LISTER = "nvidia-smi"  # comes with the driver; without it there is no GPU to check
-SHARE_CHECK = "penstock.runtime.process.gpu_share"
+SHARE_CHECK = "penstock.runtime.process.mps"
 NCCL_VARIABLES = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -215,3 +218,72 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def _signal_group(group: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, number)
+
+
+INCOMPLETE_EXIT_CODE = 3
+# Rows of x, and the columns of x and y, in products such as those of a linear layer y = x W^T.
+CHECKED_ROWS = (64, 512, 1024)
+CHECKED_COLUMNS = (
+    (256, 256),
+    (384, 256),
+    (384, 384),
+    (384, 1056),
+    (1056, 384),
+    (512, 512),
+    (768, 768),
+    (1024, 1024),
+    (1024, 2816),
+    (2816, 1024),
+    (2048, 2048),
+)
+
+
+def highest_good_share(highest: int, is_good: Callable[[int], bool]) -> int:
+    """The highest good share up to `highest`, in percent.
+
+    >>> highest_good_share(16, lambda share: share in (10, 13))
+    13
+    """
+    for share in range(highest, 0, -1):
+        if is_good(share):
+            return share
+    raise SystemExit(f"the check found them incomplete on every share up to {highest}%")
+
+
+def products_are_complete(
+    device: str,
+    rows: Sequence[int] = CHECKED_ROWS,
+    columns: Sequence[tuple[int, int]] = CHECKED_COLUMNS,
+) -> bool:
+    """Whether products in bfloat16 write all of their result: y = x W^T, and the gradients of x and W."""
+    for tokens in rows:
+        for inner, outer in columns:
+            x = torch.ones(tokens, inner, device=device, dtype=torch.bfloat16)
+            weight = torch.ones(outer, inner, device=device, dtype=torch.bfloat16)
+            y = torch.ones(tokens, outer, device=device, dtype=torch.bfloat16)
+            for a, b in ((x, weight.t()), (y, weight), (y.t(), x)):
+                result = torch.full_like(a[:, :1] * b[:1], torch.nan)
+                torch.mm(a, b, out=result)
+                if not bool(result.isfinite().all()):
+                    return False
+    return True
+
+
+def _is_good(share: int) -> bool:
+    """Check a share in a process of its own, because a process cannot change its share."""
+    os.environ[SHARE_VARIABLE] = str(share)
+    child = get_context("fork").Process(target=_check)
+    child.start()
+    child.join()
+    if child.exitcode not in (0, INCOMPLETE_EXIT_CODE):
+        raise SystemExit(f"the check of {share}% ended with code {child.exitcode}")
+    return child.exitcode == 0
+
+
+def _check() -> None:
+    if torch.cuda.is_available() and not products_are_complete("cuda"):
+        raise SystemExit(INCOMPLETE_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{highest_good_share(int(sys.argv[1]), _is_good)}\n")

@@ -23,8 +23,8 @@ from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.launch import corpus_of, validation_of, with_kept_files
 from penstock.train.run_source import CONFIG_FILE
-from penstock.train.worker import corpus_of, validation_of, with_kept_files
 from penstock.view.numbers import count_of
 
 

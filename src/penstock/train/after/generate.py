@@ -57,7 +57,7 @@ from penstock.train.lora import (
     merge,
     read_lora,
 )
-from penstock.train.remote import RemoteCheckpoints
+from penstock.train.place import RemoteCheckpoints
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.weights import (
     Holding,

@@ -22,10 +22,9 @@ from penstock.ir import Plan, Timeline
 from penstock.ir.compare import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
-from penstock.train.crew.events import Event, read_events
 from penstock.train.data.mixture import SourceUse, describe_use, read_use
 from penstock.train.forecast import Forecast, known_forecast
-from penstock.train.history import StepRow, read_rows, read_timeline
+from penstock.train.history import Event, StepRow, read_events, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of
 from penstock.view.numbers import (

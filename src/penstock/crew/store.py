@@ -1,6 +1,6 @@
 """The launcher's store, used from another machine.
 
-    worker ── RemoteStore ══ TLS ══ the launcher's door ── TCPStore, which only this machine can reach
+    worker ── RemoteStore ══ TLS ══ the listener of the launcher ── TCPStore, which only this machine can reach
 
 torch's TCPStore believes everyone who reaches its port. So that port is bound to the loopback interface, and a worker
 from another machine asks for each entry over an encrypted connection.
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from penstock.crew.tls import MAX_PLAN_BYTES, hang_up, receive_frame, send_frame
 from penstock.errors import PeerLostError
 from penstock.runtime.torch_internals import Store
-from penstock.runtime.wire.door import hang_up
-from penstock.runtime.wire.frames import MAX_PLAN_BYTES, receive_frame, send_frame
 
 Dial = Callable[[], ssl.SSLSocket]
 OPERATIONS = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")

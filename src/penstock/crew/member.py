@@ -1,9 +1,4 @@
-"""A worker of a crew: trains in one generation after the other, and keeps its weights in between.
-
-wait for a decision ─► connect ─► trainer with the new plan ─► train ─► done
-        ▲                                                        │ a peer is lost, or too late
-        └── report: my last step, its figures, my parts ─────────┘
-"""
+"""Where a worker of a crew runs, and what it has there: its folder, its connections, its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,30 +9,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
-from penstock.errors import PeerLostError, PenstockError, StuckError
-from penstock.models.family import count_parameters
-from penstock.runtime.comm.gloo import GlooComm
-from penstock.runtime.comm.wire import WireComm
-from penstock.runtime.process.launch import end_with_parent, hear_signals
-from penstock.runtime.torch_internals import (
-    MODULE_OF_OPTIMIZERS,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
-from penstock.runtime.wire.exchange import Exchange
-from penstock.runtime.wire.links import MOST_EARLY_BYTES
-from penstock.runtime.wire.store import RemoteStore
-from penstock.train.crew.handover import CrewChange
-from penstock.train.crew.notes import (
+from penstock.config import Config
+from penstock.crew.decision import (
     FINISHED,
     LAUNCH,
     Decision,
@@ -54,22 +37,120 @@ from penstock.train.crew.notes import (
     report_key,
     worked_key,
 )
-from penstock.train.crew.pace import WorkWindow
-from penstock.train.crew.site import Site
-from penstock.train.history import WatchRow
+from penstock.crew.files import MODEL_FOLDER, VALIDATION, files_of_tokens, texts_of
+from penstock.crew.links import MOST_EARLY_BYTES, Exchange, GlooComm, WireComm
+from penstock.crew.pace import WorkWindow
+from penstock.crew.store import RemoteStore
+from penstock.crew.tls import KEY_FILE, split_address
+from penstock.errors import PeerLostError, PenstockError, StuckError
+from penstock.formats.config_toml import read_config
+from penstock.formats.plan_json import read_plan
+from penstock.models.family import count_parameters
+from penstock.runtime.process.launch import end_with_parent, hear_signals
+from penstock.runtime.torch_internals import (
+    MODULE_OF_OPTIMIZERS,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from penstock.train.checkpoint import Depot
+from penstock.train.data.corpus import all_held_out, read_corpus
+from penstock.train.data.mixture import mix_corpora
+from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.handover import CrewChange
+from penstock.train.history import PLAN_FILE, WatchRow
+from penstock.train.hub import settle_model
 from penstock.train.job import Job, RunOutcome
-from penstock.train.loop import Trainer
-from penstock.train.lora import adapted_blueprint
-from penstock.train.placement import launched_placement
-from penstock.train.worker import (
+from penstock.train.launch import (
     STOP_FILE,
     Verdict,
+    job_of,
     listen,
+    model_sizes,
     note_crash,
     saved_step,
+    with_guesses,
+    with_kept_files,
     write_failure,
     write_pid,
 )
+from penstock.train.loop import Trainer
+from penstock.train.lora import adapted_blueprint
+from penstock.train.placement import launched_placement
+from penstock.train.run_source import CONFIG_FILE
+from penstock.train.screen import Screen, log_to
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The surroundings of one worker."""
+
+    folder: Path
+    exchange: Exchange | None = None  # encrypted connections; None if gloo connects
+    depot: Depot | None = None  # the launcher's files, if it does not see them
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this worker runs on another machine than the launcher."""
+        return self.depot is not None
+
+    def config(self) -> Config:
+        """The config of the run; elsewhere, with copied files in place of those it names."""
+        config = read_config(self.folder / CONFIG_FILE)
+        if not self.is_elsewhere:
+            return config
+        config = with_kept_files(config, self.folder)
+        model = config.model
+        copied = str(self.folder / MODEL_FOLDER)
+        if model.weights:
+            model = replace(model, weights=copied)
+        if model.config:
+            model = replace(model, config=copied)
+        return replace(config, model=model)
+
+    def job(self, config: Config, resume: bool) -> Job:
+        """The run that this worker takes part in; elsewhere, on tokens that were copied."""
+        if not self.is_elsewhere:
+            return job_of(self.folder, config, resume)
+        config = settle_model(config)
+        plan = read_plan(self.folder / PLAN_FILE)
+        end = tokenizer_of(config.data.tokenizer).end
+        texts = {}
+        for name, text in texts_of(config.data).items():
+            row, note = files_of_tokens(self.folder, name)
+            texts[name] = read_corpus(row, note, text, end)
+        validation = None
+        if VALIDATION in texts:
+            validation = with_guesses(config, all_held_out(texts.pop(VALIDATION)))
+        corpus = with_guesses(config, mix_corpora(config.data, list(texts.values())))
+        sizes = model_sizes(config)
+        return Job(
+            config,
+            plan,
+            sizes,
+            corpus,
+            self.folder,
+            resume,
+            validation=validation,
+            depot=self.depot,
+        )
+
+
+def key_of(config: Config, folder: Path) -> Path:
+    """The file with the key of a run."""
+    return Path(config.run.key) if config.run.key else folder / KEY_FILE
+
+
+def own_site(folder: Path, worker: int, workers: int) -> Site:
+    """The site of one of the workers of a run, on the launcher's machine."""
+    config = read_config(folder / CONFIG_FILE)
+    if not config.run.listen:
+        return Site(folder)
+    host, port = split_address(config.run.listen, "run.listen")
+    own = port + 1 + worker if port else 0
+    shown = f"[{host}]" if ":" in host else host
+    return Site(folder, Exchange(f"{shown}:{own}", key_of(config, folder), workers))
+
 
 BEAT_SECONDS = 0.5  # between two signs of life
 POLL_SECONDS = 0.02  # between two looks for a decision
@@ -386,3 +467,28 @@ def set_environment(worker: int, workers: int, neighbours: int) -> None:
         WORLD_SIZE=str(workers),
         LOCAL_WORLD_SIZE=str(neighbours),
     )
+
+
+def run_member(
+    worker: int,
+    workers: int,
+    host: str,
+    port: int,
+    folder: str,
+    resume: bool,
+    newcomer: bool,
+) -> Verdict:
+    """Train as a worker of a crew; whoever is rank 0 shows how it goes."""
+    run = read_config(Path(folder) / CONFIG_FILE).run
+    set_environment(worker, workers, min(run.workers or workers, workers))
+    console = Console(stderr=True)
+    log_to(console, everything=False)
+    with ExitStack() as screens:
+
+        def show() -> WatchRow:
+            log_to(console, everything=True)
+            return screens.enter_context(Screen(run.steps, run.log, console)).put
+
+        member = Member(worker, local_store(host, port))
+        site = own_site(Path(folder), worker, workers)
+        return work_in_crew(member, site, resume, newcomer, show)

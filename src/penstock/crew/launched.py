@@ -14,21 +14,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.config import Config
+from penstock.crew.files import bring_inputs
+from penstock.crew.folders import compare_folders, failing_together, work_together
+from penstock.crew.separate import SeparateFolders
 from penstock.errors import RunError
 from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.runtime import Comm
-from penstock.runtime.comm.texts import gather_texts
+from penstock.runtime.comm.comm import gather_texts
 from penstock.runtime.process.launch import Meeting, hear_first
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
-from penstock.train.folders.group import (
-    compare_folders,
-    failing_together,
-    work_together,
+from penstock.train.launch import (
+    RESTART_COUNT,
+    STOP_FILE,
+    forget_previous_end,
+    read_failure,
+    restarted,
 )
-from penstock.train.folders.inputs import bring_inputs
-from penstock.train.folders.separate import SeparateFolders
-from penstock.train.launcher import forget_previous_end
-from penstock.train.remote import RemoteCheckpoints, Storage, fetch_newest
+from penstock.train.place import RemoteCheckpoints, Storage, fetch_newest
 from penstock.train.run_source import read_source
 from penstock.train.screen import SayLine
 from penstock.train.start import (
@@ -37,7 +39,6 @@ from penstock.train.start import (
     fetch_checkpoint,
     has_checkpoint,
 )
-from penstock.train.worker import RESTART_COUNT, STOP_FILE, read_failure, restarted
 
 FOLDER_KEY = "run.folder"
 

@@ -7,7 +7,7 @@
 
 The launcher keeps the store at which workers meet, so no worker is special: rank 0 may be lost like
 any other. A worker that shows no life is killed before the others go on without it, so that it cannot
-come back and disturb them. A worker from another machine (`penstock.train.crew.gate`) takes the place of a
+come back and disturb them. A worker from another machine (`penstock.crew.admission`) takes the place of a
 rank without a worker; its connection is cut instead, which ends it too.
 """
 
@@ -28,16 +28,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from penstock.config import RunConfig
-from penstock.errors import RunError
-from penstock.ir.plan import Plan
-from penstock.runtime.process.launch import LOCALHOST, keep_store, process_context
-from penstock.runtime.process.status import Failure, announce
-from penstock.runtime.torch_internals import PrefixStore, Store
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
-from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest
-from penstock.train.crew.notes import (
+from penstock.config import Config, RunConfig
+from penstock.crew.admission import Admission, RemoteWorker
+from penstock.crew.decision import (
     FINISHED,
     LAUNCH,
     Decision,
@@ -46,27 +39,52 @@ from penstock.train.crew.notes import (
     arrival_key,
     broken_key,
     change_key,
+    decide,
     decision_key,
+    holders_of,
     left_key,
     load_report,
     place_key,
-    ready_key,
-    report_key,
-    worked_key,
-)
-from penstock.train.crew.pace import PaceWatch
-from penstock.train.crew.succession import (
-    decide,
-    holders_of,
     plan_without,
     rank_work,
+    ready_key,
+    report_key,
     shares_a_part,
     speed_limit,
     step_length,
+    worked_key,
 )
-from penstock.train.history import last_step
+from penstock.crew.files import RunFiles
+from penstock.crew.member import key_of
+from penstock.crew.pace import PaceWatch
+from penstock.crew.tls import keep_key
+from penstock.errors import RunError
+from penstock.ir.plan import Plan
+from penstock.runtime.process.launch import (
+    LOCALHOST,
+    keep_store,
+    process_context,
+    serve_forks,
+)
+from penstock.runtime.process.watchdog import Failure, announce
+from penstock.runtime.torch_internals import PrefixStore, Store
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
+from penstock.train.history import Event, EventLog, last_step
+from penstock.train.launch import (
+    LOADED_MODULES,
+    STOP_FILE,
+    Verdict,
+    forget_previous_end,
+    lost_server,
+    raise_worst,
+    read_failure,
+    saved_step,
+    set_launch_environment,
+    stopping,
+    tidying,
+    way_on,
+)
 from penstock.train.screen import SayLine
-from penstock.train.worker import Verdict, read_failure, saved_step
 
 # Between two looks at the workers: while workers wait for a decision or a place, and while all
 # train. A worker that ends is noticed at once, and looking often would take time from those
@@ -87,7 +105,7 @@ SECONDS_TO_LOAD_PLANNER = 5.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
 WorkerArguments = tuple[int, int, str, int, str, bool, bool]
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
-OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
+OpenAdmission = Callable[[Store], Admission]  # lets workers from other machines in
 
 
 @dataclass(slots=True)
@@ -95,7 +113,7 @@ class Worker:
     """A worker as the launcher sees it."""
 
     number: int
-    process: BaseProcess | Guest
+    process: BaseProcess | RemoteWorker
     pipe: Connection
     newcomer: bool = False  # whether it has come during the run and has no place yet
     beats: int = 0
@@ -104,9 +122,9 @@ class Worker:
     stopped: float = 0.0  # seconds that looks have found it in this stop
 
     @property
-    def is_guest(self) -> bool:
+    def is_remote(self) -> bool:
         """Whether it runs on another machine."""
-        return isinstance(self.process, Guest)
+        return isinstance(self.process, RemoteWorker)
 
     def kill(self) -> None:
         """End the process for certain; of one on another machine, its connection."""
@@ -115,12 +133,12 @@ class Worker:
 
     def end(self) -> str:
         """How it ended, if it could not say why."""
-        if isinstance(self.process, Guest):
+        if isinstance(self.process, RemoteWorker):
             return f"on {self.process.name} has ended, or cannot be reached any more"
         return _end_of(self.process.exitcode)
 
 
-class Keeper:
+class Coordinator:
     """Keeps the workers of a run together until it is over."""
 
     def __init__(
@@ -131,7 +149,7 @@ class Keeper:
         settings: RunConfig,
         resume: bool,
         say: SayLine,
-        open_gate: OpenGate | None = None,
+        open_admission: OpenAdmission | None = None,
     ) -> None:
         self.entry = entry
         self.folder = folder
@@ -141,7 +159,9 @@ class Keeper:
         self.say = say
         self.store = keep_store()
         self.store.set(LAUNCH, secrets.token_hex(8))
-        self.gate = open_gate(self.store) if open_gate is not None else None
+        self.admission = (
+            open_admission(self.store) if open_admission is not None else None
+        )
         ranks = plan.schedule.ranks
         # The number of workers that this machine may have at a time.
         self.own_workers = min(settings.workers or ranks, ranks)
@@ -185,8 +205,8 @@ class Keeper:
             for worker in self.workers.values():
                 worker.kill()
                 worker.pipe.close()
-            if self.gate is not None:
-                self.gate.close()
+            if self.admission is not None:
+                self.admission.close()
 
     def start(self) -> None:
         """Start a worker for every rank of the plan that this machine is to have."""
@@ -232,7 +252,7 @@ class Keeper:
         waiting = set(self.members) - set(self.reports)
         if self.broken_at is None:
             self.note_ready()
-            self.seat_guests()
+            self.place_remote_workers()
             self.replace_lost()
             self.hear_work()
             self.take_in()
@@ -281,7 +301,7 @@ class Keeper:
             worker.process.join()
             self.lose(worker, worker.end())
             return None
-        if isinstance(verdict, Verdict) and worker.is_guest and verdict.error:
+        if isinstance(verdict, Verdict) and worker.is_remote and verdict.error:
             # What ends the run also ends the workers of this machine.
             self.lose(worker, f"failed: {verdict.text.splitlines()[0]}")
             return None
@@ -336,7 +356,7 @@ class Keeper:
             return
         self.losses.append(story)
         self.watch.forget(worker.number)
-        if not any(not self.workers[number].is_guest for number in self.members):
+        if not any(not self.workers[number].is_remote for number in self.members):
             left = "no worker is left"
             if self.members:
                 left += " on this machine, which keeps the files of the run"
@@ -384,21 +404,21 @@ class Keeper:
     @property
     def can_replace(self) -> bool:
         """Whether this machine may start one more worker in place of a lost one."""
-        own = sum(not worker.is_guest for worker in self.workers.values())
+        own = sum(not worker.is_remote for worker in self.workers.values())
         return own < self.own_workers and self.replaced < self.settings.restarts
 
-    def seat_guests(self) -> None:
+    def place_remote_workers(self) -> None:
         """Give workers from other machines the ranks that have no worker."""
-        if self.gate is None or self.pending is not None:
+        if self.admission is None or self.pending is not None:
             return
         ranks = self.plan.schedule.ranks
-        for guest in self.gate.waiting():
+        for remote in self.admission.waiting():
             places = [n for n in range(ranks) if n not in self.workers]
             if not places:
-                if not guest.told:
-                    guest.told = True
+                if not remote.told:
+                    remote.told = True
                     self.say(
-                        f"{guest.name} waits as a spare, and takes the place of the next "
+                        f"{remote.name} waits as a spare, and takes the place of the next "
                         "worker that is lost"
                     )
                 continue
@@ -406,8 +426,8 @@ class Keeper:
             if number in self.vacant:
                 self.vacant.remove(number)
             self.forget(number)
-            self.workers[number] = Worker(number, guest, guest.pipe, newcomer=True)
-            guest.seat(worker=number, workers=ranks, resume=self.resume)
+            self.workers[number] = Worker(number, remote, remote.pipe, newcomer=True)
+            remote.give_place(worker=number, workers=ranks, resume=self.resume)
 
     def forget(self, number: int) -> None:
         """Forget what the last worker with this number has written."""
@@ -493,14 +513,16 @@ class Keeper:
 
     def expects_workers(self, arrived: list[int]) -> bool:
         """Whether workers for empty seats are about to come, so that nobody should move there."""
-        if self.can_replace or (self.gate is not None and self.gate.waiting()):
+        if self.can_replace or (
+            self.admission is not None and self.admission.waiting()
+        ):
             return True
         newcomers = [worker for worker in self.workers.values() if worker.newcomer]
         return any(one.number not in arrived for one in newcomers)
 
     def leader_of(self, members: tuple[int, ...]) -> int:
         """The first rank whose worker is on this machine, where the files of the run are."""
-        own = [not self.workers[number].is_guest for number in members]
+        own = [not self.workers[number].is_remote for number in members]
         return own.index(True)
 
     def note_change(
@@ -551,7 +573,7 @@ class Keeper:
     def arrival_story(self, number: int) -> str:
         """Say who has joined."""
         process = self.workers[number].process
-        place = f" on {process.name}" if isinstance(process, Guest) else ""
+        place = f" on {process.name}" if isinstance(process, RemoteWorker) else ""
         return f"worker {number}{place} has joined"
 
     def reason_to_retry(self, before: Decision, decision: Decision) -> str:
@@ -658,3 +680,52 @@ def run_entry(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def launch_crew(
+    entry: MemberEntry,
+    folder: Path,
+    plan: Plan,
+    config: Config,
+    resume: bool,
+    version: str,
+    say: SayLine = lambda line: None,
+    say_event: SayLine = lambda line: None,
+) -> Verdict:
+    """Run `entry` in a process for each rank of a plan, and go on without those that are lost.
+
+    `say` tells the user that the run stops, `say_event` that workers were lost or can join.
+    Workers of other machines must run the same `version` of Penstock.
+    """
+    forget_previous_end(folder)
+    set_launch_environment()
+    serve_forks([entry.__module__, *LOADED_MODULES])
+
+    def open_admission(store: Store) -> Admission:
+        key = key_of(config, folder)
+        keep_key(key)
+        files = RunFiles(folder, config)
+        ranks = plan.schedule.ranks
+        listen = config.run.listen
+        admission = Admission(listen, key, store, files, version, say_event, ranks)
+        host, _, _ = config.run.listen.rpartition(":")
+        say_event(f"others can join: penstock join {host}:{admission.port} --key {key}")
+        return admission
+
+    coordinator = Coordinator(
+        entry,
+        folder,
+        plan,
+        config.run,
+        resume,
+        say_event,
+        open_admission if config.run.listen else None,
+    )
+    with tidying(folder), stopping(folder / STOP_FILE, say):
+        try:
+            verdict = coordinator.run()
+        except (EOFError, ConnectionError):
+            raise lost_server(folder) from None
+        except RunError as error:
+            raise RunError(f"{error}\n  {way_on(folder)}") from None
+    return raise_worst({0: verdict})

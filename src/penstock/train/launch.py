@@ -1,12 +1,23 @@
-"""One process of a run, started by our own launcher or by torchrun.
+"""Starts the workers of a run on this machine, restarts them from the last checkpoint when one dies, and is what they
+run.
 
-It finds everything it needs in the folder of the run:
+    launch ──► rank 0 ─ rank 1 ─ rank 2 ─ rank 3
+                         ✗ killed              the others are ended
+           ──► rank 0 ─ rank 1 ─ rank 2 ─ rank 3      each resumes; at most `restarts` times
+    Ctrl-C ──► RUN/stop ──► all finish their step, save, leave
+    a failure that would repeat ──► RUN/failure.json ──► no restart
+
+The launcher is torch's elastic launcher. To train on several machines, run `torchrun --nnodes … -m penstock train
+config.toml` on each; that is the same launcher.
+
+A worker finds everything it needs in the folder of the run:
 
     RUN/config.toml    what to do          RUN/stop          asks all ranks to stop after this step
     RUN/plan.json      in which order      RUN/ranks/3.pid   the process id of rank 3
 
-SIGINT and SIGTERM ask for the same as the file RUN/stop: the process finishes its step,
-all ranks save a checkpoint, and all leave.
+SIGINT and SIGTERM ask for the same as the file RUN/stop: the process finishes its step, all ranks save a checkpoint,
+and all leave. The launcher imports this module in the process that it forks workers from. It imports nothing of the
+command line, so workers start faster and hold less memory.
 """
 
 from __future__ import annotations
@@ -16,20 +27,36 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import ENOSPC
 from pathlib import Path
 from types import FrameType
 
 import torch
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.config import Config, is_recording
-from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
+from penstock.crew.separate import SeparateFolders
+from penstock.errors import (
+    ConfigError,
+    FileError,
+    PeerLostError,
+    PenstockError,
+    ProofError,
+    RunError,
+    ShapeError,
+    StuckError,
+)
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
 from penstock.formats.text import put_in_place
@@ -37,27 +64,44 @@ from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
 from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
-from penstock.runtime.process.launch import Meeting, end_with_parent, hear_signals
+from penstock.runtime.process.launch import (
+    ENDING_SIGNALS,
+    LOCALHOST,
+    Meeting,
+    end_with_parent,
+    hear_signals,
+    serve_forks,
+    under_launcher,
+)
 from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.torch_internals import (
+    MODULE_OF_OPTIMIZERS,
     is_connection_error_text,
     is_memory_error_text,
 )
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of, sweep
 from penstock.train.compiling import starting_patience
-from penstock.train.crew.events import Event, EventLog
 from penstock.train.data.corpus import Corpus, open_validation
 from penstock.train.data.masking import masking_of
 from penstock.train.data.mixture import open_text
 from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
-from penstock.train.history import METRICS, PLAN_FILE, ROOM, WatchRow, last_step
+from penstock.train.history import (
+    METRICS,
+    PLAN_FILE,
+    ROOM,
+    Event,
+    EventLog,
+    WatchRow,
+    last_step,
+)
 from penstock.train.hub import read_sizes, settle_model
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
 from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 from penstock.train.run_source import CONFIG_FILE
+from penstock.train.screen import SayLine, Screen, log_to
 from penstock.train.weights import Sizes
 
 # Files in the folder of a run.
@@ -430,3 +474,269 @@ def write_pid(folder: Path, rank: int) -> None:
     """Write down the process id of a rank."""
     (folder / PIDS_FOLDER).mkdir(parents=True, exist_ok=True)
     (folder / PIDS_FOLDER / f"{rank}.pid").write_text(f"{os.getpid()}\n")
+
+
+SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
+CHECK_SECONDS = 0.1  # Time between two looks at the workers.
+# The time that clean-up gets before an ending signal comes again.
+SIGNAL_REPEAT_SECONDS = 10.0
+ERROR_TYPES: dict[str, type[PenstockError]] = {
+    kind.__name__: kind for kind in (ConfigError, FileError, ProofError, ShapeError)
+}
+HINTS = {  # by the exit code of a worker
+    -signal.SIGKILL: "\n  often the system, out of memory: "
+    "fewer data.tokens or a smaller batch; run.recompute=true",
+    -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
+    "run.precision=float32 may do without it",
+}
+# What every worker needs, loaded once in the process that they are forked from.
+LOADED_MODULES = ("penstock.train.launch", MODULE_OF_OPTIMIZERS)
+WorkerEntry = Callable[[str, bool], Verdict]
+
+
+def forget_previous_end(folder: Path) -> None:
+    """Remove the files that tell workers how an earlier run in this folder ended."""
+    for name in (STOP_FILE, FAILURE_FILE, FULL_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for file in (folder / PIDS_FOLDER).glob("*.pid"):
+        file.unlink(missing_ok=True)
+
+
+def load_ahead(entry: WorkerEntry) -> None:
+    """Load what workers need in the process that they will be forked from, while this one has other work."""
+    if sys.platform == "linux" and not under_launcher():
+        set_launch_environment()
+        serve_forks([entry.__module__, *LOADED_MODULES])
+
+
+def launch(
+    entry: WorkerEntry,
+    folder: Path,
+    ranks: int,
+    restarts: int,
+    resume: bool,
+    say: SayLine = lambda line: None,
+) -> Verdict:
+    """Run `entry(folder, resume)` in `ranks` processes, and return how rank 0 ended.
+
+    `entry` must be a function of a module, because it is pickled for the workers. A
+    failure of a worker is raised as an error.
+    """
+    _silence_torch()
+    forget_previous_end(folder)
+    EventLog(folder, resume)
+    set_launch_environment()
+    method = "spawn"
+    if sys.platform == "linux":
+        method = "forkserver"
+        serve_forks([entry.__module__, *LOADED_MODULES])
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOCALHOST}:0",
+        local_addr=LOCALHOST,
+        max_restarts=restarts,
+        monitor_interval=CHECK_SECONDS,
+        start_method=method,
+        signals_to_handle="SIGQUIT",
+    )
+    with tidying(folder), stopping(folder / STOP_FILE, say):
+        verdicts = _run_workers(config, entry, folder, resume)
+    return raise_worst(verdicts)
+
+
+def set_launch_environment() -> None:
+    """Set the variables that workers inherit."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # Torch 2.13 keeps one store over all restarts, in which new ranks find the addresses
+    # of dead ones. This gives every restart a new store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
+
+
+def _run_workers(
+    config: LaunchConfig, entry: WorkerEntry, folder: Path, resume: bool
+) -> dict[int, Verdict]:
+    """Run the workers until they end; return their verdicts by rank."""
+    verdicts: dict[int, Verdict]
+    try:
+        verdicts = elastic_launch(config, entry)(str(folder), resume)
+    except ChildFailedError as error:
+        failure = read_failure(folder)
+        if failure is None:
+            text = _story(error, config.max_restarts, folder)
+            raise RunError(text) from None
+        verdicts = {0: failure}
+    except (EOFError, ConnectionError):
+        raise lost_server(folder) from None
+    except SignalException as error:
+        raise RunError(
+            f"the run was ended by {error.sigval.name}\n  {way_on(folder)}"
+        ) from None
+    return verdicts
+
+
+def lost_server(folder: Path) -> RunError:
+    """The error when multiprocessing has lost the process that it forks workers from."""
+    return RunError(
+        "the process that starts the workers is gone: "
+        f"somebody or the system has killed it\n  {way_on(folder)}"
+    )
+
+
+def raise_worst(verdicts: dict[int, Verdict]) -> Verdict:
+    """Return the verdict of rank 0, or raise the error of a failed rank.
+
+    A RunError often only follows from the error of another rank, so others come first.
+    """
+    failures = [verdict for verdict in verdicts.values() if verdict.error]
+    if not failures:
+        return verdicts[0]
+    failures.sort(key=lambda verdict: verdict.error == "RunError")
+    worst = failures[0]
+    raise ERROR_TYPES.get(worst.error, RunError)(worst.text)
+
+
+# ---------------------------------------------------------------- signals
+@contextmanager
+def stopping(stop_file: Path, say: SayLine) -> Iterator[None]:
+    """Let the first Ctrl-C, SIGTERM or SIGHUP ask workers to stop, and the second end them."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop_file.exists():
+            _kill_workers(stop_file.parent / PIDS_FOLDER)
+            raise KeyboardInterrupt
+        stop_file.touch()
+        say("this step is finished and saved first; Ctrl-C ends all at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ask) for number in _heard_signals(True)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stop_file.unlink(missing_ok=True)
+
+
+@contextmanager
+def tidying(folder: Path) -> Iterator[None]:
+    """Leave nothing half-written behind, however the workers end."""
+    try:
+        yield
+    finally:
+        tidy_up(folder)
+
+
+@contextmanager
+def ended_by_signals(say: SayLine) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that the caller can clean up.
+
+    While `launch` runs, it handles these signals itself. Python drops an exception that is raised
+    within a destructor or the callback of a weak reference, so the signal comes again until the
+    context ends.
+    """
+    repeats: list[threading.Timer] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if not repeats:
+            say(f"by {signal.Signals(number).name}")
+        repeat = threading.Timer(SIGNAL_REPEAT_SECONDS, os.kill, (os.getpid(), number))
+        repeat.daemon = True
+        repeat.start()
+        repeats.append(repeat)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in _heard_signals(False)}
+    try:
+        yield
+    finally:
+        for repeat in repeats:
+            repeat.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _heard_signals(interrupt: bool) -> list[signal.Signals]:
+    """The signals to handle: those that end a job, unless this process ignores them."""
+    ignored = [n for n in ENDING_SIGNALS if signal.getsignal(n) is signal.SIG_IGN]
+    heard = [number for number in ENDING_SIGNALS if number not in ignored]
+    return [signal.SIGINT, *heard] if interrupt else heard
+
+
+def _kill_workers(pids: Path) -> None:
+    """Kill all workers, because they and the launcher would wait for each other."""
+    for file in pids.glob("*.pid"):
+        with suppress(OSError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def _silence_torch() -> None:
+    """Silence the log of torch's launcher; errors come back as exceptions."""
+    for name in (
+        "torch.distributed.elastic",
+        "torch.multiprocessing",
+        "torch.distributed.launcher",
+    ):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+# ---------------------------------------------------------------- messages
+def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
+    """What happened to the first worker that failed, and how to continue."""
+    rank, failure = error.get_first_failure()
+    if failure.exitcode < 0:
+        event = f"was killed by {failure.signal_name()}"
+    else:
+        event = f"failed: {_last_line(failure.message)}"
+    attempts = f", {restarts} restarts did not help" if restarts else ""
+    hint = HINTS.get(failure.exitcode, "")
+    return f"rank {rank} {event}{attempts}\n  {way_on(folder)}{hint}"
+
+
+def way_on(folder: Path) -> str:
+    """SayLine how to continue a run that ended too early."""
+    checkpoints = newest(folder / CHECKPOINTS_FOLDER)
+    if not checkpoints:
+        return "there is no checkpoint yet; start again with the same command"
+    return (
+        f"the last checkpoint is {checkpoints[0]}; "
+        f"go on with: penstock train {folder} --resume"
+    )
+
+
+def _last_line(message: object) -> str:
+    """The last line of what a worker left behind, which is its error without the trace."""
+    text = str(message)
+    if isinstance(message, dict):
+        text = message.get("message", text)
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it did not say why"
+
+
+def run_worker(
+    folder: str, resume: bool, separate: SeparateFolders | None = None
+) -> Verdict:
+    """Train as the rank that the environment names; rank 0 shows how it goes."""
+    first = os.environ.get("RANK") == "0"
+    console = Console(stderr=True)
+    log_to(console, first)
+
+    def open_job(folder: Path, config: Config, resume: bool, fresh: bool) -> Job:
+        job = job_of(folder, config, resume, fresh)
+        return replace(job, separate=separate)
+
+    if not first:
+        return work(Path(folder), resume, open_job=open_job)
+    run = read_config(Path(folder) / CONFIG_FILE).run
+    with Screen(run.steps, run.log, console) as screen:
+        return work(Path(folder), resume, screen.put, open_job)

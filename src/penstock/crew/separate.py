@@ -1,0 +1,639 @@
+"""Saves and finds checkpoints on machines with separate folders.
+
+    node1   RUN/checkpoints/step-00000050/   files of ranks 0 and 1, checkpoint.json     ┐ the same checkpoint.json,
+    node2   RUN/checkpoints/step-00000050/   files of ranks 2 and 3, checkpoint.json     ┘ which lists all files
+    run.checkpoints      step-00000050/      each rank puts its own file there, rank 0 checkpoint.json at the end
+
+An old checkpoint is deleted only after all machines have completed the new one, so there is always one that all have.
+To resume, the machines complete the newest checkpoint that they have together:
+
+    node1   step-00000050: files of ranks 0, 1        node2   step-00000050: files of ranks 2, 3
+               └──── what the other machine lacks travels between them ────┘
+    a new machine has nothing: it gets all files from the others, or from run.checkpoints
+    a file that is damaged on one machine: an intact copy of another one, or of run.checkpoints, takes its place
+    a file that nobody has intact: the checkpoint is left out, and an earlier one is tried
+
+What each folder and storage has is told by size and checksum:
+
+                 step-00000050                      step-00000100
+        node1    a.safetensors, b is missing        a, b does not have its checksum
+        node2    b.safetensors, a is missing        b, a is missing
+        storage  a, b
+
+A machine that has another description of a step has another version of it, perhaps from a try before.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from penstock.crew.folders import (
+    FileRelay,
+    RunFolders,
+    failing_together,
+    relay_files,
+    wait_together,
+    work_together,
+)
+from penstock.errors import FileError, RunError
+from penstock.runtime import Comm
+from penstock.runtime.comm.comm import gather_texts
+from penstock.train.checkpoint import (
+    MISSING,
+    NOTE,
+    PART,
+    Fingerprint,
+    Saver,
+    file_fault,
+    find_missing_tensors,
+    newest,
+    publish,
+    read_facts,
+    saved_where,
+    size_fault,
+    step_name,
+    step_of,
+    sweep,
+)
+from penstock.train.place import (
+    RemoteCheckpoints,
+    Storage,
+    describe_failure,
+    fetch_files,
+    fetch_step,
+    tell_mended,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What one folder has of a checkpoint."""
+
+    files: dict[
+        str, Fingerprint
+    ]  # all files of the checkpoint, the description included
+    faults: dict[
+        str, str
+    ]  # the files that are missing or damaged here, and what is wrong
+    saved: dict[str, str]  # where files were saved that are missing here
+
+    def has(self, name: str) -> bool:
+        """Whether a file is here and, as far as is known, intact."""
+        return name in self.files and name not in self.faults
+
+    @property
+    def note(self) -> Fingerprint:
+        """The fingerprint of the description, which is the same on all machines."""
+        return self.files[NOTE]
+
+
+Holders = Mapping[int, Inventory]  # by keeper
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Those who have one and the same checkpoint of a step; another try may have left others elsewhere."""
+
+    holders: Holders
+    storages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What all folders and storages have, by step."""
+
+    inventories: Mapping[int, Holders]
+    # The storages that have a step, by number, and the fingerprint of the description there.
+    stored: Mapping[int, Sequence[tuple[int, Fingerprint]]]
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps, the newest first."""
+        return sorted({*self.inventories, *self.stored}, reverse=True)
+
+    def versions(self, step: int) -> list[Version]:
+        """The checkpoints of a step; first the one that the first rank has."""
+        holders = self.inventories.get(step, {})
+        stored = self.stored.get(step, ())
+        notes = [inventory.note for _, inventory in sorted(holders.items())]
+        notes += [note for _, note in stored]
+        found = []
+        for note in {json.dumps(note): note for note in notes}.values():
+            same = {rank: one for rank, one in holders.items() if one.note == note}
+            numbers = tuple(number for number, one in stored if one == note)
+            found.append(Version(same, numbers))
+        return found
+
+
+def take_inventory(folder: Path) -> Iterable[tuple[int, Inventory]]:
+    """Yield the steps of all checkpoints in a folder, and what is there of each, by the sizes of the files."""
+    for path in newest(folder):
+        try:
+            facts = read_facts(path)
+            note = (path / NOTE).read_bytes()
+        except (FileError, OSError):
+            continue
+        files = {**facts["files"], NOTE: _note_fingerprint(note)}
+        faults, saved = {}, {}
+        for name, known in files.items():
+            fault = size_fault(path / name, known)
+            if fault:
+                faults[name] = fault
+                saved[name] = saved_where(facts, name)
+        yield step_of(path), Inventory(files, faults, saved)
+
+
+def read_notes(storage: Storage) -> Iterable[tuple[int, Fingerprint]]:
+    """Yield the steps of all checkpoints in a storage, and the fingerprint of the description of each."""
+    for step in storage.steps():
+        try:
+            yield step, _note_fingerprint(storage.read_note(step))
+        except FileNotFoundError:  # It has just been deleted.
+            continue
+
+
+def _note_fingerprint(note: bytes) -> Fingerprint:
+    return {"bytes": len(note), "crc32": zlib.crc32(note)}
+
+
+def lost_everywhere(holders: Holders) -> list[str]:
+    """The files that nobody has intact; if nobody has the checkpoint at all, its description."""
+    if not holders:
+        return [NOTE]
+    files = next(iter(holders.values())).files
+    return [
+        name for name in files if not any(one.has(name) for one in holders.values())
+    ]
+
+
+_log = logging.getLogger(__name__)
+
+
+class SeparateSaver(Saver):
+    """Saves one rank's share of checkpoints in its own folder and, if there is one, in a storage.
+
+    `commit` and `wait_for_files` talk to the other ranks, so all of them must call them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        comm: Comm,
+        folders: RunFolders,
+        keep: int,
+        names: Collection[str],
+        storage: RemoteCheckpoints | None,
+    ) -> None:
+        super().__init__(folder, comm.rank, comm.ranks, keep, names)
+        self.comm = comm
+        self.folders = folders
+        self.writers = tuple(folders.neighbours(comm.rank))
+        self.looks = folders.keeps(comm.rank)
+        self.storage = storage
+        self.copy_failure = ""  # of the last checkpoint, on this rank
+        self.not_copied = ""  # on rank 0: why the last checkpoint is not in the storage
+
+    def after_writing(self, path: Path) -> None:
+        """Copy this rank's files to the storage. A copy that fails is no reason to stop the run."""
+        self.copy_failure = ""
+        if self.storage is None:
+            return
+        assert self.step is not None
+        try:
+            self.storage.put_files(path, step_name(self.step), self.files)
+        except Exception as error:  # each kind of storage has its own errors
+            self.copy_failure = describe_failure(error)
+
+    def wait_for_files(self) -> None:
+        """Wait until the shares of all ranks are written and copied: a storage may be slow on some machines."""
+        thread = self.thread
+        assert thread is not None
+
+        def ends_within(seconds: float) -> bool:
+            thread.join(seconds)
+            return not thread.is_alive()
+
+        wait_together(self.comm, ends_within)
+
+    def commit(self) -> Path:
+        """Complete the checkpoint in every folder and in the storage, then delete old ones."""
+        assert self.step is not None
+        step, path = self.step, self.path
+        final = self.folder / step_name(step)
+        keeps = self.folders.keeps(self.comm.rank)
+        told = gather_texts(self.comm, json.dumps([self.files, self.copy_failure]))
+        files: dict[str, Fingerprint] = {}
+        places: dict[str, str] = {}
+        failures: list[str] = []
+        for rank, text in enumerate(told):
+            written, failure = json.loads(text)
+            files |= written
+            places |= dict.fromkeys(written, self.folders.place(rank))
+            if failure:
+                failures.append(f"rank {rank} on {self.folders.hosts[rank]}: {failure}")
+        with failing_together(self.comm, "make room, then go on with --resume"):
+            if keeps:
+                facts = self.facts | {"step": step, "places": places}
+                publish(path, final, facts, files)
+        if keeps:
+            self._delete_old(final)
+            sweep(self.folder, step)
+        self.step = self.thread = None
+        if self.comm.rank == 0:
+            self._complete_copy(final, failures)
+            self.announce(step, final)
+        return final
+
+    def _delete_old(self, final: Path) -> None:
+        """Delete all but the newest checkpoints up to this one.
+
+        A later one is left of a try that could not be resumed, perhaps because a machine was lost.
+        """
+        known = newest(self.folder)
+        saved = known[known.index(final) :]
+        for old in saved[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _complete_copy(self, final: Path, failures: list[str]) -> None:
+        """Complete the copy in the storage, if all ranks have copied their files."""
+        if self.storage is None:
+            return
+        if not failures:
+            try:
+                self.storage.complete(final)
+            except Exception as error:  # each kind of storage has its own errors
+                failures = [describe_failure(error)]
+        self.not_copied = failures[0] if failures else ""
+        if failures:
+            _log.warning("cannot copy to %s: %s", self.storage.url, failures[0])
+
+    def check_copy(self) -> None:
+        """Raise RunError on all ranks if the last checkpoint is not in the storage."""
+        if self.storage is None:
+            return
+        not_copied = gather_texts(self.comm, self.not_copied)[0]
+        if not_copied:
+            raise RunError(
+                f"cannot copy the last checkpoint to {self.storage.url}: {not_copied}\n"
+                "  its files are in the folders of the run on all machines"
+            )
+
+
+StoredNote: TypeAlias = tuple[int, Fingerprint]  # the number of a storage; its note
+ROOM_HINT = "make room on this machine, or name another run.folder"
+
+
+class SeparateCheckpoints:
+    """The checkpoints in the folders of all machines and, if there are any, in storages.
+
+    All ranks must call its methods.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        comm: Comm,
+        folders: RunFolders,
+        storages: Iterable[Storage] = (),
+    ) -> None:
+        self.folder = folder  # of this rank's checkpoints
+        self.comm = comm
+        self.folders = folders
+        self.storages = tuple(storages)
+        self.faults: list[str] = []  # why checkpoints were left out
+        self.damaged = False  # whether a damaged file is the reason
+
+    def newest_good(self, names: Collection[str] = ()) -> Path | None:
+        """Return the newest checkpoint that is complete and has no damage, now on all machines."""
+        survey = self.survey()
+        for step in survey.steps:
+            if self.complete(step, survey, self.folders.keepers):
+                path = self.folder / step_name(step)
+                if self._has_tensors(path, names):
+                    return path
+        return None
+
+    def collect(self, step: int) -> bool:
+        """Complete the checkpoint of a step in rank 0's folder; return whether it is complete there."""
+        return self.complete(step, self.survey(), (0,))
+
+    def survey(self) -> Survey:
+        """What every folder has, by the sizes of files, and which storages have which steps."""
+        own: dict[int, dict[str, object]] = {}
+        stored: dict[int, list[StoredNote]] = {}
+        with failing_together(self.comm):
+            if self.folders.keeps(self.comm.rank):
+                own = {step: asdict(one) for step, one in take_inventory(self.folder)}
+            if self.comm.rank == 0:
+                stored = self._read_storages()
+        told = self._tell([own, stored])
+        inventories: dict[int, dict[int, Inventory]] = {}
+        for rank in self.folders.keepers:
+            inventories_of_rank, _ = told[rank]
+            for step, inventory in inventories_of_rank.items():
+                inventories.setdefault(int(step), {})[rank] = Inventory(**inventory)
+        _, stored_notes = told[0]
+        return Survey(
+            inventories, {int(step): ones for step, ones in stored_notes.items()}
+        )
+
+    def _read_storages(self) -> dict[int, list[StoredNote]]:
+        """The numbers of the storages that have a step, and the fingerprints of its description there."""
+        stored: dict[int, list[StoredNote]] = {}
+        for number, storage in enumerate(self.storages):
+            for step, note in read_notes(storage):
+                stored.setdefault(step, []).append((number, note))
+        return stored
+
+    def _tell(self, facts: object) -> list[Any]:
+        """Tell all ranks something, as JSON; return what each of them has told."""
+        texts = gather_texts(self.comm, json.dumps(facts))
+        return [json.loads(text) for text in texts]
+
+    # ------------------------------------------------------------ completing one
+    def complete(self, step: int, survey: Survey, receivers: Sequence[int]) -> bool:
+        """Complete the checkpoint of a step in the folders of these keepers, without damage; tell of success."""
+        versions = survey.versions(step)
+        if not versions:
+            self._note_fault(f"no machine has {step_name(step)}")
+        return any(self._complete(step, one, receivers) for one in versions)
+
+    def _complete(self, step: int, version: Version, receivers: Sequence[int]) -> bool:
+        """The same for one version of the step."""
+        every = {rank: list(one.files) for rank, one in version.holders.items()}
+        holders = self._verify(step, version.holders, every)
+        wrong: dict[str, dict[str, str]] = {}  # in storages
+        for number in version.storages:
+            if lost_everywhere(holders):
+                holders, faults = self._fetch(step, number, holders, receivers)
+                wrong[self.storages[number].place] = faults
+        if not lost_everywhere(holders):
+            return self._exchange(step, holders, receivers)
+        for rank, inventory in holders.items():
+            wrong[self.folders.place(rank)] = inventory.faults
+        self._note_lost(step, holders, wrong)
+        return False
+
+    def _verify(
+        self, step: int, holders: Holders, wanted: Mapping[int, Sequence[str]]
+    ) -> dict[int, Inventory]:
+        """Read files, and return the inventories with the damage that was found.
+
+        The ranks of a machine divide its files:
+
+            a.safetensors  b.safetensors  c.safetensors  d.safetensors
+               rank 0         rank 1         rank 0         rank 1
+        """
+        faults: dict[str, str] = {}
+
+        def read() -> None:
+            owner = self.folders.owners[self.comm.rank]
+            if owner in holders:
+                names = self._own_share(holders[owner], wanted.get(owner, ()))
+                faults.update(self._read_faults(step, holders[owner], names))
+
+        work_together(self.comm, read)
+        told = self._tell(faults)
+        found = {}
+        for keeper, inventory in holders.items():
+            merged = dict(inventory.faults)
+            for neighbour in self.folders.neighbours(keeper):
+                merged |= told[neighbour]
+            found[keeper] = replace(inventory, faults=merged)
+        return found
+
+    def _own_share(self, inventory: Inventory, wanted: Iterable[str]) -> list[str]:
+        """The files of this machine that this rank reads."""
+        neighbours = self.folders.neighbours(self.comm.rank)
+        here = sorted(name for name in wanted if inventory.has(name))
+        first = neighbours.index(self.comm.rank)
+        return here[first :: len(neighbours)]
+
+    def _read_faults(
+        self, step: int, inventory: Inventory, names: Iterable[str]
+    ) -> dict[str, str]:
+        """What is wrong with files, by name, according to their checksums."""
+        faults = {}
+        for name in names:
+            file = self.folder / step_name(step) / name
+            fault = file_fault(file, inventory.files[name])
+            if fault:
+                faults[name] = fault
+        return faults
+
+    def _fetch(
+        self, step: int, number: int, holders: Holders, receivers: Sequence[int]
+    ) -> tuple[dict[int, Inventory], dict[str, str]]:
+        """Fetch what no machine has intact from a storage, each machine for itself.
+
+        Returns what the machines have then, and what is wrong in the storage. If nobody has the checkpoint, the
+        receivers fetch all of it.
+        """
+        storage = self.storages[number]
+        own = holders.get(self.comm.rank)
+        faults: dict[str, str] = {}
+
+        def fetch() -> None:
+            nonlocal own
+            if own is not None:
+                lost = lost_everywhere(holders)
+                faults.update(self._fetch_lost(storage, step, own, lost))
+                mended = set(lost) - faults.keys()
+                left = dict(own.faults)
+                for name in mended:
+                    left.pop(name, None)
+                own = replace(own, faults=left)
+            elif not holders and self.comm.rank in receivers:
+                faults.update(fetch_step(storage, step, self.folder))
+                if not faults:
+                    own = dict(take_inventory(self.folder))[step]
+
+        work_together(self.comm, fetch, ROOM_HINT)
+        told = self._tell([asdict(own) if own else None, faults])
+        inventories: dict[int, Inventory] = {}
+        wrong: dict[str, str] = {}
+        for rank, (inventory, faults_of_rank) in enumerate(told):
+            wrong |= faults_of_rank
+            if inventory:
+                inventories[rank] = Inventory(**inventory)
+        return inventories, wrong
+
+    def _fetch_lost(
+        self, storage: Storage, step: int, own: Inventory, lost: Iterable[str]
+    ) -> dict[str, str]:
+        """Fetch files from a storage; return those that are wrong there, too."""
+        path = self.folder / step_name(step)
+        wanted = {name: own.files[name] for name in lost}
+        faults = fetch_files(storage, step, path, wanted)
+        for name in wanted.keys() - faults.keys():
+            tell_mended(path / name, own.faults[name], storage.place)
+        return faults
+
+    def _exchange(self, step: int, holders: Holders, receivers: Sequence[int]) -> bool:
+        """Send intact files from machines that have them to those that lack them, the description last.
+
+        Returns whether all of them have arrived without damage.
+        """
+        path = self.folder / step_name(step)
+        files = next(iter(holders.values())).files
+        chains = _chains(files, holders, receivers)
+        with failing_together(self.comm, ROOM_HINT):
+            if self.comm.rank in receivers:
+                self._make_place(path, holders)
+            self._tell_of_mended(path, holders, chains)
+            relays = []
+            for name, chain in chains.items():
+                relays.append(FileRelay(path / name, files[name]["bytes"], chain))
+            relay_files(self.comm, relays)
+        arriving: dict[int, list[str]] = {rank: [] for rank in receivers}
+        for name, (_, *wanting) in chains.items():
+            for rank in wanting:
+                arriving[rank].append(name)
+        return not chains or self._arrived_intact(step, files, arriving)
+
+    def _make_place(self, path: Path, holders: Holders) -> None:
+        """Remove what is left of earlier tries where files of a checkpoint will arrive."""
+        if self.comm.rank not in holders:
+            shutil.rmtree(path, ignore_errors=True)
+        for left in path.glob(f"*{PART}"):
+            # An error would keep this rank away from what all of them do next.
+            with suppress(OSError):
+                left.unlink()
+
+    def _tell_of_mended(
+        self, path: Path, holders: Holders, chains: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Log which damaged files of this rank are replaced, and by whose."""
+        own = holders.get(self.comm.rank)
+        if own is None:
+            return
+        for name, (source, *wanting) in chains.items():
+            if self.comm.rank not in wanting:
+                continue
+            fault = own.faults[name]
+            if fault != MISSING:  # Each machine lacks the files of others.
+                tell_mended(path / name, fault, self.folders.place(source))
+
+    def _arrived_intact(
+        self,
+        step: int,
+        files: dict[str, Fingerprint],
+        arriving: Mapping[int, Sequence[str]],
+    ) -> bool:
+        """Whether the files that have arrived on each rank are without damage; notes the first one that is not."""
+        complete = {rank: Inventory(files, {}, {}) for rank in arriving}
+        arrived = self._verify(step, complete, arriving)
+        for rank, inventory in arrived.items():
+            for name, fault in inventory.faults.items():
+                where = self.folders.place(rank)
+                self._note_fault(f"{step_name(step)}: {name} {fault} in {where}")
+                self.damaged = True
+                return False
+        return True
+
+    def _has_tensors(self, path: Path, names: Collection[str]) -> bool:
+        """Whether a checkpoint has all tensors of these names; the first rank of each machine looks."""
+        own = ""
+        if self.folders.keeps(self.comm.rank):
+            own = find_missing_tensors(path, names)
+        found = list(filter(None, gather_texts(self.comm, own)))
+        for fault in found[:1]:
+            self._note_fault(f"{path} is damaged: {fault}")
+        return not found
+
+    # ------------------------------------------------------------ saying what is wrong
+    def _note_lost(
+        self, step: int, holders: Holders, wrong: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Note a file that nobody has intact, with what is `wrong` with it in each folder and storage."""
+        lost = lost_everywhere(holders)
+        if not holders:
+            lost = [name for faults in wrong.values() for name in faults]
+        name = min(lost)
+        places: dict[str, list[str]] = {}  # by what is wrong there
+        for place, faults in wrong.items():
+            if name in faults:
+                places.setdefault(faults[name], []).append(place)
+        saved = [one.saved[name] for one in holders.values() if name in one.saved]
+        text = MISSING
+        if set(places) != {MISSING}:
+            self.damaged = True
+            clauses = [f"{why} in {', '.join(where)}" for why, where in places.items()]
+            text = " and ".join(clauses)
+        text += saved[0] if saved else ""
+        self._note_fault(f"{step_name(step)} is not complete: {name} {text}")
+
+    def _note_fault(self, text: str) -> None:
+        self.faults.append(text)
+        if self.folders.keeps(self.comm.rank):
+            _log.warning("%s; looking for an earlier one", text)
+
+    def nothing_found(self) -> RunError:
+        """The error for a run that cannot resume."""
+        if not self.faults:
+            return RunError(
+                f"no machine has a checkpoint of this run in {self.folder}\n  start without --resume"
+            )
+        hint = (
+            "start a rank on that machine too, with the run.folder that it had, or copy its files here; "
+            "with run.checkpoints, machines may change"
+        )
+        if self.damaged:
+            hint = (
+                "put a good copy of that file into one of these folders, or start a new run in another run.folder; "
+                "with run.checkpoints, there is one more copy of each file"
+            )
+        return RunError(
+            f"no checkpoint is complete on the machines of this run: {self.faults[0]}\n  {hint}"
+        )
+
+
+def _chains(
+    files: Iterable[str], holders: Holders, receivers: Sequence[int]
+) -> dict[str, list[int]]:
+    """The way of each file that travels, the description last: from a rank that has it through those that lack it."""
+    chains = {}
+    for name in sorted(files, key=lambda name: (name == NOTE, name)):
+        having = [rank for rank, one in holders.items() if one.has(name)]
+        wanting = [rank for rank in receivers if rank not in having]
+        if wanting:
+            chains[name] = [having[0], *wanting]
+    return chains
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateFolders:
+    """The folders of a run that are not all the same, and the storages that its checkpoints are copied to."""
+
+    folders: RunFolders
+    remote: RemoteCheckpoints | None = None  # run.checkpoints
+    storages: tuple[Storage, ...] = ()  # others that a run can resume from
+
+    def saver(
+        self,
+        folder: Path,
+        comm: Comm,
+        keep: int,
+        names: Collection[str],
+        copied: bool = True,
+    ) -> SeparateSaver:
+        """Return what saves checkpoints; `copied` says whether they go to run.checkpoints, too."""
+        remote = self.remote if copied else None
+        return SeparateSaver(folder, comm, self.folders, keep, names, remote)
+
+    def checkpoints(
+        self, folder: Path, comm: Comm, copied: bool = True
+    ) -> SeparateCheckpoints:
+        """Return what finds checkpoints to resume from; `copied` says whether storages have them, too."""
+        storages: list[Storage] = []
+        if copied:
+            storages = [*self.storages, *([self.remote] if self.remote else [])]
+        return SeparateCheckpoints(folder, comm, self.folders, storages)

@@ -1,1 +1,0 @@
-"""Encrypted and authenticated connections between the machines of a run."""
