@@ -28,7 +28,7 @@ from penstock.crew.launched import agree_on_restarts, share_earlier_end
 from penstock.crew.separate import Inventory, SeparateFolders, SeparateSaver, Survey
 from penstock.errors import FileError, PenstockError, RunError
 from penstock.runtime import run_threads
-from penstock.runtime.comm.comm import gather_texts
+from penstock.runtime.comm.comm import exchange
 from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job
@@ -122,13 +122,13 @@ def test_all_ranks_end_after_a_restart_if_one_machine_was_to_end(tmp_path):
 def test_ranks_hear_from_one_that_works_long_and_of_its_failure(monkeypatch):
     pulses = Semaphore(0)
 
-    def count_pulses(comm, text: str) -> list[str]:
-        told = gather_texts(comm, text)
+    def count_pulses(comm, fact: object) -> list[object]:
+        told = exchange(comm, fact)
         if comm.rank == 1:
             pulses.release()
         return told
 
-    monkeypatch.setattr(group, "gather_texts", count_pulses)
+    monkeypatch.setattr(group, "exchange", count_pulses)
     monkeypatch.setattr(group, "PULSE_SECONDS", 0.01)
 
     def work(comm) -> None:

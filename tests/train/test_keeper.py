@@ -17,13 +17,9 @@ from penstock.config import RunConfig
 from penstock.crew import coordinator as coordinator_module
 from penstock.crew.coordinator import Coordinator, Worker, describe_takeovers, find_stop
 from penstock.crew.decision import (
-    FINISHED,
     Report,
-    alive_key,
-    broken_key,
     decide,
-    ready_key,
-    report_key,
+    note_key,
 )
 from penstock.crew.member import Member, local_store
 from penstock.errors import RunError
@@ -48,7 +44,7 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
         decision = member.arrive()
         assert decision.members == (0, 1, 2)
         assert decision.transfers == ((0, 0, 1),)
-        member.store.set(ready_key(decision.generation), "yes")
+        member.store.set(note_key("ready", decision.generation), "yes")
         return Verdict(10)
     member.report(Report(worker))
     decision = member.next_decision()
@@ -70,13 +66,15 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
     if decision is None:
         return Verdict(9)
     assert decision.step == 7
-    member.store.set(ready_key(decision.generation), "yes")
+    member.store.set(note_key("ready", decision.generation), "yes")
     if "again" not in folder:
         return Verdict(8)
     wait_until(lambda: member.is_changing(decision))
     member.report(Report(worker, 9, FIGURES, parts=(0,)))
     member.next_decision()
-    wait_until(lambda: member.store.check([FINISHED]))  # The newcomer ends the run.
+    wait_until(
+        lambda: member.store.check([note_key("finished")])
+    )  # The newcomer ends the run.
     return Verdict(-1)
 
 
@@ -178,7 +176,7 @@ def test_an_event_counts_from_the_last_step_and_says_how_far_a_run_went_back(tmp
     del coordinator.workers[0]
     coordinator.losses = ["worker 0 was killed by SIGKILL"]
     left = Report(1, 4, FIGURES, parts=(1,), error="its link was cut", idle=15.0)
-    coordinator.store.set(report_key(1, 1), left.dump())
+    coordinator.store.set(note_key("report", 1, 1), left.dump())
     coordinator.break_generation("its link was cut")
     coordinator.read_reports()
     coordinator.begin_generation()
@@ -204,9 +202,12 @@ def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd)
 def test_workers_that_leave_hear_of_one_that_is_lost_on_the_way_out(tmp_path):
     coordinator = coordinator_of(tmp_path, "leaving")
     coordinator.break_generation("")  # The first worker has left after its step.
-    assert not coordinator.store.check([broken_key(0)])
+    assert not coordinator.store.check([note_key("broken", 0)])
     coordinator.break_generation("worker 2 was killed by SIGKILL")
-    assert coordinator.store.get(broken_key(0)) == b"worker 2 was killed by SIGKILL"
+    assert (
+        coordinator.store.get(note_key("broken", 0))
+        == b"worker 2 was killed by SIGKILL"
+    )
 
 
 class Clock:
@@ -242,7 +243,7 @@ def test_a_worker_without_a_sign_of_life_is_lost(tmp_path, monkeypatch):
     for look in range(1, 1000):
         clock.now = look / 4
         if clock.now < 10:
-            coordinator.store.add(alive_key(1), 1)
+            coordinator.store.add(note_key("alive", 1), 1)
         coordinator.check_signs_of_life()
         if lost:
             break

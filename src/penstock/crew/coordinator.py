@@ -31,28 +31,18 @@ from pathlib import Path
 from penstock.config import Config, RunConfig
 from penstock.crew.admission import Admission, RemoteWorker
 from penstock.crew.decision import (
-    FINISHED,
-    LAUNCH,
     Decision,
+    NoteKind,
     Report,
-    alive_key,
-    arrival_key,
-    broken_key,
-    change_key,
     decide,
-    decision_key,
     holders_of,
-    left_key,
     load_report,
-    place_key,
+    note_key,
     plan_without,
     rank_work,
-    ready_key,
-    report_key,
     shares_a_part,
     speed_limit,
     step_length,
-    worked_key,
 )
 from penstock.crew.files import RunFiles
 from penstock.crew.member import key_of
@@ -103,6 +93,8 @@ MAX_REPORT_SECONDS = 60.0
 # Workers that start need the cores more, and short runs hardly lose a worker.
 SECONDS_TO_LOAD_PLANNER = 5.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
+# What a worker has written that the next one with its number must not find.
+FORGOTTEN: tuple[NoteKind, ...] = ("alive", "arrival", "place")
 WorkerArguments = tuple[int, int, str, int, str, bool, bool]
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
 OpenAdmission = Callable[[Store], Admission]  # lets workers from other machines in
@@ -158,7 +150,7 @@ class Coordinator:
         self.resume = resume
         self.say = say
         self.store = keep_store()
-        self.store.set(LAUNCH, secrets.token_hex(8))
+        self.store.set(note_key("launch"), secrets.token_hex(8))
         self.admission = (
             open_admission(self.store) if open_admission is not None else None
         )
@@ -287,7 +279,7 @@ class Coordinator:
     def finish(self) -> None:
         """Let the others finish, since one has."""
         self.write_event()
-        self.store.set(FINISHED, "yes")
+        self.store.set(note_key("finished"), "yes")
         end = time.monotonic() + SECONDS_TO_FINISH
         for worker in self.workers.values():
             worker.process.join(max(0.0, end - time.monotonic()))
@@ -333,7 +325,7 @@ class Coordinator:
     def hear_beats(self, passed: float) -> None:
         """Count the seconds since the last sign of life of each worker."""
         for worker in list(self.workers.values()):
-            beats = self.store.add(alive_key(worker.number), 0)
+            beats = self.store.add(note_key("alive", worker.number), 0)
             worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
             worker.beats = beats
             if beats and worker.silent > self.settings.silence:
@@ -372,18 +364,20 @@ class Coordinator:
         if not story or self.announced:
             return
         self.announced = True
-        self.store.set(broken_key(self.generation), story)
+        self.store.set(note_key("broken", self.generation), story)
         meeting = PrefixStore(f"g{self.generation}", self.store)
         announce(meeting, Failure("PeerLostError", story))
 
     def read_reports(self) -> None:
         """Read what workers have reported. A report also ends a generation in which all live."""
-        if self.broken_at is None and not self.store.check([left_key(self.generation)]):
+        if self.broken_at is None and not self.store.check(
+            [note_key("left", self.generation)]
+        ):
             return
         for number in self.members:
             if number in self.reports:
                 continue
-            key = report_key(self.generation, number)
+            key = note_key("report", self.generation, number)
             if self.store.check([key]):
                 report = load_report(self.store.get(key))
                 self.reports[number] = report
@@ -431,8 +425,8 @@ class Coordinator:
 
     def forget(self, number: int) -> None:
         """Forget what the last worker with this number has written."""
-        for key in (alive_key, arrival_key, place_key):
-            self.store.delete_key(key(number))
+        for kind in FORGOTTEN:
+            self.store.delete_key(note_key(kind, number))
 
     def arrivals(self) -> list[int]:
         """The newcomers that wait for a place."""
@@ -440,19 +434,19 @@ class Coordinator:
         return [
             worker.number
             for worker in newcomers
-            if self.store.check([arrival_key(worker.number)])
+            if self.store.check([note_key("arrival", worker.number)])
         ]
 
     def take_in(self) -> None:
         """Let the generation end after its step if somebody waits for a place."""
         waits = self.arrivals() or self.changed_paces
-        if waits and not self.store.check([change_key(self.generation)]):
-            self.store.set(change_key(self.generation), "yes")
+        if waits and not self.store.check([note_key("change", self.generation)]):
+            self.store.set(note_key("change", self.generation), "yes")
 
     # ------------------------------------------------------------ slow workers
     def hear_work(self) -> None:
         """Hear how long the workers have worked in a window of steps, and who is slow."""
-        key = worked_key(self.generation, self.windows)
+        key = note_key("worked", self.generation, self.windows)
         decision = self.decision
         if not self.settings.slow or decision is None or not self.store.check([key]):
             return
@@ -478,7 +472,9 @@ class Coordinator:
         before = self.decision
         arrived = self.arrivals()
         for number in arrived:
-            self.reports[number] = load_report(self.store.get(arrival_key(number)))
+            self.reports[number] = load_report(
+                self.store.get(note_key("arrival", number))
+            )
         decision = decide(
             self.plan,
             self.reports,
@@ -500,10 +496,10 @@ class Coordinator:
         self.losses = []
         self.changed_paces = []
         self.windows = 0
-        self.store.set(decision_key(decision.generation), decision.dump())
+        self.store.set(note_key("decision", decision.generation), decision.dump())
         for number in arrived:
             self.workers[number].newcomer = False
-            self.store.set(place_key(number), str(decision.generation))
+            self.store.set(note_key("place", number), str(decision.generation))
         assert self.broken_at is not None
         # Long before a loss is noticed, it may have stopped the steps.
         self.broken_before = min([self.broken_at, *self.done_at.values()])
@@ -590,7 +586,9 @@ class Coordinator:
 
     def note_ready(self) -> None:
         """Write down an event once its generation trains again."""
-        if self.pending is not None and self.store.check([ready_key(self.generation)]):
+        if self.pending is not None and self.store.check(
+            [note_key("ready", self.generation)]
+        ):
             self.write_event()
 
     def write_event(self) -> None:

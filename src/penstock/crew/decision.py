@@ -33,7 +33,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config import AUTO, Config
 from penstock.crew.tls import split_address
@@ -57,58 +57,25 @@ from penstock.train.handover import Handover, PartTransfer, Transfers
 from penstock.train.placement import Placement
 from penstock.train.step_figures import StepFigures
 
-FINISHED = "crew/finished"
-LAUNCH = "crew/launch"
+NoteKind = Literal[
+    "alive",
+    "report",
+    "left",
+    "broken",
+    "decision",
+    "ready",
+    "arrival",
+    "change",
+    "place",
+    "worked",
+    "finished",
+    "launch",
+]
 
 
-def alive_key(worker: int) -> str:
-    """The key under which a worker shows that it lives."""
-    return f"crew/alive/{worker}"
-
-
-def report_key(generation: int, worker: int) -> str:
-    """The key of a worker's report at the end of a generation."""
-    return f"crew/report/{generation}/{worker}"
-
-
-def left_key(generation: int) -> str:
-    """The key that exists once a worker has left a generation, and reported."""
-    return f"crew/left/{generation}"
-
-
-def broken_key(generation: int) -> str:
-    """The key that exists once a generation has lost a worker."""
-    return f"crew/broken/{generation}"
-
-
-def decision_key(generation: int) -> str:
-    """The key of the decision that begins a generation."""
-    return f"crew/decision/{generation}"
-
-
-def ready_key(generation: int) -> str:
-    """The key that exists once a generation trains."""
-    return f"crew/ready/{generation}"
-
-
-def arrival_key(worker: int) -> str:
-    """The key under which a worker that comes during the run reports."""
-    return f"crew/arrival/{worker}"
-
-
-def change_key(generation: int) -> str:
-    """The key that exists once a generation should end after its step."""
-    return f"crew/change/{generation}"
-
-
-def place_key(worker: int) -> str:
-    """The key of the first generation of a worker that has come during the run."""
-    return f"crew/place/{worker}"
-
-
-def worked_key(generation: int, window: int) -> str:
-    """The key of the seconds that ranks have worked in a window of steps."""
-    return f"crew/worked/{generation}/{window}"
+def note_key(kind: NoteKind, *numbers: int) -> str:
+    """Return the key of an entry of the store, such as crew/report/1/3; this file's docstring lists them."""
+    return "/".join(["crew", kind, *map(str, numbers)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +107,10 @@ class Report:
 def load_report(text: str | bytes) -> Report:
     """Read a report from JSON."""
     fields: dict[str, Any] = json.loads(text)
-    report = Report(**fields)
-    return replace(
-        report,
-        figures=_figures(fields["figures"]),
-        parts=tuple(fields["parts"]),
-        mirrors=tuple(fields["mirrors"]),
-    )
+    for name in ("parts", "mirrors"):
+        fields[name] = tuple(fields[name])
+    fields["figures"] = _figures(fields["figures"])
+    return Report(**fields)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ config of each folder names the copies in it, so any machine can be rank 0 when 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -38,7 +37,7 @@ from penstock.errors import ConfigError, FileError, PeerLostError
 from penstock.formats.config_toml import dump_config, read_config
 from penstock.formats.text import put_in_place
 from penstock.runtime import Comm
-from penstock.runtime.comm.comm import gather_texts
+from penstock.runtime.comm.comm import exchange
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, STEP_PREFIX, newest
 from penstock.train.data.corpus import validation_data
 from penstock.train.data.document_end import side_files
@@ -294,7 +293,7 @@ def bring_inputs(comm: Comm, folders: RunFolders, folder: Path) -> None:
     with failing_together(comm):
         if keeps:
             wanted = [one.name for one in inputs if not _find_here(one, folder)]
-    told = [set(json.loads(text)) for text in gather_texts(comm, json.dumps(wanted))]
+    told = exchange(comm, wanted)
     with failing_together(
         comm, "make room on this machine, or name another run.folder"
     ):
@@ -326,8 +325,7 @@ def _list_inputs(comm: Comm, folder: Path) -> list[Input]:
                 status = path.stat()
                 resolved = str(path.resolve())
                 rows.append((name, resolved, status.st_size, status.st_mtime_ns))
-    told = gather_texts(comm, json.dumps(rows))[0]
-    return [Input(*row) for row in json.loads(told)]
+    return [Input(*row) for row in exchange(comm, rows)[0]]
 
 
 def _find_here(one: Input, folder: Path) -> bool:

@@ -12,7 +12,6 @@ one rank wait for another forever. A file goes from one rank to others over the 
 
 from __future__ import annotations
 
-import json
 import socket
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from penstock.errors import FileError, PenstockError
 from penstock.runtime import Comm
-from penstock.runtime.comm.comm import gather_texts
+from penstock.runtime.comm.comm import exchange
 from penstock.train.checkpoint import PART
 
 TOKEN_PREFIX = ".seen-"
@@ -94,7 +93,7 @@ def compare_folders(comm: Comm, folder: Path) -> RunFolders:
 
     A rank that has no folder makes one. Raises FileError on all ranks if one cannot write to its own.
     """
-    token = gather_texts(comm, uuid.uuid4().hex if comm.rank == 0 else "")[0]
+    token = exchange(comm, uuid.uuid4().hex if comm.rank == 0 else "")[0]
     # Ranks look for names that nobody has asked for before: network file systems remember for a while that a file was
     # missing.
     files = [folder / f"{TOKEN_PREFIX}{token}-{rank}" for rank in range(comm.ranks)]
@@ -107,7 +106,7 @@ def compare_folders(comm: Comm, folder: Path) -> RunFolders:
             own.touch()
         owner = next(rank for rank, file in enumerate(files) if file.exists())
         place = [owner, socket.gethostname(), str(folder.absolute())]
-        told = [json.loads(text) for text in gather_texts(comm, json.dumps(place))]
+        told = exchange(comm, place)
     finally:
         with suppress(OSError):
             own.unlink()
@@ -131,9 +130,8 @@ def failing_together(comm: Comm, hint: str = "") -> Iterator[None]:
     except PenstockError as error:
         fault = str(error)
     host = socket.gethostname() if fault else ""
-    told = gather_texts(comm, json.dumps([host, fault]))
-    for rank, text in enumerate(told):
-        where, what = json.loads(text)
+    told = exchange(comm, [host, fault])
+    for rank, (where, what) in enumerate(told):
         if what:
             raise FileError(f"rank {rank} on {where}: {what}")
 
@@ -154,8 +152,7 @@ def wait_together(comm: Comm, ends_within: Callable[[float], bool]) -> None:
     """
     ended = False
     while not ended:
-        told = gather_texts(comm, "" if ends_within(PULSE_SECONDS) else "works")
-        ended = not any(told)
+        ended = all(exchange(comm, ends_within(PULSE_SECONDS)))
 
 
 PIECE_BYTES = 16 << 20  # that travel at once

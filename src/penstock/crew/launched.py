@@ -20,7 +20,7 @@ from penstock.crew.separate import SeparateFolders
 from penstock.errors import RunError
 from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.runtime import Comm
-from penstock.runtime.comm.comm import gather_texts
+from penstock.runtime.comm.comm import exchange
 from penstock.runtime.process.launch import Meeting, hear_first
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.launch import (
@@ -83,7 +83,7 @@ def can_resume(
             )
         else:
             found = bool(newest(folder / CHECKPOINTS_FOLDER))
-    return any(gather_texts(comm, "yes" if found else ""))
+    return any(exchange(comm, found))
 
 
 def agree_on_restarts(
@@ -95,7 +95,7 @@ def agree_on_restarts(
     does not count.
     """
     count = environment.get(RESTART_COUNT, "0")
-    environment[RESTART_COUNT] = max(gather_texts(comm, count), key=int)
+    environment[RESTART_COUNT] = max(exchange(comm, count), key=int)
 
 
 def folder_here(source: Path | None, changes: Sequence[str]) -> Path | None:
@@ -165,7 +165,7 @@ def share_earlier_end(comm: Comm, folder: Path) -> None:
         if failure is not None:
             raise RunError(failure.text)
     stop_file = folder / STOP_FILE
-    stopped = gather_texts(comm, "yes" if stop_file.exists() else "")
+    stopped = exchange(comm, stop_file.exists())
     with failing_together(comm):
         if any(stopped):
             stop_file.touch()

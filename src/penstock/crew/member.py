@@ -21,21 +21,11 @@ from rich.console import Console
 
 from penstock.config import Config
 from penstock.crew.decision import (
-    FINISHED,
-    LAUNCH,
     Decision,
+    NoteKind,
     Report,
-    alive_key,
-    arrival_key,
-    broken_key,
-    change_key,
-    decision_key,
-    left_key,
     load_decision,
-    place_key,
-    ready_key,
-    report_key,
-    worked_key,
+    note_key,
 )
 from penstock.crew.files import MODEL_FOLDER, VALIDATION, files_of_tokens, texts_of
 from penstock.crew.links import MOST_EARLY_BYTES, Exchange, GlooComm, WireComm
@@ -179,7 +169,7 @@ class Member:
         with suppress(dist.DistError):
             store = self.own_connection()
             while True:
-                store.add(alive_key(self.worker), 1)
+                store.add(note_key("alive", self.worker), 1)
                 time.sleep(BEAT_SECONDS)
 
     def own_connection(self) -> Store:
@@ -188,31 +178,36 @@ class Member:
 
     def report(self, report: Report) -> None:
         """Report at the end of a generation."""
-        self.store.set(report_key(self.generation, self.worker), report.dump())
-        self.store.set(left_key(self.generation), "yes")
+        self.store.set(note_key("report", self.generation, self.worker), report.dump())
+        self.store.set(note_key("left", self.generation), "yes")
 
     def arrive(self) -> Decision | None:
         """Come during the run, and wait for a place; return None if the run is over."""
         report = Report(self.worker, newcomer=True)
-        self.store.set(arrival_key(self.worker), report.dump())
-        key = place_key(self.worker)
-        while not self.store.check([key]):
-            if self.store.check([FINISHED]):
-                return None
-            time.sleep(POLL_SECONDS)
-        self.generation = int(self.store.get(key)) - 1
+        self.store.set(note_key("arrival", self.worker), report.dump())
+        place = self.wait_for("place", self.worker)
+        if place is None:
+            return None
+        self.generation = int(place) - 1
         return self.next_decision()
 
     def next_decision(self) -> Decision | None:
         """Wait for the next decision; return None if the run is over."""
-        key = decision_key(self.generation + 1)
-        while not self.store.check([key]):
-            if self.store.check([FINISHED]):
-                return None
-            time.sleep(POLL_SECONDS)
-        decision = load_decision(self.store.get(key))
+        text = self.wait_for("decision", self.generation + 1)
+        if text is None:
+            return None
+        decision = load_decision(text)
         self.generation = decision.generation
         return decision
+
+    def wait_for(self, kind: NoteKind, number: int) -> bytes | None:
+        """Wait for something that the launcher writes down; return None if the run is over."""
+        key = note_key(kind, number)
+        while not self.store.check([key]):
+            if self.store.check([note_key("finished")]):
+                return None
+            time.sleep(POLL_SECONDS)
+        return self.store.get(key)
 
     def connect(
         self,
@@ -222,7 +217,7 @@ class Member:
         most_early: int = MOST_EARLY_BYTES,
     ) -> GlooComm:
         """Connect to the other workers of a generation, encrypted if there is an exchange."""
-        broken = broken_key(decision.generation)
+        broken = note_key("broken", decision.generation)
         name = f"g{decision.generation}"
         self.meeting = self.own_connection()
         meeting = PrefixStore(name, self.meeting)
@@ -234,7 +229,7 @@ class Member:
 
         if exchange is None:
             return GlooComm(meeting, rank, ranks, patience, is_broken)
-        launch = self.store.get(LAUNCH).decode()
+        launch = self.store.get(note_key("launch")).decode()
         return WireComm(
             meeting,
             rank,
@@ -254,15 +249,17 @@ class Member:
 
     def is_changing(self, decision: Decision) -> bool:
         """Whether all should leave a generation after their step."""
-        return bool(self.store.check([change_key(decision.generation)]))
+        return bool(self.store.check([note_key("change", decision.generation)]))
 
     def tell_work(self, decision: Decision, window: int, seconds: list[float]) -> None:
         """Tell the launcher how long each rank has worked in a window of steps."""
-        self.store.set(worked_key(decision.generation, window), json.dumps(seconds))
+        self.store.set(
+            note_key("worked", decision.generation, window), json.dumps(seconds)
+        )
 
     def tell_ready(self, decision: Decision) -> None:
         """Tell the launcher that a generation trains."""
-        self.store.set(ready_key(decision.generation), "yes")
+        self.store.set(note_key("ready", decision.generation), "yes")
 
 
 def local_store(host: str, port: int) -> Store:

@@ -33,7 +33,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from penstock.crew.folders import (
     FileRelay,
@@ -45,7 +45,7 @@ from penstock.crew.folders import (
 )
 from penstock.errors import FileError, RunError
 from penstock.runtime import Comm
-from penstock.runtime.comm.comm import gather_texts
+from penstock.runtime.comm.comm import exchange
 from penstock.train.checkpoint import (
     MISSING,
     NOTE,
@@ -229,12 +229,11 @@ class SeparateSaver(Saver):
         step, path = self.step, self.path
         final = self.folder / step_name(step)
         keeps = self.folders.keeps(self.comm.rank)
-        told = gather_texts(self.comm, json.dumps([self.files, self.copy_failure]))
+        told = exchange(self.comm, [self.files, self.copy_failure])
         files: dict[str, Fingerprint] = {}
         places: dict[str, str] = {}
         failures: list[str] = []
-        for rank, text in enumerate(told):
-            written, failure = json.loads(text)
+        for rank, (written, failure) in enumerate(told):
             files |= written
             places |= dict.fromkeys(written, self.folders.place(rank))
             if failure:
@@ -279,7 +278,7 @@ class SeparateSaver(Saver):
         """Raise RunError on all ranks if the last checkpoint is not in the storage."""
         if self.storage is None:
             return
-        not_copied = gather_texts(self.comm, self.not_copied)[0]
+        not_copied = exchange(self.comm, self.not_copied)[0]
         if not_copied:
             raise RunError(
                 f"cannot copy the last checkpoint to {self.storage.url}: {not_copied}\n"
@@ -334,7 +333,7 @@ class SeparateCheckpoints:
                 own = {step: asdict(one) for step, one in take_inventory(self.folder)}
             if self.comm.rank == 0:
                 stored = self._read_storages()
-        told = self._tell([own, stored])
+        told = exchange(self.comm, [own, stored])
         inventories: dict[int, dict[int, Inventory]] = {}
         for rank in self.folders.keepers:
             inventories_of_rank, _ = told[rank]
@@ -352,11 +351,6 @@ class SeparateCheckpoints:
             for step, note in read_notes(storage):
                 stored.setdefault(step, []).append((number, note))
         return stored
-
-    def _tell(self, facts: object) -> list[Any]:
-        """Tell all ranks something, as JSON; return what each of them has told."""
-        texts = gather_texts(self.comm, json.dumps(facts))
-        return [json.loads(text) for text in texts]
 
     # ------------------------------------------------------------ completing one
     def complete(self, step: int, survey: Survey, receivers: Sequence[int]) -> bool:
@@ -401,7 +395,7 @@ class SeparateCheckpoints:
                 faults.update(self._read_faults(step, holders[owner], names))
 
         work_together(self.comm, read)
-        told = self._tell(faults)
+        told = exchange(self.comm, faults)
         found = {}
         for keeper, inventory in holders.items():
             merged = dict(inventory.faults)
@@ -457,7 +451,7 @@ class SeparateCheckpoints:
                     own = dict(take_inventory(self.folder))[step]
 
         work_together(self.comm, fetch, ROOM_HINT)
-        told = self._tell([asdict(own) if own else None, faults])
+        told = exchange(self.comm, [asdict(own) if own else None, faults])
         inventories: dict[int, Inventory] = {}
         wrong: dict[str, str] = {}
         for rank, (inventory, faults_of_rank) in enumerate(told):
@@ -544,7 +538,7 @@ class SeparateCheckpoints:
         own = ""
         if self.folders.keeps(self.comm.rank):
             own = find_missing_tensors(path, names)
-        found = list(filter(None, gather_texts(self.comm, own)))
+        found = list(filter(None, exchange(self.comm, own)))
         for fault in found[:1]:
             self._note_fault(f"{path} is damaged: {fault}")
         return not found

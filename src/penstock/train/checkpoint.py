@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from penstock.errors import FileError, RunError
 from penstock.runtime import Comm, local_share, share_offset
-from penstock.runtime.comm.comm import gather_texts
+from penstock.runtime.comm.comm import exchange
 
 CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
 Fingerprint: TypeAlias = dict[str, int]  # the size and checksum of a file
@@ -122,7 +122,7 @@ class Saver:
         """
         size = sum(local_share(tensor).nbytes for tensor in tensors.values())
         free = free_bytes(self.folder) if self.looks else None
-        told = [json.loads(one) for one in gather_texts(comm, json.dumps([size, free]))]
+        told = exchange(comm, [size, free])
         need = sum(told[rank][0] for rank in self.writers)
         rooms = [told[rank][1] for rank in self.writers if told[rank][1] is not None]
         if rooms and need > rooms[0]:

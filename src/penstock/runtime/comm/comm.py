@@ -10,8 +10,9 @@ sent, so a lowered program needs no message tags. Only raw tensors travel; nothi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -123,24 +124,24 @@ class Comm(Protocol):
         ...
 
 
-def gather_texts(comm: Comm, text: str) -> list[str]:
-    """Return the texts of all ranks, by rank; all ranks must call it."""
+def exchange(comm: Comm, fact: Any) -> list[Any]:
+    """Return what each rank tells the others, by rank; all ranks must call it.
+
+    A fact is what JSON can hold. It travels as raw bytes, and nothing is unpickled.
+    """
     everyone = tuple(range(comm.ranks))
-    raw = text.encode()
+    raw = json.dumps(fact).encode()
     sizes = torch.zeros(comm.ranks, dtype=torch.int64)
     sizes[comm.rank] = len(raw)
     comm.add(sizes, everyone).wait()
     ends = sizes.cumsum(0).tolist()
     # Every rank fills in its own text, and a sum with zeros joins them.
     joined = torch.zeros(ends[-1] + 1, dtype=torch.uint8)
-    if raw:
-        end = ends[comm.rank]
-        joined[end - len(raw) : end] = torch.frombuffer(
-            bytearray(raw), dtype=torch.uint8
-        )
+    end = ends[comm.rank]
+    joined[end - len(raw) : end] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     comm.add(joined, everyone).wait()
     content = joined.numpy().tobytes()
     return [
-        content[begin:end].decode()
+        json.loads(content[begin:end])
         for begin, end in zip([0, *ends], ends, strict=False)
     ]
