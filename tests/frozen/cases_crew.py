@@ -188,7 +188,7 @@ def launcher_texts() -> object:
         settings = RunConfig(silence=600.0, patience=600.0, restarts=0)
         coordinator = Coordinator(nobody, run, TWO_COPIES, settings, False, said.append)
         coordinator.own_workers = 4
-        coordinator.workers = {n: Worker(n, Alive(), None) for n in range(4)}  # type: ignore[arg-type]
+        coordinator.workers = {n: Worker(n, Alive()) for n in range(4)}  # type: ignore[arg-type]
         coordinator.reports = {n: Report(n) for n in range(4)}
         coordinator.broken_at = 0.0
         coordinator.begin_generation()

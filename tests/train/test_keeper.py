@@ -148,7 +148,7 @@ def test_a_worker_moves_only_if_nobody_comes_for_the_place_of_a_lost_one(
         two, "1f1b copies=2", (3, 1)
     )  # The first part has most to do.
     coordinator.own_workers = 4
-    coordinator.workers = {n: Worker(n, None, None) for n in range(4)}
+    coordinator.workers = {n: Worker(n, None) for n in range(4)}
     coordinator.reports = {n: Report(n) for n in range(4)}
     coordinator.broken_at = 0.0
     coordinator.begin_generation()
@@ -169,7 +169,7 @@ def test_an_event_counts_from_the_last_step_and_says_how_far_a_run_went_back(tmp
     coordinator.plan = Plan(alone, "1f1b", (1, 1))
     coordinator.settings = replace(coordinator.settings, mirror="false")
     coordinator.own_workers = 2
-    coordinator.workers = {n: Worker(n, None, None) for n in range(2)}
+    coordinator.workers = {n: Worker(n, None) for n in range(2)}
     coordinator.reports = {n: Report(n) for n in range(2)}
     coordinator.break_generation("")
     coordinator.begin_generation()
@@ -227,7 +227,7 @@ def watched_coordinator(
     monkeypatch.setattr(coordinator_module, "time", clock)
     coordinator = coordinator_of(tmp_path, "watched")
     coordinator.settings = replace(coordinator.settings, silence=60.0)
-    coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
+    coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0))}
     lost = []
 
     def lose(worker: Worker, event: str) -> None:
@@ -250,7 +250,7 @@ def test_a_worker_without_a_sign_of_life_is_lost(tmp_path, monkeypatch):
     assert lost == [(1, "has shown no life for 60 s and was ended")]
     assert 70 < clock.now < 72
     clock.now += 3600  # The machine was asleep, and with it all workers.
-    coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0), None)}
+    coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0))}
     coordinator.check_signs_of_life()
     assert len(lost) == 1
 

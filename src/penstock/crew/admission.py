@@ -51,6 +51,7 @@ from penstock.crew.tls import (
 )
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.formats.plan_json import read_plan
+from penstock.runtime.process.launch import KILLED, WorkerOutcome
 from penstock.runtime.torch_internals import Store
 from penstock.train.history import PLAN_FILE, WatchRow
 from penstock.train.launch import FAILURE_FILE, Verdict
@@ -67,7 +68,6 @@ class RemoteWorker:
     """A worker from another machine, with the methods of a process that the coordinator uses."""
 
     pid = None
-    exitcode = None
 
     def __init__(self, name: str, connection: ssl.SSLSocket) -> None:
         self.name = name
@@ -110,6 +110,18 @@ class RemoteWorker:
             self.writer.close()
             self.gone.set()
 
+    def outcome(self) -> WorkerOutcome[Verdict]:
+        """How it ended, as the coordinator has to know it."""
+        try:
+            return WorkerOutcome(0, None, pickle.loads(self.pipe.recv_bytes()))
+        except EOFError:
+            text = f"on {self.name} has ended, or cannot be reached any more"
+            return WorkerOutcome(0, None, error=KILLED, text=text)
+
+    def close(self) -> None:
+        """Hear no more of it."""
+        self.pipe.close()
+
     def kill(self) -> None:
         """End its connections. It ends itself then, and nobody listens to it any more."""
         with self.lock:
@@ -133,9 +145,9 @@ class RemoteWorker:
             with self.lock:
                 self.others.discard(connection)
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended; a machine that does not answer cannot be waited for."""
-        self.gone.wait(timeout if timeout is not None else ANSWER_SECONDS)
+    def join(self, seconds: float) -> None:
+        """Wait until it has ended, but not for longer."""
+        self.gone.wait(seconds)
 
 
 class Admission:
@@ -176,7 +188,7 @@ class Admission:
                 if remote.gone.is_set():
                     del self.remotes[token]
                     if not remote.placed.is_set():
-                        remote.pipe.close()
+                        remote.close()
             remotes = list(self.remotes.values())
         return [one for one in remotes if one.waits and not one.placed.is_set()]
 

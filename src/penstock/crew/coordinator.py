@@ -14,18 +14,12 @@ rank without a worker; its connection is cut instead, which ends it too.
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import secrets
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from penstock.config import Config, RunConfig
@@ -51,9 +45,10 @@ from penstock.crew.tls import keep_key
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
 from penstock.runtime.process.launch import (
+    KILLED,
     LOCALHOST,
+    WorkerProcess,
     keep_store,
-    process_context,
     serve_forks,
 )
 from penstock.runtime.process.watchdog import Failure, announce
@@ -95,7 +90,6 @@ SECONDS_TO_LOAD_PLANNER = 5.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
 # What a worker has written that the next one with its number must not find.
 FORGOTTEN: tuple[NoteKind, ...] = ("alive", "arrival", "place")
-WorkerArguments = tuple[int, int, str, int, str, bool, bool]
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
 OpenAdmission = Callable[[Store], Admission]  # lets workers from other machines in
 
@@ -105,8 +99,7 @@ class Worker:
     """A worker as the launcher sees it."""
 
     number: int
-    process: BaseProcess | RemoteWorker
-    pipe: Connection
+    process: WorkerProcess | RemoteWorker
     newcomer: bool = False  # whether it has come during the run and has no place yet
     beats: int = 0
     silent: float = 0.0  # seconds since its last sign of life
@@ -121,13 +114,7 @@ class Worker:
     def kill(self) -> None:
         """End the process for certain; of one on another machine, its connection."""
         self.process.kill()
-        self.process.join()
-
-    def end(self) -> str:
-        """How it ended, if it could not say why."""
-        if isinstance(self.process, RemoteWorker):
-            return f"on {self.process.name} has ended, or cannot be reached any more"
-        return _end_of(self.process.exitcode)
+        self.process.close()
 
 
 class Coordinator:
@@ -196,7 +183,6 @@ class Coordinator:
             loader.cancel()
             for worker in self.workers.values():
                 worker.kill()
-                worker.pipe.close()
             if self.admission is not None:
                 self.admission.close()
 
@@ -212,9 +198,7 @@ class Coordinator:
 
     def start_worker(self, number: int, newcomer: bool) -> Worker:
         """Start one worker."""
-        context = process_context()
-        ours, theirs = context.Pipe(duplex=False)
-        words: WorkerArguments = (
+        words = (
             number,
             self.plan.schedule.ranks,
             LOCALHOST,
@@ -223,18 +207,13 @@ class Coordinator:
             self.resume,
             newcomer,
         )
-        process = context.Process(  # type: ignore[attr-defined]
-            target=run_entry,
-            args=(self.entry, words, theirs, dict(os.environ)),
-            name=f"worker {number}",
-        )
-        process.start()
-        theirs.close()
-        return Worker(number, process, ours, newcomer)
+        name = f"worker {number}"
+        process = WorkerProcess(number, name, self.entry, words, ends_at_once=True)
+        return Worker(number, process, newcomer)
 
     def look(self) -> Verdict | None:
         """Look once at all workers, and do what is due; return a verdict at the end of the run."""
-        numbers = {worker.pipe: worker.number for worker in self.workers.values()}
+        numbers = {one.process.pipe: one.number for one in self.workers.values()}
         for pipe in wait(list(numbers), timeout=self.look_seconds):
             verdict = self.hear(self.workers[numbers[pipe]])  # type: ignore[index]
             if verdict is not None:
@@ -287,21 +266,19 @@ class Coordinator:
     # ------------------------------------------------------------ losses
     def hear(self, worker: Worker) -> Verdict | None:
         """Hear the last words of a worker: its verdict, or the reason of its end."""
-        try:
-            verdict = pickle.loads(worker.pipe.recv_bytes())
-        except EOFError:
-            worker.process.join()
-            self.lose(worker, worker.end())
-            return None
-        if isinstance(verdict, Verdict) and worker.is_remote and verdict.error:
+        outcome = worker.process.outcome()
+        verdict: Verdict | None = outcome.result
+        if outcome.error == KILLED:
+            self.lose(worker, outcome.text)
+        elif verdict is None:
+            # The worker has printed the rest, which can be long: CUDA adds advice to its errors.
+            story = f"failed: {outcome.error}: {outcome.text}"
+            self.lose(worker, story.splitlines()[0])
+        elif worker.is_remote and verdict.error:
             # What ends the run also ends the workers of this machine.
             self.lose(worker, f"failed: {verdict.text.splitlines()[0]}")
-            return None
-        if isinstance(verdict, Verdict):
+        else:
             return verdict
-        worker.process.join()
-        # The worker has printed the rest, which can be long: CUDA adds advice to its errors.
-        self.lose(worker, f"failed: {verdict.splitlines()[0]}")
         return None
 
     def check_signs_of_life(self) -> None:
@@ -335,7 +312,6 @@ class Coordinator:
     def lose(self, worker: Worker, event: str) -> None:
         """Go on without a worker, or raise an error if the run cannot."""
         worker.kill()
-        worker.pipe.close()
         del self.workers[worker.number]
         self.reports.pop(worker.number, None)
         failure = read_failure(self.folder)
@@ -420,7 +396,7 @@ class Coordinator:
             if number in self.vacant:
                 self.vacant.remove(number)
             self.forget(number)
-            self.workers[number] = Worker(number, remote, remote.pipe, newcomer=True)
+            self.workers[number] = Worker(number, remote, newcomer=True)
             remote.give_place(worker=number, workers=ranks, resume=self.resume)
 
     def forget(self, number: int) -> None:
@@ -646,38 +622,6 @@ def find_stop(pid: int | None) -> int | None:
     if not fields["State"].strip().startswith("T"):
         return None
     return sum(int(fields[name]) for name in fields if name.endswith("_switches"))
-
-
-def _end_of(code: int | None) -> str:
-    """How a process ended, from its exit code."""
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code} before it could say why"
-
-
-# ---------------------------------------------------------------- in a worker
-def run_entry(
-    entry: MemberEntry,
-    words: WorkerArguments,
-    pipe: Connection,
-    environment: dict[str, str],
-) -> None:
-    """Run a worker and send its verdict; end at once, because torch might wait for threads.
-
-    The pipe leads to our own parent, which unpickles what comes.
-    """
-    os.environ.update(environment)
-    code = 1
-    try:
-        pipe.send_bytes(pickle.dumps(entry(*words)))
-        code = 0
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send_bytes(pickle.dumps(f"{type(error).__name__}: {error}"))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def launch_crew(

@@ -29,7 +29,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,6 @@ from penstock.runtime.torch_internals import (
 )
 
 Returned = TypeVar("Returned")
-Worker: TypeAlias = tuple[BaseProcess, Connection]  # a process and the pipe from it
 LOCALHOST = "127.0.0.1"
 # How long the other workers may take to report, once one has failed.
 SECONDS_TO_REPORT = 12.0
@@ -381,28 +380,11 @@ def worker_outcomes(
             "import it from there"
         )
     store = keep_store()
-    context = process_context()
-    workers: list[Worker] = []
+    workers: list[WorkerProcess] = []
     try:
         for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (
-                rank,
-                ranks,
-                store.port,
-                patience,
-                backend,
-                theirs,
-                dict(os.environ),
-                work,
-                args,
-            )
-            process = context.Process(  # type: ignore[attr-defined]
-                target=_worker, args=arguments, name=f"rank {rank}"
-            )
-            workers.append((process, ours))
-            process.start()
-            theirs.close()
+            words = (rank, ranks, store.port, patience, backend, work, args)
+            workers.append(WorkerProcess(rank, f"rank {rank}", _work_as_rank, words))
         return _collect(workers)
     except (EOFError, ConnectionError):
         raise RunError(
@@ -410,7 +392,73 @@ def worker_outcomes(
             "  start again with the same command"
         ) from None
     finally:
-        _end_workers(workers)
+        for worker in workers:
+            worker.kill()
+            worker.close()
+
+
+class WorkerProcess:
+    """A new process that runs a function, and the pipe over which it reports how it ended.
+
+    The function and its arguments are pickled for our own child, which returns its result in the same way. With
+    `ends_at_once`, the process prints its own error, and a success does not wait for threads that torch has left.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        entry: Callable[..., object],
+        words: tuple[object, ...],
+        ends_at_once: bool = False,
+    ) -> None:
+        self.number = number
+        context = process_context()
+        self.pipe, theirs = context.Pipe(duplex=False)
+        self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+            target=_run_entry,
+            args=(entry, words, theirs, dict(os.environ), ends_at_once),
+            name=name,
+        )
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process in the system."""
+        return self.process.pid
+
+    def outcome(self) -> WorkerOutcome[Any]:
+        """What the worker reported before it ended, or its exit code if it could not report."""
+        try:
+            success = self.pipe.recv_bytes()
+            raw = self.pipe.recv_bytes()
+        except (EOFError, OSError):  # OSError: in the middle of a message
+            self.join(SECONDS_TO_REPORT)
+            code = self.process.exitcode
+            text = f"ended with exit code {code} before it could say why"
+            if code is not None and code < 0:
+                text = f"was killed by {signal.Signals(-code).name}"
+            return WorkerOutcome(self.number, code, error=KILLED, text=text)
+        self.join(SECONDS_TO_REPORT)
+        code = self.process.exitcode
+        if success == b"1":
+            return WorkerOutcome(self.number, code, pickle.loads(raw))
+        return WorkerOutcome(self.number, code, **json.loads(raw))
+
+    def join(self, seconds: float) -> None:
+        """Wait until the process has ended, but not for longer."""
+        self.process.join(seconds)
+
+    def kill(self) -> None:
+        """End the process for certain."""
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        """Give back what an ended process has left."""
+        self.process.close()
+        self.pipe.close()
 
 
 def keep_store() -> TCPStore:
@@ -471,19 +519,18 @@ def hear_signals() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
+def _collect(workers: list[WorkerProcess]) -> list[WorkerOutcome[Any]]:
     """Wait for the workers' outcomes; once one has failed, the others have a time limit."""
     outcomes: dict[int, WorkerOutcome[Any]] = {}
     end = float("inf")
     while len(outcomes) < len(workers) and time.monotonic() < end:
-        ranks: dict[Any, int] = {}
-        for rank, (_, pipe) in enumerate(workers):
-            if rank not in outcomes:
-                ranks[pipe] = rank
+        ranks: dict[Any, int] = {
+            one.pipe: rank for rank, one in enumerate(workers) if rank not in outcomes
+        }
         remaining = end - time.monotonic()
         for ready in wait(list(ranks), timeout=min(remaining, MAX_WAIT_SECONDS)):
             rank = ranks[ready]
-            outcomes[rank] = _read_outcome(rank, *workers[rank])
+            outcomes[rank] = workers[rank].outcome()
             if outcomes[rank].error:
                 end = min(end, time.monotonic() + SECONDS_TO_REPORT)
     for rank in range(len(workers)):
@@ -493,82 +540,69 @@ def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _read_outcome(
-    rank: int, process: BaseProcess, pipe: Connection
-) -> WorkerOutcome[Any]:
-    """What a worker reported before it ended, or its exit code if it could not report."""
-    try:
-        success = pipe.recv_bytes()
-        raw = pipe.recv_bytes()
-    except (EOFError, OSError):  # OSError: in the middle of a message
-        process.join(SECONDS_TO_REPORT)
-        code = process.exitcode
-        text = f"ended with exit code {code} before it could say why"
-        if code is not None and code < 0:
-            text = f"was killed by {signal.Signals(-code).name}"
-        return WorkerOutcome(rank, code, error=KILLED, text=text)
-    process.join(SECONDS_TO_REPORT)
-    if success == b"1":
-        return WorkerOutcome(rank, process.exitcode, pickle.loads(raw))
-    return WorkerOutcome(rank, process.exitcode, **json.loads(raw))
-
-
-def _end_workers(workers: list[Worker]) -> None:
-    """Kill the workers that still run, and close their pipes."""
-    for process, pipe in workers:
-        if process.pid is not None:
-            process.kill()
-            process.join()
-            process.close()
-        pipe.close()
-
-
 # ---------------------------------------------------------------- in a worker
-def _worker(
-    rank: int,
-    ranks: int,
-    port: int,
-    patience: float,
-    backend: str | None,
+def _run_entry(
+    entry: Callable[..., object],
+    words: tuple[object, ...],
     pipe: Connection,
     environment: dict[str, str],
-    work: Callable[..., Returned],
-    args: tuple[Any, ...],
+    ends_at_once: bool,
 ) -> None:
-    """Run the work, and report how it went.
+    """Run the function of a worker, and report how it went.
 
     A worker that failed ends at once, because torch might wait for threads that hang.
     """
-    hear_signals()
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    os.environ.update(environment, LOCAL_RANK=str(rank))
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    use_threads(max(1, (os.cpu_count() or 1) // ranks))
-    limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
+    os.environ.update(environment)
     try:
-        store = TCPStore(LOCALHOST, port, is_master=False, timeout=limit)
-        backend = backend or _choose_backend(store, rank, ranks)
-        _join(backend, store, rank, ranks, limit)
-        result = work(ProcessComm(patience), *args)
-        finish()
-        _send_outcome(pipe, b"1", pickle.dumps(result))
+        result = pickle.dumps(entry(*words))
+        _send_outcome(pipe, b"1", result)
+        if not ends_at_once:
+            return
+        code = 0
     except BaseException as error:
         report = {
             "error": type(error).__name__,
             "text": str(error),
             "trace": traceback.format_exc(),
         }
+        if ends_at_once:
+            traceback.print_exc()
         _send_outcome(pipe, b"0", json.dumps(report).encode())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
     pipe.send_bytes(success)
     pipe.send_bytes(raw)
     pipe.close()
+
+
+def _work_as_rank(
+    rank: int,
+    ranks: int,
+    port: int,
+    patience: float,
+    backend: str | None,
+    work: Callable[..., Returned],
+    args: tuple[Any, ...],
+) -> Returned:
+    """Join the other ranks, work, and leave them."""
+    hear_signals()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["LOCAL_RANK"] = str(rank)
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    use_threads(max(1, (os.cpu_count() or 1) // ranks))
+    limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
+    store = TCPStore(LOCALHOST, port, is_master=False, timeout=limit)
+    backend = backend or _choose_backend(store, rank, ranks)
+    _join(backend, store, rank, ranks, limit)
+    result = work(ProcessComm(patience), *args)
+    finish()
+    return result
 
 
 def end_with_parent() -> None:
