@@ -13,10 +13,9 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-import typer
 
 from penstock import REGISTRY, make
-from penstock.cli.app import app
+from penstock.cli.app import COMMANDS, load
 from penstock.cli.options import PRESET_NAMES
 from penstock.config import PRESETS, Config
 from penstock.formats import load_torch_csv, read_plan
@@ -209,12 +208,21 @@ def test_list_knows_every_schedule(run):
     assert all(name in out for name in REGISTRY)
 
 
-def test_every_command_has_help_with_an_example(run):
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__.rstrip("_")
+def test_every_command_has_help_with_an_example_and_begins_as_the_list_says(run):
+    for name, (_, about) in COMMANDS.items():
         code, out, _ = run(f"{name} --help")
         assert code == 0
         assert f"Example: penstock {name}" in out
+        assert load(name).help.startswith(f"{about}\n\n")
+
+
+def test_a_list_of_the_commands_imports_none_of_them():
+    code = (
+        "import sys; from typer.testing import CliRunner; from penstock.cli.app import app; "
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
+        "assert not {'numpy', 'penstock.plan', 'penstock.view', 'penstock.cli.train'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("line", ["--help", "train --help"])
@@ -232,7 +240,8 @@ def test_help_names_no_section_in_brackets():
     """The terminal would take [lora] for a style, and the word would be missing from its sentence."""
     sections = [f"[{field.name}]" for field in fields(Config)]
     assert "[lora]" in sections
-    for name, command in typer.main.get_command(app).commands.items():
+    for name in COMMANDS:
+        command = load(name)
         texts = [command.help, *(getattr(one, "help", "") for one in command.params)]
         text = " ".join(filter(None, texts))
         assert [section for section in sections if section in text] == [], name

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.cli.landscape import describe_range, note_unused
 from penstock.cli.tables import console, print_json, print_plain, write
-
-if TYPE_CHECKING:
-    from penstock.integrations.advice import Counsel
-    from penstock.integrations.terms import Framework
-    from penstock.plan.question import Question
-    from penstock.plan.search import Landscape
+from penstock.formats import dump_plan
+from penstock.integrations.advice import Counsel, advise
+from penstock.integrations.terms import Framework
+from penstock.plan.planner import chosen_plan
+from penstock.plan.question import Question
+from penstock.plan.search import Landscape
+from penstock.view.numbers import name_size, name_time
 
 DEFAULT_STEM = Path("plan")  # of the files that the advice would be in
 
@@ -25,8 +25,6 @@ def show_counsel(
     json: bool,
 ) -> None:
     """Print the advice for a framework; with an output, write it and its plan."""
-    from penstock.integrations.advice import advise
-
     stem = DEFAULT_STEM if output is None else output.with_suffix("")
     counsel = advise(landscape, question, framework, stem)
     if output is not None:
@@ -46,9 +44,6 @@ def _write_counsel(
     quiet: bool,
 ) -> None:
     """Write the plan, and beside it the options and files of the advice."""
-    from penstock.formats import dump_plan
-    from penstock.plan.planner import chosen_plan
-
     write(output, dump_plan(chosen_plan(landscape, question.facts)), quiet)
     stem = output.with_suffix("")
     advice = counsel.advice
@@ -61,8 +56,6 @@ def print_counsel(
     counsel: Counsel, question: Question, framework: Framework, written: bool
 ) -> None:
     """Print the plan, its expected time and memory, and what to tell the framework."""
-    from penstock.view.numbers import name_size, name_time
-
     expected = counsel.row.candidate
     units = question.units
     sends = "wait for their messages" if counsel.waits else "send in the background"

@@ -1,41 +1,23 @@
 """The program `penstock`: its commands, and what happens to their errors.
 
-Each command imports the rooms that it needs when it runs, so `penstock --help` is quick.
+Only the module of the command that runs is imported, so `penstock --help` is quick and modules import at their top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from inspect import cleandoc
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.doctor import doctor_command, print_first_steps
-from penstock.cli.interrupt import INTERRUPTED, ShownInterrupt
-from penstock.cli.join import join_command
-from penstock.cli.paths import paths_command
-from penstock.cli.plan import plan_command
-from penstock.cli.profile import profile_command
-from penstock.cli.schedule import (
-    check_command,
-    compare_command,
-    draw_command,
-    list_command,
-    simulate_command,
-)
-from penstock.cli.tables import console, print_plain
-from penstock.cli.testbed import run_testbed
-from penstock.cli.tokenizer import tokenizer_command
-from penstock.cli.train import init_command, train_command
-from penstock.cli.trained_model import (
-    eval_command,
-    export_command,
-    generate_command,
-    report_command,
-)
+from penstock.cli.options import flattened
+from penstock.cli.tables import INTERRUPTED, ShownInterrupt, console, print_plain
 from penstock.errors import PenstockError
+from penstock.runtime.process.torchrun import prints_errors, tell_launcher
+from penstock.version import missing_package, read_version
 
 USER_ERROR = 2  # exit code
 # Commands of other programs that are options here.
@@ -43,6 +25,98 @@ OPTIONS_INSTEAD = {
     "help": "penstock --help, penstock COMMAND --help",
     "completion": "penstock --install-completion",
 }
+# Where each command is, and the first paragraph of its help.
+COMMANDS = {
+    "list": (
+        "schedule:list_command",
+        "Show every schedule with its shape, idle time, memory and paper.",
+    ),
+    "draw": (
+        "schedule:draw_command",
+        "Draw a schedule in the terminal, or write it to a file.",
+    ),
+    "simulate": (
+        "schedule:simulate_command",
+        "Predict the time, idle time and memory of a schedule.",
+    ),
+    "plan": (
+        "plan:plan_command",
+        "Search for the fastest plan; with -o, write it as a plan.json that `penstock train` runs.",
+    ),
+    "check": (
+        "schedule:check_command",
+        "Check that a schedule is complete, can run, and cannot deadlock. The exit code is 2 if it fails.",
+    ),
+    "compare": (
+        "schedule:compare_command",
+        "Show two schedules one above the other on one page.",
+    ),
+    "paths": (
+        "paths:paths_command",
+        "Plan which node holds which part, and which parts each micro-batch visits, so that micro-batches rarely wait.",
+    ),
+    "profile": (
+        "profile:profile_command",
+        "Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links and "
+        "sums.",
+    ),
+    "testbed": (
+        "machine:run_testbed",
+        "Run a command whose processes share one GPU, each with an equal part of it.",
+    ),
+    "train": (
+        "train:train_command",
+        "Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.",
+    ),
+    "join": (
+        "machine:join_command",
+        "Join a run of `penstock train` on another machine as one more worker.",
+    ),
+    "init": (
+        "train:init_command",
+        "Write a config with a comment on every value.",
+    ),
+    "export": (
+        "trained_model:export_command",
+        "Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.",
+    ),
+    "generate": (
+        "trained_model:generate_command",
+        "Let a trained model continue a text, with all layers or, to be faster, with some of them.",
+    ),
+    "report": (
+        "trained_model:report_command",
+        "Write the page of a run: its curves, and the predicted timeline of a step above the measured one.",
+    ),
+    "eval": (
+        "trained_model:eval_command",
+        "Measure the perplexity of a trained model, with all parts and with some left out.",
+    ),
+    "tokenizer": (
+        "trained_model:tokenizer_command",
+        "Train a tokenizer (byte pairs) on the text of a config, for data.tokenizer.",
+    ),
+    "doctor": (
+        "machine:doctor_command",
+        "Say what this machine can do, what is missing, and what to do about it.",
+    ),
+}
+FIRST_STEPS = """\
+Penstock trains language models through a pipeline of workers, with the schedule as data.
+
+Look around, without torch:
+  penstock draw 1f1b --ranks 4 --microbatches 8    draw a schedule
+  penstock list                                    all schedules, with idle time and memory
+  penstock plan --ranks 4 --microbatches 8         search for the fastest one
+
+Train:
+  penstock doctor                                  what this machine can do, and what is missing
+  penstock train                                   a small Llama on four local workers, in a minute
+  penstock init config.toml                        a config for a model and data of your own
+  penstock plan config.toml --gpu h100             plan it for GPUs that you do not have
+
+penstock --help lists all commands, penstock COMMAND --help explains one, and
+penstock --install-completion lets your shell complete their words."""
 
 
 def _without_values(parameters: list[Any]) -> list[Any]:
@@ -69,11 +143,27 @@ class Commands(TyperGroup):
         return _without_values(super().get_params(context))
 
     def resolve_command(self, context: Any, words: list[str]) -> Any:
-        """Find the command that the first word names."""
+        """Load the command that the first word names."""
         name = words[0]
         if name in OPTIONS_INSTEAD and not context.resilient_parsing:
             context.fail(f"{name!r} is an option here: {OPTIONS_INSTEAD[name]}")
+        if name in COMMANDS:
+            self.commands[name] = load(name)
         return super().resolve_command(context, words)
+
+
+def load(name: str) -> Any:
+    """Import a command, whose docstring is its help.
+
+    Typer keeps the line breaks of a docstring, so each paragraph becomes one line here and wraps as the terminal needs.
+    """
+    module, _, function = COMMANDS[name][0].partition(":")
+    command = getattr(import_module(f"penstock.cli.{module}"), function)
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    help_text = "\n\n".join(" ".join(text.split()) for text in paragraphs)
+    alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
+    alone.command(name, cls=Command, help=help_text)(flattened(command))
+    return typer.main.get_command(alone)
 
 
 app = typer.Typer(
@@ -86,8 +176,6 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from penstock.version import read_version
-
         print_plain(f"penstock {read_version()}")
         raise typer.Exit
 
@@ -107,37 +195,15 @@ def begin(
 ) -> None:
     """Print what to do first if no command is given."""
     if context.invoked_subcommand is None:
-        print_first_steps()
+        print_plain(FIRST_STEPS)
 
 
-def _add(name: str, command: Callable[..., None]) -> None:
-    """Add a command, whose docstring is its help.
-
-    Typer keeps the line breaks of a docstring, so each paragraph becomes one line here and wraps as the terminal needs.
-    """
-    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
-    help_text = "\n\n".join(" ".join(text.split()) for text in paragraphs)
-    app.command(name, cls=Command, help=help_text)(command)
+def _not_loaded() -> None:
+    """Stand for a command in the list of all."""
 
 
-_add("list", list_command)
-_add("draw", draw_command)
-_add("simulate", simulate_command)
-_add("plan", plan_command)
-_add("check", check_command)
-_add("compare", compare_command)
-_add("paths", paths_command)
-_add("profile", profile_command)
-_add("testbed", run_testbed)
-_add("train", train_command)
-_add("join", join_command)
-_add("init", init_command)
-_add("export", export_command)
-_add("generate", generate_command)
-_add("report", report_command)
-_add("eval", eval_command)
-_add("tokenizer", tokenizer_command)
-_add("doctor", doctor_command)
+for command_name, (_, about) in COMMANDS.items():
+    app.command(command_name, help=about)(_not_loaded)
 
 
 def main() -> None:
@@ -148,8 +214,6 @@ def main() -> None:
         _print_error(error)
         raise SystemExit(USER_ERROR) from None
     except ModuleNotFoundError as error:
-        from penstock.version import missing_package
-
         missing = missing_package(error)
         if missing is None:
             raise
@@ -168,10 +232,6 @@ def main() -> None:
 
 def _print_error(error: PenstockError) -> None:
     """Print an error, and report it to the launcher if there is one."""
-    from rich.markup import escape
-
-    from penstock.runtime.process.torchrun import prints_errors, tell_launcher
-
     kind = type(error).__name__
     if prints_errors():
         text = f"[bold red]{kind}[/]: {escape(str(error))}"

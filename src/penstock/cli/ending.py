@@ -7,9 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.tables import console, print_plain, write
+from penstock.train.after.report import (
+    Summary,
+    list_comparisons,
+    list_events,
+    render_report,
+    summarize_run,
+)
+from penstock.train.data.mixture import describe_use
+from penstock.train.data.prompt import read_prompt
+from penstock.train.history import read_rows
+from penstock.view.numbers import write_time
 
 if TYPE_CHECKING:
-    from penstock.train.after.report import Summary
     from penstock.train.launch import Verdict
 
 REPORT = "report.html"  # in the folder of a run
@@ -18,13 +28,11 @@ SAMPLE = "sample.txt"  # in the folder of a run
 
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
-    from penstock.train.after.generate import (
+    from penstock.train.after.generate import (  # loads torch
         continues_texts,
         generate_text,
         open_trained,
     )
-    from penstock.train.after.report import render_report, summarize_run
-    from penstock.train.data.prompt import read_prompt
 
     if verdict.stopped and not verdict.step:
         _print_no_checkpoint(folder)
@@ -49,7 +57,6 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
 
 def _print_no_checkpoint(folder: Path) -> None:
     """Say that a run was stopped before it saved anything, and how to continue."""
-    from penstock.train.history import read_rows
     from penstock.train.launch import way_on
 
     steps = len(read_rows(folder))
@@ -61,10 +68,7 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
-    from penstock.train.after.report import list_comparisons, list_events
-    from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name
-    from penstock.train.data.mixture import describe_use
-    from penstock.view.numbers import write_time
+    from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name  # loads torch
 
     first = summary.rows[0]
     last = summary.rows[-1]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.cli.tables import print_table, progress
+from penstock.config import Config, reasons_against_recording
+from penstock.cost import RowProfiles
 from penstock.errors import PenstockError
-from penstock.view.numbers import count_of
-
-if TYPE_CHECKING:
-    from penstock.config import Config
-    from penstock.cost import RowProfiles
-    from penstock.ir import Plan
-    from penstock.train.forecast import Forecast
-    from penstock.train.placement import Placement
+from penstock.ir import Plan
+from penstock.train.forecast import (
+    Forecast,
+    forecast,
+    known_forecast,
+    measure_forecast,
+)
+from penstock.train.placement import Placement
+from penstock.view.numbers import count_of, write_range, write_size, write_time
 
 # The time with launches over the time of the kernels; less than this is not worth a hint.
 MIN_LAUNCH_OVERHEAD = 1.1
@@ -59,8 +61,6 @@ def measured_forecast(
     The profiles by which a search has chosen the plan will do on a GPU, where measurements repeat. On cores they
     differ from one to the next, and the plan that is the fastest of hundreds by one of them promises too much.
     """
-    from penstock.train.forecast import forecast, measure_forecast
-
     if profiles is not None and placement.device == "cuda":
         profile = profiles.at(config.rows)
         return forecast(config, plan, profile, placement.processors)
@@ -70,8 +70,6 @@ def measured_forecast(
 
 def prediction(config: Config, plan: Plan, placement: Placement, folder: Path) -> str:
     """Describe the forecast of a run. A failed forecast never blocks a run."""
-    from penstock.train.forecast import known_forecast
-
     try:
         forecast = known_forecast(folder, config, plan)
         if forecast is None or (forecast.searched and placement.device == "cpu"):
@@ -83,8 +81,6 @@ def prediction(config: Config, plan: Plan, placement: Placement, folder: Path) -
 
 def print_memory(forecast: Forecast, config: Config) -> None:
     """Print the memory of each rank; of several processes, that of the fullest."""
-    from penstock.view.numbers import write_size
-
     owner = "rank" if config.mesh.size == 1 else "process of rank"
     heads = (owner, "weights, gradients, optimizer", "activations at most", "together")
     rows = []
@@ -97,8 +93,6 @@ def print_memory(forecast: Forecast, config: Config) -> None:
 
 def describe_step(forecast: Forecast, config: Config) -> str:
     """Describe the speed and the time of a step."""
-    from penstock.view.numbers import write_range, write_time
-
     step = write_time(forecast.seconds, digits=3)
     makespan = write_time(forecast.timeline.makespan, digits=3)
     optimizer = write_time(forecast.optimizer, digits=3)
@@ -120,8 +114,6 @@ def describe_step(forecast: Forecast, config: Config) -> str:
 
 def _describe_full(forecast: Forecast) -> str:
     """Describe the time of steps that run all parts, if there are such steps beside others."""
-    from penstock.view.numbers import write_range, write_time
-
     if forecast.full is None:
         return ""
     full = write_time(forecast.full.seconds, digits=3)
@@ -130,8 +122,6 @@ def _describe_full(forecast: Forecast) -> str:
 
 def hint(forecast: Forecast, config: Config) -> str:
     """Return a line that suggests `run.graphs` if launches slow a GPU down; else ""."""
-    from penstock.config import reasons_against_recording
-
     if forecast.launch < MIN_LAUNCH_OVERHEAD:
         return ""
     if config.run.graphs != "false" or reasons_against_recording(config):

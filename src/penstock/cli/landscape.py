@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+from rich.status import Status
 
 from penstock.cli.tables import console, print_table
-
-if TYPE_CHECKING:
-    from rich.status import Status
-
-    from penstock.plan.question import Question
-    from penstock.plan.search import Landscape, Row, SearchProgress
-    from penstock.plan.workload import Cell
+from penstock.plan.candidates import title
+from penstock.plan.partial import skipped_share
+from penstock.plan.planner import unused_settings
+from penstock.plan.question import Question
+from penstock.plan.search import Landscape, Row, SearchProgress, row_title
+from penstock.plan.workload import Cell
+from penstock.schedules.coverage import visits_all_parts
+from penstock.view.numbers import (
+    name_size,
+    name_time,
+    size_scale,
+    time_scale,
+    write_range,
+)
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
@@ -71,8 +79,6 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
 
 
 def _row_facts(row: Row, question: Question) -> dict[str, object]:
-    from penstock.plan.partial import skipped_share
-
     candidate = row.candidate
     cell = row.cell
     return {
@@ -108,9 +114,6 @@ def finite_or_none(number: float) -> float | None:
 # ---------------------------------------------------------------- the table
 def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     """Print the best rows of a search, and what the columns mean."""
-    from penstock.plan.candidates import title
-    from penstock.view.numbers import size_scale, time_scale
-
     console().print(f"planned {question.basis}", highlight=False, markup=False)
     best = landscape.best.candidate
     times = time_scale(best.step, question.units)
@@ -159,8 +162,6 @@ def _cell_notes(cells: Collection[Cell]) -> list[str]:
 
 def note_unused(question: Question) -> list[str]:
     """Return a note if the config names a schedule or a shape, which a search does not use."""
-    from penstock.plan.planner import unused_settings
-
     config = question.workload.config
     unused = [] if config is None else unused_settings(config.schedule)
     if not unused:
@@ -175,9 +176,6 @@ def _notes(
     landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
 ) -> list[str]:
     """Return the explanations under the table."""
-    from penstock.plan.search import row_title
-    from penstock.schedules.coverage import visits_all_parts
-    from penstock.view.numbers import name_size, name_time
 
     def visits_all(row: Row) -> bool:
         return visits_all_parts(row.candidate.schedule)
@@ -251,8 +249,6 @@ def _notes(
 
 def describe_range(question: Question, step: float) -> list[str]:
     """Return a line with the times between which a step may lie, and why; no line in units of the papers."""
-    from penstock.view.numbers import write_range
-
     between = question.range_of(step)
     if question.spread is None or between is None:
         return []

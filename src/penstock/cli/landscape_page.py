@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from penstock.cli.landscape import describe_range, slice_lengths
+from penstock.ir.timeline import Timeline
 from penstock.plan.candidates import title
 from penstock.plan.overview import (
     NOT_TRIED,
@@ -24,7 +24,8 @@ from penstock.plan.overview import (
     rivals,
 )
 from penstock.plan.partial import skipped_share
-from penstock.plan.search import CANNOT_WIN, row_title
+from penstock.plan.question import Question
+from penstock.plan.search import CANNOT_WIN, Landscape, Row, row_title
 from penstock.view.front import Dot, Front
 from penstock.view.landscape import (
     HeatCell,
@@ -42,11 +43,6 @@ from penstock.view.numbers import (
     size_scale,
     time_scale,
 )
-
-if TYPE_CHECKING:
-    from penstock.ir.timeline import Timeline
-    from penstock.plan.question import Question
-    from penstock.plan.search import Landscape, Row
 
 MAX_TABLE_ROWS = 20
 MAX_ROOMY_RANKS = 10  # maps with more columns have cells of one line

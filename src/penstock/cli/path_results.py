@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.plan.paths import PathPlan, Rotation
+from penstock.plan.paths import PathPlan, Rotation, StepPair
+from penstock.plan.paths.planner import planned_sums_of
+from penstock.view.numbers import write_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,6 @@ class PathResults:
 
 def json_facts(found: PathResults) -> dict[str, object]:
     """Return the results as JSON has them."""
-    from penstock.plan.paths import StepPair
-
     plan, full, full_step = found.plan, found.full, found.full_step
     rotation = found.rotation
     return {
@@ -44,9 +42,6 @@ def json_facts(found: PathResults) -> dict[str, object]:
 
 def table_rows(found: PathResults) -> list[tuple[str, str]]:
     """Return the results as the table shows them."""
-    from penstock.plan.paths import StepPair
-    from penstock.view.numbers import write_time
-
     plan, full, full_step = found.plan, found.full, found.full_step
     rows = [
         (_step_name(plan), write_time(plan.makespan)),
@@ -86,9 +81,6 @@ def _step_name(plan: PathPlan) -> str:
 
 def _describe_sums(plan: PathPlan) -> str:
     """Describe how gradients are summed, and how long a step waits for that."""
-    from penstock.plan.paths.planner import planned_sums_of
-    from penstock.view.numbers import write_time
-
     timeline = plan.timeline
     waited = timeline.makespan - float(timeline.end.max())
     kinds = [sum_.kind.value for sum_ in planned_sums_of(plan)]
@@ -98,8 +90,6 @@ def _describe_sums(plan: PathPlan) -> str:
 
 def _describe_rotation(rotation: Rotation) -> str:
     """Describe how many sets of paths there are, and what they leave out."""
-    from penstock.view.numbers import write_time
-
     count = len(rotation.plans)
     text = f"{count} sets, the slowest {write_time(rotation.makespan)}"
     if count == 1:
@@ -115,7 +105,5 @@ def _describe_rotation(rotation: Rotation) -> str:
 
 def _describe_search(plan: PathPlan) -> str:
     """Describe the work of a search, and whether it was cut short."""
-    from penstock.view.numbers import write_time
-
     work = f"{plan.simulations:,} moves in {write_time(plan.seconds, digits=2)}"
     return f"{work}, cut short" if plan.cut_short else work

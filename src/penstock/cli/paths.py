@@ -1,41 +1,221 @@
-"""`penstock paths`: plans SkipPipe's paths for the nodes and links of a cluster.toml."""
+"""`penstock paths`: plans SkipPipe's paths for the nodes and links of a cluster.toml.
+
+cluster.toml --parts --forward ...       options describe a model of equal parts, as in the paper
+config.toml --cluster cluster.toml       the model of a config; it is measured, or its profile is given
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.interrupt import (
+from penstock.cli.options import (
+    ConfigChanges,
+    JsonFlag,
+    ProfileFile,
+    given,
+    option,
+    refuse,
+)
+from penstock.cli.path_results import PathResults, json_facts, table_rows
+from penstock.cli.plan import profiles_of
+from penstock.cli.tables import (
     INTERRUPTED,
     Interrupt,
     ShownInterrupt,
     interruptible,
-)
-from penstock.cli.options import AcceptError, ConfigChanges, JsonFlag, ProfileFile
-from penstock.cli.path_question import (
-    ConfigOptions,
-    question_from_config,
-    question_from_options,
-)
-from penstock.cli.path_results import PathResults, json_facts, table_rows
-from penstock.cli.tables import (
     print_json,
     print_plain,
     print_table,
     progress,
     write,
 )
+from penstock.config import Config, is_recording, precision_of
+from penstock.cost import Cluster, PartCost, Profile
+from penstock.cost.cluster import with_memory, with_slots
+from penstock.cost.gpus import analytic_profile, gpu_of
+from penstock.cost.sum_bytes import SUM_SHARES, sum_as
 from penstock.errors import ShapeError
+from penstock.formats import dump_plan, read_cluster
+from penstock.formats.config_toml import written_keys
+from penstock.plan.paths import (
+    PathPlan,
+    Rules,
+    best_pair,
+    even_parts,
+    full_steps,
+    paths_plan,
+    plan_paths,
+    rotate,
+    rule_faults,
+)
+from penstock.plan.paths.problem import ModelParts, choose_data_nodes, model_parts
+from penstock.plan.paths.rotation import DEFAULT_RECOVERY_MOVES, full_pipeline, replan
+from penstock.plan.paths.rules import raise_rule_faults, rules_from
+from penstock.plan.paths.search import Budget
+from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES
+from penstock.plan.paths.starts import replica_counts
+from penstock.plan.question import basis_of, parse_bytes
+from penstock.plan.workload import USABLE_SHARE, Fixed, Workload
+from penstock.train.own_models import config_of
+from penstock.train.placement import decide_placement
 
 if TYPE_CHECKING:
-    from penstock.cost import Cluster
-    from penstock.plan.paths import PathPlan
+    from penstock.train.weights import Sizes  # loads torch
 
 MODEL_PANEL = "A model and its nodes"
-ITERATIONS = 25_500  # equals `staged_search.DEFAULT_SEARCH_MOVES`, which is imported only when it is needed
+NEEDS_A_CONFIG = (
+    "{option} needs a config and a cluster: "
+    "penstock paths config.toml --cluster cluster.toml {option} ..."
+)
+FOR_A_DESCRIPTION = (
+    "{option} describes a model without a config; a profile gives it here\n"
+    "  leave {option} out"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """The nodes, beside those of a cluster.toml."""
+
+    cluster: Path | None = option(
+        None, "The nodes and their links, for a config.", rich_help_panel=MODEL_PANEL
+    )
+    gpu: str | None = option(
+        None,
+        "Nodes are GPUs of a known kind: v100, a100-40, a100, h100 or h200. "
+        "Times come from a formula.",
+        rich_help_panel=MODEL_PANEL,
+    )
+    memory: str | None = option(
+        None,
+        "Memory of nodes that have neither slots nor memory in the cluster.toml, such as 16GiB.",
+        rich_help_panel=MODEL_PANEL,
+    )
+    slots: int | None = option(None, "Micro-batches that each node may hold.")
+    data_nodes: int | None = option(None, "Nodes that hold the first part.")
+
+
+@dataclass(frozen=True, slots=True)
+class PartOptions:
+    """A model of equal parts, as in the paper."""
+
+    forward: float | None = option(
+        None, "Seconds that a part's forward takes on a node of speed 1.", above=0
+    )
+    message: float | None = option(
+        None, "Bytes that a micro-batch sends from part to part.", least=0
+    )
+    held: float | None = option(
+        None,
+        "Bytes that a part holds of a micro-batch, for nodes with a memory.",
+        least=0,
+    )
+    weights: float | None = option(
+        None,
+        "Bytes of a part's weights, gradients and optimizer state, for nodes with a memory.",
+        least=0,
+    )
+    gradients: float | None = option(
+        None, "Bytes of a part's gradients, summed over its replicas.", least=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What a step does."""
+
+    parts: int | None = option(None, "Parts of the model, not counting the head.")
+    microbatches: int | None = option(
+        None, "Micro-batches in a step for each data node."
+    )
+    slices: int = option(
+        1, "Token slices of a micro-batch; they overlap work and slow messages."
+    )
+    waves: bool = option(
+        False, "Pass through every node twice, down and up.", "--waves"
+    )
+    sums: str | None = option(
+        None,
+        "How replicas sum gradients: planned, the quickest of ring, direct exchange and two levels, "
+        "which `penstock train` then does; or ring, as gloo and NCCL do (the default for GPUs).",
+    )
+    sum_messages: str = option(
+        "float32",
+        "Type in which planned sums of gradients travel: float32, bfloat16 or int8.",
+    )
+    accumulate: int | None = option(
+        None,
+        "Passes of a step, by default run.accumulate of the config, or 1. Replicas sum gradients once "
+        "a step, in its last pass, and all times are means of a pass.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RuleOptions:
+    """Which paths are allowed, and which are planned besides."""
+
+    share: float = option(
+        1 / 3, "The share of the parts that each micro-batch skips.", show_default="1/3"
+    )
+    rule: list[str] | None = option(
+        None,
+        "NAME=VALUE; may be repeated. Names: behind, distance, swaps, ahead, uneven, full, wait, share.",
+    )
+    rotate: bool = option(
+        False,
+        "Plan further sets of paths, which training takes in turn, until some path meets every set of parts.",
+        "--rotate",
+    )
+    slack: float = option(
+        0.0,
+        "The share by which a step with further paths may take longer than the first (with --rotate).",
+        least=0,
+    )
+    lost: list[int] | None = option(
+        None,
+        "A node that is gone. The others keep the parts that the same command gives them without --lost, and "
+        "paths go around it. May be repeated.",
+    )
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of all paths."""
+        return rules_from([f"share={self.share!r}", *(self.rule or ())])
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How long each search takes."""
+
+    iterations: int = option(
+        DEFAULT_SEARCH_MOVES,
+        "The number of moves that the search tries.",
+        least=1,
+    )
+    seconds: float | None = option(
+        None, "Time limit of each search, in seconds. Default: no limit.", above=0
+    )
+    seed: int = option(0, "Random seed of the search.")
+
+
+@dataclass(frozen=True, slots=True)
+class PathQuestion:
+    """What to plan: the nodes, and the costs of a model's parts."""
+
+    cluster: Cluster
+    parts: tuple[PartCost, ...]
+    microbatches: int
+    data_nodes: int | None
+    tokens: int
+    gap: float = 0.0
+    model: ModelParts | None = None
+    passes: int = 1  # of a step
+    on_gpu: bool = False  # whether the times are those of a GPU
+    basis: str = ""  # the precision of a model, and where its times come from
 
 
 def paths_command(
@@ -47,141 +227,15 @@ def paths_command(
             "Without --cluster: the cluster.toml, for a model that the options describe.",
         ),
     ],
+    nodes: NodeOptions,
+    profile: ProfileFile,
+    described: PartOptions,
+    step: StepOptions,
+    ruled: RuleOptions,
+    search: SearchOptions,
     changes: ConfigChanges = None,
-    cluster: Annotated[
-        Optional[Path],
-        typer.Option(
-            help="The nodes and their links, for a config.", rich_help_panel=MODEL_PANEL
-        ),
-    ] = None,
-    profile: ProfileFile = None,
-    accept_error: AcceptError = False,
-    gpu: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Nodes are GPUs of a known kind: v100, a100-40, a100, h100 or h200. "
-            "Times come from a formula.",
-            rich_help_panel=MODEL_PANEL,
-        ),
-    ] = None,
-    memory: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Memory of nodes that have neither slots nor memory in the cluster.toml, "
-            "such as 16GiB.",
-            rich_help_panel=MODEL_PANEL,
-        ),
-    ] = None,
-    parts: Annotated[
-        Optional[int], typer.Option(help="Parts of the model, not counting the head.")
-    ] = None,
-    microbatches: Annotated[
-        Optional[int], typer.Option(help="Micro-batches in a step for each data node.")
-    ] = None,
-    forward: Annotated[
-        Optional[float],
-        typer.Option(help="Seconds that a part's forward takes on a node of speed 1."),
-    ] = None,
-    share: Annotated[
-        float,
-        typer.Option(
-            help="The share of the parts that each micro-batch skips.",
-            show_default="1/3",
-        ),
-    ] = 1 / 3,
-    rule: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            help="NAME=VALUE; may be repeated. Names: behind, distance, swaps, ahead, "
-            "uneven, full, wait, share."
-        ),
-    ] = None,
-    message: Annotated[
-        Optional[float],
-        typer.Option(help="Bytes that a micro-batch sends from part to part."),
-    ] = None,
-    held: Annotated[
-        Optional[float],
-        typer.Option(
-            help="Bytes that a part holds of a micro-batch, for nodes with a memory."
-        ),
-    ] = None,
-    weights: Annotated[
-        Optional[float],
-        typer.Option(
-            help="Bytes of a part's weights, gradients and optimizer state, for nodes with a memory."
-        ),
-    ] = None,
-    gradients: Annotated[
-        Optional[float],
-        typer.Option(help="Bytes of a part's gradients, summed over its replicas."),
-    ] = None,
-    sums: Annotated[
-        Optional[str],
-        typer.Option(
-            help="How replicas sum gradients: planned, the quickest of ring, direct exchange and two levels, "
-            "which `penstock train` then does; or ring, as gloo and NCCL do (the default for GPUs)."
-        ),
-    ] = None,
-    sum_messages: Annotated[
-        str,
-        typer.Option(
-            help="Type in which planned sums of gradients travel: float32, bfloat16 or int8."
-        ),
-    ] = "float32",
-    accumulate: Annotated[
-        Optional[int],
-        typer.Option(
-            help="Passes of a step, by default run.accumulate of the config, or 1. Replicas sum gradients once "
-            "a step, in its last pass, and all times are means of a pass.",
-        ),
-    ] = None,
-    slots: Annotated[
-        Optional[int], typer.Option(help="Micro-batches that each node may hold.")
-    ] = None,
-    data_nodes: Annotated[
-        Optional[int], typer.Option(help="Nodes that hold the first part.")
-    ] = None,
-    slices: Annotated[
-        int,
-        typer.Option(
-            help="Token slices of a micro-batch; they overlap work and slow messages."
-        ),
-    ] = 1,
-    waves: Annotated[
-        bool,
-        typer.Option("--waves", help="Pass through every node twice, down and up."),
-    ] = False,
-    rotate: Annotated[
-        bool,
-        typer.Option(
-            "--rotate",
-            help="Plan further sets of paths, which training takes in turn, until some path meets every set of parts.",
-        ),
-    ] = False,
-    slack: Annotated[
-        float,
-        typer.Option(
-            help="The share by which a step with further paths may take longer than the first (with --rotate)."
-        ),
-    ] = 0.0,
-    lost: Annotated[
-        Optional[list[int]],
-        typer.Option(
-            help="A node that is gone. The others keep the parts that the same command gives them without --lost, and "
-            "paths go around it. May be repeated."
-        ),
-    ] = None,
-    iterations: Annotated[
-        int, typer.Option(help="The number of moves that the search tries.")
-    ] = ITERATIONS,
-    seconds: Annotated[
-        Optional[float],
-        typer.Option(help="Time limit of each search, in seconds. Default: no limit."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the search.")] = 0,
     output: Annotated[
-        Optional[Path], typer.Option("-o", "--output", help="The plan.json to write.")
+        Path | None, typer.Option("-o", "--output", help="The plan.json to write.")
     ] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -210,186 +264,77 @@ def paths_command(
 
     Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --lost 7 -o without-7.json
     """
-    from penstock.cost.sum_bytes import sum_as
-    from penstock.formats import dump_plan
-    from penstock.plan.paths import (
-        full_steps,
-        paths_plan,
-        plan_paths,
-        rule_faults,
-    )
-    from penstock.plan.paths import rotate as rotate_paths
-    from penstock.plan.paths.rotation import DEFAULT_RECOVERY_MOVES, replan
-    from penstock.plan.paths.rules import raise_rule_faults, rules_from
-
-    _check_positive(forward=forward, seconds=seconds)
-    _check_not_negative(
-        message=message, held=held, weights=weights, gradients=gradients, slack=slack
-    )
-    _check_iterations(iterations)
-    _check_sums(sums, sum_messages)
-    memory_bytes = None if memory is None else _bytes_in(memory)
-    rules = rules_from([f"share={share!r}", *(rule or ())])
-    described = {
-        "forward": forward,
-        "message": message,
-        "held": held,
-        "weights": weights,
-        "gradients": gradients,
-    }
-    if cluster is None:
-        _refuse_without_cluster(profile=profile, gpu=gpu, set=changes or None)
-        question = question_from_options(
-            source, parts, microbatches, data_nodes, slices, described
-        )
+    _check_sums(step.sums, step.sum_messages)
+    memory = None if nodes.memory is None else parse_bytes(nodes.memory)
+    rules = ruled.rules
+    if nodes.cluster is None:
+        needing = {"--profile": profile.profile, "--gpu": nodes.gpu, "--set": changes}
+        refuse((name for name, value in needing.items() if value), NEEDS_A_CONFIG)
+        question = question_from_options(source, nodes, step, described)
     else:
-        _refuse_beside_config(described)
-        options = ConfigOptions(
-            source,
-            tuple(changes or ()),
-            cluster,
-            profile,
-            accept_error,
-            gpu,
-            parts,
-            microbatches,
-            data_nodes,
+        refuse(given(described), FOR_A_DESCRIPTION)
+        question = question_from_config(
+            source, tuple(changes or ()), nodes, profile, step, rules
         )
-        question = question_from_config(options, rules)
-    nodes = _completed(question.cluster, memory_bytes, slots)
-    planned_sums = sums == "planned" if sums else not question.on_gpu
-    passes = question.passes if accumulate is None else accumulate
+    cluster = question.cluster
+    if memory is not None:
+        cluster = with_memory(cluster, memory)
+    if nodes.slots is not None:
+        cluster = with_slots(cluster, nodes.slots)
     rotation = None
     stages: list[PathPlan] = []
+    limits = asdict(search)
     with (
         progress("planning; Ctrl-C shows the best plan so far"),
         interruptible() as interrupt,
     ):
         plan = plan_paths(
-            nodes,
-            sum_as(question.parts, sum_messages),
+            cluster,
+            sum_as(question.parts, step.sum_messages),
             question.microbatches,
             rules,
             data_nodes=question.data_nodes,
             tokens=question.tokens,
-            slices=slices,
-            waves=waves,
-            planned_sums=planned_sums,
-            passes=passes,
+            slices=step.slices,
+            waves=step.waves,
+            planned_sums=step.sums == "planned" if step.sums else not question.on_gpu,
+            passes=question.passes if step.accumulate is None else step.accumulate,
             gap=question.gap,
             first_gap=question.gap,
-            iterations=iterations,
-            seconds=seconds,
-            seed=seed,
             stop=interrupt,
             stages=stages,
+            **limits,
         )
-        plan, full, full_step = _with_full_steps(
-            plan, stages, iterations, seconds, seed, interrupt
-        )
-        if lost:
-            moves = min(iterations, DEFAULT_RECOVERY_MOVES)
-            plan = replan(plan, lost, (), moves, seconds, seed, stop=interrupt)
+        plan, full, full_step = _with_full_steps(plan, stages, search, interrupt)
+        if ruled.lost:
+            moves = min(search.iterations, DEFAULT_RECOVERY_MOVES)
+            plan = replan(
+                plan, ruled.lost, (), moves, search.seconds, search.seed, stop=interrupt
+            )
             full = full_step = None
             if not interrupt.stopped and rules.full and all(plan.partitions):
-                full_step = full_steps(plan, iterations, seconds, seed, stop=interrupt)
+                full_step = full_steps(plan, **limits, stop=interrupt)
         raise_rule_faults(rule_faults(plan))
-        if not interrupt.stopped and rotate:
-            rotation = rotate_paths(
-                plan, slack, iterations, seconds, seed, stop=interrupt
-            )
+        if not interrupt.stopped and ruled.rotate:
+            rotation = rotate(plan, ruled.slack, **limits, stop=interrupt)
     others = () if rotation is None else rotation.plans[1:]
     if output is not None:
-        written = paths_plan(plan, question.model, others, full_step, sum_messages)
+        written = paths_plan(plan, question.model, others, full_step, step.sum_messages)
         write(output, dump_plan(written), quiet=json)
     found = PathResults(plan, full, full_step, rotation)
-    if question.basis and not json:
-        print_plain(f"planned {question.basis}")
-    _show(found, interrupt.stopped, json)
+    if json:
+        print_json({**json_facts(found), "stopped": interrupt.stopped})
+    else:
+        if question.basis:
+            print_plain(f"planned {question.basis}")
+        note = "interrupted: this is the best plan so far" * interrupt.stopped
+        print_table(("", "planned paths"), table_rows(found), note)
     if interrupt.stopped:
         raise ShownInterrupt(INTERRUPTED)
 
 
-def _with_full_steps(
-    plan: PathPlan,
-    stages: list[PathPlan],
-    iterations: int,
-    seconds: float | None,
-    seed: int,
-    interrupt: Interrupt,
-) -> tuple[PathPlan, PathPlan | None, PathPlan | None]:
-    """Return the plan, a full pipeline to compare it with, and full steps on the plan's arrangement.
-
-    `stages` are the plans of the search's complete stages. If some steps run all parts, that plan is
-    chosen whose mean over partial and full steps is the least.
-    """
-    from penstock.plan.paths import best_pair
-    from penstock.plan.paths.rotation import full_pipeline
-    from penstock.plan.paths.search import Budget
-
-    if interrupt.stopped:
-        return plan, None, None
-    others: list[PathPlan] = []
-    full = full_pipeline(plan, iterations, seconds, seed, stop=interrupt, stages=others)
-    if interrupt.stopped or not plan.problem.rules.full:
-        return plan, full, None
-    # A short search has no complete stage.
-    proposed = [plan] if plan.cut_short or not stages else stages
-    limit = Budget(2 * iterations, seconds, stop=interrupt)
-    pair = best_pair(proposed, others, limit, seed)
-    # The moves of the whole search led to it, not only those of its own stage.
-    chosen = replace(pair.paths, seconds=plan.seconds, simulations=plan.simulations)
-    return chosen, full, pair.full
-
-
-def _show(found: PathResults, stopped: bool, json: bool) -> None:
-    """Print the results as JSON or as a table; `stopped` says that Ctrl-C ended the search."""
-    if json:
-        print_json({**json_facts(found), "stopped": stopped})
-    else:
-        note = "interrupted: this is the best plan so far" if stopped else ""
-        print_table(("", "planned paths"), table_rows(found), note)
-
-
-def _completed(cluster: Cluster, memory: float | None, slots: int | None) -> Cluster:
-    """Return the cluster with what the options --memory and --slots say about its nodes."""
-    from penstock.cost.cluster import with_memory, with_slots
-
-    if memory is not None:
-        cluster = with_memory(cluster, memory)
-    if slots is not None:
-        cluster = with_slots(cluster, slots)
-    return cluster
-
-
-def _bytes_in(text: str) -> float:
-    """Return the bytes of a size such as 16GiB."""
-    from penstock.plan.question import parse_bytes
-
-    return parse_bytes(text)
-
-
-def _refuse_without_cluster(**options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ShapeError(
-                f"--{name} needs a config and a cluster: "
-                f"penstock paths config.toml --cluster cluster.toml --{name} ..."
-            )
-
-
-def _refuse_beside_config(options: dict[str, float | None]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ShapeError(
-                f"--{name} describes a model without a config; a profile gives it here\n"
-                f"  leave --{name} out"
-            )
-
-
 def _check_sums(sums: str | None, messages: str) -> None:
-    from penstock.cost.sum_bytes import SUM_SHARES
-
+    """Refuse kinds and types of sums that do not exist or do not go together."""
     if sums not in (None, "ring", "planned"):
         raise ShapeError(f"--sums is ring or planned, not {sums!r}")
     if messages not in SUM_SHARES:
@@ -402,18 +347,152 @@ def _check_sums(sums: str | None, messages: str) -> None:
         )
 
 
-def _check_iterations(iterations: int) -> None:
-    if iterations < 1:
-        raise ShapeError(f"--iterations must be at least 1, not {iterations}")
+def _with_full_steps(
+    plan: PathPlan,
+    stages: list[PathPlan],
+    search: SearchOptions,
+    interrupt: Interrupt,
+) -> tuple[PathPlan, PathPlan | None, PathPlan | None]:
+    """Return the plan, a full pipeline to compare it with, and full steps on the plan's arrangement.
+
+    `stages` are the plans of the search's complete stages. If some steps run all parts, that plan is
+    chosen whose mean over partial and full steps is the least.
+    """
+    if interrupt.stopped:
+        return plan, None, None
+    others: list[PathPlan] = []
+    full = full_pipeline(plan, **asdict(search), stop=interrupt, stages=others)
+    if interrupt.stopped or not plan.problem.rules.full:
+        return plan, full, None
+    # A short search has no complete stage.
+    proposed = [plan] if plan.cut_short or not stages else stages
+    limit = Budget(2 * search.iterations, search.seconds, stop=interrupt)
+    pair = best_pair(proposed, others, limit, search.seed)
+    # The moves of the whole search led to it, not only those of its own stage.
+    chosen = replace(pair.paths, seconds=plan.seconds, simulations=plan.simulations)
+    return chosen, full, pair.full
 
 
-def _check_positive(**options: float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not value > 0:
-            raise ShapeError(f"--{name} must be above 0, not {value:g}")
+# ---------------------------------------------------------------- questions
+def question_from_options(
+    cluster: Path, nodes: NodeOptions, step: StepOptions, described: PartOptions
+) -> PathQuestion:
+    """Ask for paths through a model of equal parts, which options describe."""
+    needed = {
+        "parts": step.parts,
+        "microbatches": step.microbatches,
+        "forward": described.forward,
+    }
+    for name, value in needed.items():
+        if value is None:
+            raise ShapeError(
+                f"--{name} is missing\n"
+                "  give --parts, --microbatches and --forward, "
+                "or a config: penstock paths config.toml --cluster cluster.toml"
+            )
+    assert step.parts is not None
+    assert step.microbatches is not None
+    tokens = max(step.slices, 1)
+    sizes = {name: value or 0.0 for name, value in asdict(described).items()}
+    return PathQuestion(
+        read_cluster(cluster),
+        even_parts(step.parts, tokens=tokens, **sizes),
+        step.microbatches,
+        nodes.data_nodes,
+        tokens,
+    )
 
 
-def _check_not_negative(**options: float | None) -> None:
-    for name, value in options.items():
-        if value is not None and not value >= 0:
-            raise ShapeError(f"--{name} must be at least 0, not {value:g}")
+def question_from_config(
+    source: Path,
+    changes: tuple[str, ...],
+    nodes: NodeOptions,
+    given_profile: ProfileFile,
+    step: StepOptions,
+    rules: Rules,
+) -> PathQuestion:
+    """Ask for paths through the model of a config, on the nodes of a cluster."""
+    # These load torch.
+    from penstock.train.launch import model_sizes
+    from penstock.train.start import find_run
+
+    if step.parts is None:
+        raise ShapeError(
+            "--parts is missing: into how many parts is the model divided?\n"
+            "  every part is on several nodes, so give fewer parts than the cluster has nodes"
+        )
+    config, _ = find_run(source, None, changes, exists=True)
+    microbatches = step.microbatches
+    if microbatches is None and "schedule.microbatches" in written_keys(
+        source, changes
+    ):
+        microbatches = config.schedule.microbatches
+    if not microbatches:
+        raise ShapeError(
+            "--microbatches is missing, and the config has no schedule.microbatches"
+        )
+    sizes = model_sizes(config)
+    assert nodes.cluster is not None
+    cluster = read_cluster(nodes.cluster)
+    wanted = replica_counts(
+        len(cluster.nodes), step.parts, rules.hops(step.parts), nodes.data_nodes
+    )
+    batch = config.data.batch // config.run.accumulate  # of a pass
+    data = choose_data_nodes(
+        batch, microbatches, wanted[0], nodes.data_nodes is not None
+    )
+    rows = batch // (data * microbatches)
+    profile, origin = _profile_of(nodes.gpu, given_profile, config, sizes, rows)
+    model = model_parts(
+        profile, step.parts, config.data.tokens, config.run.recompute, origin
+    )
+    if nodes.gpu is not None:
+        cluster = with_memory(cluster, USABLE_SHARE * gpu_of(nodes.gpu).memory)
+    return PathQuestion(
+        cluster,
+        model.costs,
+        microbatches,
+        data,
+        config.data.tokens,
+        model.turn,
+        model,
+        config.run.accumulate,
+        dict(profile.device).get("device") == "cuda",
+        basis_of(profile),
+    )
+
+
+def _profile_of(
+    gpu_name: str | None,
+    given_profile: ProfileFile,
+    config: Config,
+    sizes: Sizes,
+    rows: int,
+) -> tuple[Profile, str]:
+    """Return the profile of a config's model for micro-batches of `rows` rows, and where it comes from."""
+    if gpu_name is not None:
+        if given_profile.profile is not None:
+            raise ShapeError("--gpu cannot be combined with --profile")
+        gpu = gpu_of(gpu_name)
+        profile = analytic_profile(
+            config_of(sizes),
+            config.data.tokens,
+            rows,
+            gpu,
+            precision_of(config, on_gpu="bfloat16" in gpu.peak),
+            recorded=is_recording(config, on_gpu=True),
+        )
+        return (
+            profile,
+            f"analytic profile of the {gpu.name}, by formula and not measured",
+        )
+    workload = Workload(
+        sizes.layers,
+        config.data.tokens,
+        batch=rows,
+        devices=1,
+        fixed=Fixed(ranks=1, microbatches=1, copies=1, tensor=1, shard=1),
+        config=config,
+    )
+    profiles, origin = profiles_of(given_profile, workload, decide_placement(config, 1))
+    return profiles.at(rows), origin

@@ -2,29 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Optional
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from penstock.cli.options import PRESET_NAMES, ConfigChanges, JsonFlag
+from penstock.cli.options import PRESET_NAMES, ConfigChanges, JsonFlag, given, option
 from penstock.cli.tables import print_json, print_table, progress, tell, write
+from penstock.config import AUTO, Config
+from penstock.cost import Cluster, Profile, RowProfiles
+from penstock.cost.buffers import held_whole
+from penstock.cost.gpus import analytic_profile, gpu_of
+from penstock.cost.profile import MAX_ERROR, error_warning
 from penstock.errors import ShapeError
+from penstock.formats import config_toml, dump_cluster, dump_row_profiles
+from penstock.ir import Op
+from penstock.plan.planner import plan_run
+from penstock.train.placement import check_gpu_exists, decide_placement, precision_on
+from penstock.view.numbers import write_size, write_time
 
 if TYPE_CHECKING:
-    from penstock.cost import Cluster, Profile, RowProfiles
-    from penstock.train.profile import ProfileRequest
+    from penstock.train.profile import ProfileRequest  # loads torch
 
 DEFAULT_TOKENS = 1024
+PANEL = "Model"
 
-Size = Annotated[Optional[int], typer.Option(rich_help_panel="Model")]
+
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """The sizes of a model without a config."""
+
+    preset: str | None = option(
+        None,
+        f"{PRESET_NAMES}; the sizes below change it. [dim]\\[default: tiny][/]",
+        rich_help_panel=PANEL,
+    )
+    width: int | None = option(None, "", rich_help_panel=PANEL)
+    layers: int | None = option(None, "", rich_help_panel=PANEL)
+    heads: int | None = option(None, "", rich_help_panel=PANEL)
+    kv_heads: int | None = option(None, "", rich_help_panel=PANEL)
+    inner: int | None = option(None, "", rich_help_panel=PANEL)
+    vocab: int | None = option(None, "", rich_help_panel=PANEL)
+    hf: Path | None = option(
+        None,
+        "The folder of a Hugging Face model; its config.json gives the sizes.",
+        rich_help_panel=PANEL,
+    )
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """The sizes that differ from the preset, by the names of the config."""
+        sizes = asdict(self)
+        del sizes["preset"], sizes["hf"]
+        return {name: size for name, size in sizes.items() if size is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeOptions:
+    """How a model without a config computes."""
+
+    tokens: int | None = option(None, "Tokens in a sequence. Default: 1024.")
+    device: str | None = option(
+        None,
+        "cpu (the default), cuda, or cuda:1; with several ranks cuda gives each its own GPU.",
+    )
+    dtype: str | None = option(
+        None,
+        "Data type of the weights: float32 (the default), bfloat16 or float16.",
+    )
+    autocast: str | None = option(
+        None,
+        "Compute in this data type instead: bfloat16, the default on GPUs unless --dtype is given.",
+    )
+    graphs: bool = option(
+        False,
+        "On a GPU: measure recorded actions, as with run.graphs = true.",
+        "--graphs",
+    )
+    threads: int | None = option(
+        None, "Threads per rank. Default: torch's choice.", least=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuringOptions:
+    """What is measured, and how exactly."""
+
+    rows: str | None = option(
+        None,
+        "Sequences in a micro-batch, or several numbers such as 1,2,4. "
+        "Default: 1, or those of the config.",
+    )
+    gpu: str | None = option(
+        None,
+        "Measure nothing, but compute the profile of a GPU: v100, a100-40, a100, h100 or h200.",
+    )
+    ranks: int | None = option(
+        None,
+        "Ranks on this machine that measure at the same time, then their links and sums. "
+        "Default: 1, or as many as a run of the config has at work at once.",
+        least=1,
+    )
+    links: bool = option(
+        False,
+        "Measure the link of every pair of ranks, for a cluster.toml that `penstock paths` reads.",
+        "--links",
+    )
+    slots: int | None = option(
+        None, "With --links: micro-batches that each rank may hold.", least=1
+    )
+    rounds: int | None = option(
+        None,
+        "How many times to measure each point. Default: 6, or 3 with --quick.",
+        least=1,
+    )
+    quick: bool = option(
+        False,
+        "Measure about ten slices in a few seconds, and less exactly.",
+        "--quick",
+    )
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """The numbers of --rows; empty if it was not given."""
+        counts = []
+        for word in [] if self.rows is None else self.rows.split(","):
+            if not word.strip().isdecimal() or int(word) < 1:
+                raise ShapeError(
+                    f"--rows must be at least 1, or several numbers such as 1,2,4, not {self.rows}"
+                )
+            counts.append(int(word))
+        return tuple(counts)
 
 
 def profile_command(
+    sizes: SizeOptions,
+    compute: ComputeOptions,
+    measuring: MeasuringOptions,
     source: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Argument(
             metavar="CONFIG",
             help="A config.toml or the folder of a run: measures its model as it will run.",
@@ -32,109 +149,13 @@ def profile_command(
     ] = None,
     changes: ConfigChanges = None,
     output: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             "-o",
             "--output",
             help="The file to write. Default: profile.json, with --links cluster.toml.",
         ),
     ] = None,
-    preset: Annotated[
-        Optional[str],
-        typer.Option(
-            help=f"{PRESET_NAMES}; the sizes below change it. [dim]\\[default: tiny][/]",
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    width: Size = None,
-    layers: Size = None,
-    heads: Size = None,
-    kv_heads: Size = None,
-    inner: Size = None,
-    vocab: Size = None,
-    hf: Annotated[
-        Optional[Path],
-        typer.Option(
-            help="The folder of a Hugging Face model; its config.json gives the sizes.",
-            rich_help_panel="Model",
-        ),
-    ] = None,
-    tokens: Annotated[
-        Optional[int], typer.Option(help="Tokens in a sequence. Default: 1024.")
-    ] = None,
-    rows: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Sequences in a micro-batch, or several numbers such as 1,2,4. "
-            "Default: 1, or those of the config."
-        ),
-    ] = None,
-    device: Annotated[
-        Optional[str],
-        typer.Option(
-            help="cpu (the default), cuda, or cuda:1; with several ranks cuda gives each its own GPU."
-        ),
-    ] = None,
-    dtype: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Data type of the weights: float32 (the default), bfloat16 or float16."
-        ),
-    ] = None,
-    autocast: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Compute in this data type instead: bfloat16, the default on GPUs unless --dtype is given."
-        ),
-    ] = None,
-    gpu: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Measure nothing, but compute the profile of a GPU: v100, a100-40, a100, h100 or h200.",
-        ),
-    ] = None,
-    graphs: Annotated[
-        bool,
-        typer.Option(
-            "--graphs",
-            help="On a GPU: measure recorded actions, as with run.graphs = true.",
-        ),
-    ] = False,
-    threads: Annotated[
-        Optional[int], typer.Option(help="Threads per rank. Default: torch's choice.")
-    ] = None,
-    ranks: Annotated[
-        Optional[int],
-        typer.Option(
-            help="Ranks on this machine that measure at the same time, then their links and sums. "
-            "Default: 1, or as many as a run of the config has at work at once."
-        ),
-    ] = None,
-    links: Annotated[
-        bool,
-        typer.Option(
-            "--links",
-            help="Measure the link of every pair of ranks, for a cluster.toml that "
-            "`penstock paths` reads.",
-        ),
-    ] = False,
-    slots: Annotated[
-        Optional[int],
-        typer.Option(help="With --links: micro-batches that each rank may hold."),
-    ] = None,
-    rounds: Annotated[
-        Optional[int],
-        typer.Option(
-            help="How many times to measure each point. Default: 6, or 3 with --quick."
-        ),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Measure about ten slices in a few seconds, and less exactly.",
-        ),
-    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links and sums.
@@ -154,107 +175,90 @@ def profile_command(
 
     Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
-    _check_counts(ranks=ranks, rounds=rounds, threads=threads, slots=slots)
-    row_counts = _row_counts(rows)
-    sizes = {
-        "width": width,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "inner": inner,
-        "vocab": vocab,
-    }
-    given = {name: value for name, value in sizes.items() if value is not None}
-    if hf is not None and given:
-        options = " ".join(f"--{name.replace('_', '-')}" for name in given)
+    rows = measuring.row_counts
+    if sizes.hf is not None and sizes.changes:
+        options = [name for name in given(sizes) if name not in ("--preset", "--hf")]
         raise ShapeError(
-            f"--hf already gives the sizes; it cannot be combined with {options}\n"
+            f"--hf already gives the sizes; it cannot be combined with {' '.join(options)}\n"
             "  leave one of them out"
         )
-    settings = {
-        "preset": preset,
-        **given,
-        "hf": hf,
-        "tokens": tokens,
-        "device": device,
-        "dtype": dtype,
-        "autocast": autocast,
-        "graphs": graphs or None,
-        "threads": threads,
-    }
-    if source is not None:
-        _refuse_settings(source, settings)
-    elif changes:
+    settings = [*given(sizes), *given(compute)]
+    if source is not None and settings:
+        raise ShapeError(
+            f"{source} decides what is measured; it cannot be combined with {' '.join(settings)}\n"
+            "  change its values with --set section.key=value"
+        )
+    if source is None and changes:
         raise ShapeError("--set changes a config; name one, or leave --set out")
-    from penstock.formats.config_toml import DEFAULT_PRESET
-
-    if gpu is not None:
-        if hf is not None or links or slots is not None or source is not None:
+    links, slots = measuring.links, measuring.slots
+    if measuring.gpu is not None:
+        if sizes.hf is not None or links or slots is not None or source is not None:
             raise ShapeError(
                 "--gpu cannot be combined with a config, --hf, --links or --slots\n"
                 "  penstock plan config.toml --gpu h100 plans for a config"
             )
-        computed = _analytic(
-            gpu,
-            preset or DEFAULT_PRESET,
-            given,
-            tokens or DEFAULT_TOKENS,
-            row_counts or (1,),
-            autocast,
-            ranks or 1,
-            recorded=graphs,
-        )
+        computed = _analytic(sizes, compute, measuring)
         _write_profiles(computed, output or Path("profile.json"), json)
         return
-    from penstock.train import profile as measuring
-
     if output is None:
         output = Path("cluster.toml" if links else "profile.json")
     if links and output.suffix != ".json":
-        _survey(output, ranks or 1, slots, json)
+        _survey(output, measuring.ranks or 1, slots, json)
         return
     if slots is not None:
         raise ShapeError("--slots needs --links, which writes a cluster.toml")
+    from penstock.train.profile import profile_rows  # loads torch
+
+    processes = 1
     if source is not None:
-        request, config_rows, processes = _request_of_config(
-            source, changes or [], quick
+        request, own_rows, processes = _request_of_config(
+            source, changes or [], measuring.quick
         )
-        row_counts = row_counts or config_rows
+        rows = rows or own_rows
     else:
-        length = tokens or DEFAULT_TOKENS
-        model = hf or measuring.preset_sizes(preset or DEFAULT_PRESET, length, given)
-        request = measuring.ProfileRequest(
-            model,
-            length,
-            1,
-            device or "cpu",
-            dtype or "float32",
-            autocast or _default_autocast(device, dtype),
-            threads,
-            rounds=measuring.measuring_rounds(quick),
-            graphs=graphs,
-            quick=quick,
-        )
-        processes = 1
-    request = replace(request, links=links, rounds=rounds or request.rounds)
+        request = _request_of_sizes(sizes, compute, measuring.quick)
+    request = replace(request, links=links, rounds=measuring.rounds or request.rounds)
     with progress("measuring") as status:
 
         def show(text: str) -> None:
             if status is not None:
                 status.update(text)
 
-        profiles = measuring.profile_rows(
-            request, row_counts or (request.rows,), ranks or processes, show
+        profiles = profile_rows(
+            request, rows or (request.rows,), measuring.ranks or processes, show
         )
     if profiles is not None:
         _write_profiles(profiles, output, json)
 
 
+def _request_of_sizes(
+    sizes: SizeOptions, compute: ComputeOptions, quick: bool
+) -> ProfileRequest:
+    """Return the request to measure a model that options describe."""
+    from penstock.train.profile import (
+        ProfileRequest,
+        measuring_rounds,
+        preset_sizes,
+    )
+
+    tokens = compute.tokens or DEFAULT_TOKENS
+    preset = sizes.preset or config_toml.DEFAULT_PRESET
+    return ProfileRequest(
+        sizes.hf or preset_sizes(preset, tokens, sizes.changes),
+        tokens,
+        1,
+        compute.device or "cpu",
+        compute.dtype or "float32",
+        compute.autocast or _default_autocast(compute.device, compute.dtype),
+        compute.threads,
+        rounds=measuring_rounds(quick),
+        graphs=compute.graphs,
+        quick=quick,
+    )
+
+
 def _default_autocast(device: str | None, dtype: str | None) -> str | None:
     """Return the type in which a model computes that has no config, as `train` would compute it."""
-    from penstock.config import Config
-    from penstock.train.placement import precision_on
-
     kind = (device or "cpu").partition(":")[0]
     if dtype is not None or precision_on(Config(), kind) == "float32":
         return None
@@ -265,12 +269,9 @@ def _request_of_config(
     source: Path, changes: list[str], quick: bool
 ) -> tuple[ProfileRequest, tuple[int, ...], int]:
     """Return the request to measure a run's model, the rows that a plan may choose, and how many processes measure."""
-    from penstock.config import AUTO
-    from penstock.formats.config_toml import written_keys
-    from penstock.plan.planner import plan_run
+    # These load torch.
     from penstock.train.auto import machine_workload, rows_to_measure
     from penstock.train.launch import model_sizes
-    from penstock.train.placement import check_gpu_exists, decide_placement
     from penstock.train.profile import request_of
     from penstock.train.start import find_run
 
@@ -278,8 +279,8 @@ def _request_of_config(
     check_gpu_exists(config)
     layers = model_sizes(config).layers
     if config.schedule.name == AUTO:
-        given = written_keys(source, changes)
-        workload, placement = machine_workload(config, layers, given)
+        written = config_toml.written_keys(source, changes)
+        workload, placement = machine_workload(config, layers, written)
         rows = tuple(rows_to_measure(workload))
     else:
         config, plan = plan_run(config, layers)
@@ -290,71 +291,34 @@ def _request_of_config(
     return request, rows, placement.measurers
 
 
-def _refuse_settings(source: Path, settings: Mapping[str, object]) -> None:
-    """Refuse options that a config decides."""
-    given = [name for name, value in settings.items() if value is not None]
-    if given:
-        options = " ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ShapeError(
-            f"{source} decides what is measured; it cannot be combined with {options}\n"
-            "  change its values with --set section.key=value"
-        )
-
-
-def _row_counts(text: str | None) -> tuple[int, ...]:
-    """Parse --rows; empty if it was not given."""
-    if text is None:
-        return ()
-    counts = []
-    for word in text.split(","):
-        if not word.strip().isdecimal() or int(word) < 1:
-            raise ShapeError(
-                f"--rows must be at least 1, or several numbers such as 1,2,4, not {text}"
-            )
-        counts.append(int(word))
-    return tuple(counts)
-
-
 def _analytic(
-    gpu: str,
-    preset: str,
-    changes: dict[str, int],
-    tokens: int,
-    rows: tuple[int, ...],
-    autocast: str | None,
-    ranks: int,
-    recorded: bool,
+    sizes: SizeOptions, compute: ComputeOptions, measuring: MeasuringOptions
 ) -> RowProfiles:
     """Compute the profiles of a preset on a known GPU."""
-    from penstock.cost import RowProfiles
-    from penstock.cost.gpus import analytic_profile, gpu_of
-    from penstock.formats import config_toml
-
-    device = gpu_of(gpu)
-    precision = autocast or next(
-        name for name in ("bfloat16", "float16") if name in device.peak
+    preset = config_toml.preset(sizes.preset or config_toml.DEFAULT_PRESET)
+    gpu = gpu_of(measuring.gpu or "")
+    precision = compute.autocast or next(
+        name for name in ("bfloat16", "float16") if name in gpu.peak
     )
-    model = replace(config_toml.preset(preset).model, **changes)  # type: ignore[arg-type]
     profiles = [
         analytic_profile(
-            model, tokens, count, device, precision, ranks, recorded=recorded
+            replace(preset.model, **sizes.changes),  # type: ignore[arg-type]
+            compute.tokens or DEFAULT_TOKENS,
+            rows,
+            gpu,
+            precision,
+            measuring.ranks or 1,
+            recorded=compute.graphs,
         )
-        for count in sorted(set(rows))
+        for rows in sorted(set(measuring.row_counts or (1,)))
     ]
     return RowProfiles(tuple(profiles))
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ShapeError(f"--{name} must be at least 1, not {count}")
 
 
 # ---------------------------------------------------------------- links
 def _survey(output: Path, ranks: int, slots: int | None, json: bool) -> None:
     """Measure the hosts and links, and write a cluster.toml."""
-    from penstock.formats import dump_cluster
-    from penstock.measure.survey import survey
+    from penstock.measure.survey import survey  # loads torch
 
     with progress("measuring links"):
         cluster = survey(ranks, slots)
@@ -406,7 +370,6 @@ def _link_facts(link: _Link) -> dict[str, float]:
 
 
 def _print_links(cluster: Cluster) -> None:
-    from penstock.view.numbers import write_size, write_time
 
     rows = [
         (
@@ -438,9 +401,6 @@ class _FitRow(NamedTuple):
 
 def _write_profiles(profiles: RowProfiles, output: Path, json: bool) -> None:
     """Write profiles, and show how well their curves fit."""
-    from penstock.cost.profile import MAX_ERROR, error_warning
-    from penstock.formats import dump_row_profiles
-
     write(output, dump_row_profiles(profiles), quiet=json)
     if profiles.worst_error > MAX_ERROR:
         tell("WARNING", f"{output}: {error_warning(profiles)}")
@@ -474,7 +434,6 @@ def _profile_facts(profiles: RowProfiles, output: Path) -> dict[str, object]:
 
 
 def _fit_rows(profile: Profile) -> list[_FitRow]:
-    from penstock.ir import Op
 
     blocks = {
         "embedding": profile.embed,
@@ -492,7 +451,6 @@ def _fit_rows(profile: Profile) -> list[_FitRow]:
 
 
 def _print_fits(profile: Profile, rows: list[_FitRow]) -> None:
-    from penstock.view.numbers import write_time
 
     heads = (
         "",
@@ -518,8 +476,6 @@ def _print_fits(profile: Profile, rows: list[_FitRow]) -> None:
 
 def _notes(profile: Profile) -> str:
     """Return the facts under the table of fits."""
-    from penstock.view.numbers import write_size, write_time
-
     layer = profile.layer
     held_out = sum(point.held_out for point in layer.points)
     fitted = len(layer.points) - held_out
@@ -541,8 +497,6 @@ def _notes(profile: Profile) -> str:
 
 
 def _link_note(profile: Profile) -> str:
-    from penstock.cost.buffers import held_whole
-    from penstock.view.numbers import write_size, write_time
 
     network = profile.network
     if not network.serial:

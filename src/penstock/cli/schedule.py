@@ -2,65 +2,100 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from penstock.cli.completion import complete_schedule
-from penstock.cli.cost import price_of
 from penstock.cli.options import (
-    AcceptError,
-    BackwardOption,
-    CommOption,
-    ForwardOption,
     JsonFlag,
     OutputFile,
-    ProfileFile,
-    SumOption,
-    TokensOption,
+    ProfileOptions,
+    UnitTimes,
+    UnitTimesAndSums,
+    beginning,
+    given,
+    option,
+    refuse,
 )
 from penstock.cli.tables import console, print_json, print_table, write
+from penstock.cost import ProfileCost
+from penstock.cost.cluster import Cluster
+from penstock.cost.profile import refuse_error
+from penstock.cost.unit import UnitCost
 from penstock.errors import FileError, RunError, ShapeError
-
-if TYPE_CHECKING:
-    from penstock.cost.cluster import Cluster
-    from penstock.ir import Plan, Schedule, Sum, Timeline
-    from penstock.plan.price import Price, StepFacts
+from penstock.formats import (
+    dump_plan,
+    dump_torch_comms,
+    dump_torch_csv,
+    read_cluster,
+    read_plan,
+    read_row_profiles,
+    read_torch_csv,
+)
+from penstock.ir import Plan, Schedule, Timeline, lower, verify
+from penstock.ir.verify_sums import verify_sums
+from penstock.plan import lower_bound
+from penstock.plan.paths.planner import check_rules
+from penstock.plan.price import Price, StepFacts, step_facts
+from penstock.schedules import COMMON_SHAPE_WORDS, REGISTRY, make, shape_of
+from penstock.schedules.facts import FACTS
+from penstock.sim import simulate, simulate_in_order
+from penstock.sim.own_times import simulate_own_times
+from penstock.train.after.comparison import in_measured_units, predict_like_run
+from penstock.train.forecast import PROFILE
+from penstock.train.history import PLAN_FILE, TIMELINE, is_timeline, read_measured
+from penstock.view import gantt, page, svg, trace
+from penstock.view.numbers import (
+    MICROBATCHES,
+    RANKS,
+    count_of,
+    name_time,
+    short,
+    write_sizes,
+    write_time,
+)
 
 WIDE_TERMINAL = 120  # columns; from here on `list` also shows the papers
+UNIT_COSTS = {"--forward": "F", "--backward": "B", "--comm": "comm", "--sum": "sum"}
 
 Source = Annotated[
     str,
     typer.Argument(
         help="The name of a schedule (see `penstock list`), a plan.json, a CSV file "
         "from torch, or the timeline.json of a run.",
-        autocompletion=complete_schedule,
+        autocompletion=beginning("schedules:REGISTRY"),
     ),
 ]
-Ranks = Annotated[Optional[int], typer.Option(help="Workers in the pipeline.")]
-Microbatches = Annotated[Optional[int], typer.Option(help="Micro-batches in a step.")]
-Waves = Annotated[Optional[int], typer.Option(help="Waves over the ranks (hanayo).")]
-Chunks = Annotated[
-    Optional[int], typer.Option(help="Chunks of the model on each rank (interleaved).")
-]
-Slices = Annotated[
-    Optional[int], typer.Option(help="Token slices of each micro-batch.")
-]
-Skips = Annotated[
-    Optional[int], typer.Option(help="Parts that each micro-batch skips (skip).")
-]
-Copies = Annotated[
-    Optional[int],
-    typer.Option(help="Copies of the pipeline side by side (data parallelism)."),
-]
-Split = Annotated[
-    bool,
-    typer.Option(
-        "--split", help="Split each backward into input gradient and weight gradient."
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOptions:
+    """The shape of a schedule, by the words that schedules know."""
+
+    ranks: int | None = option(None, "Workers in the pipeline.")
+    microbatches: int | None = option(None, "Micro-batches in a step.")
+    waves: int | None = option(None, "Waves over the ranks (hanayo).")
+    chunks: int | None = option(None, "Chunks of the model on each rank (interleaved).")
+    slices: int | None = option(None, "Token slices of each micro-batch.")
+    skips: int | None = option(None, "Parts that each micro-batch skips (skip).")
+    copies: int | None = option(
+        None, "Copies of the pipeline side by side (data parallelism)."
+    )
+    split: bool = option(
+        False,
+        "Split each backward into input gradient and weight gradient.",
+        "--split",
+    )
+
+    def words(self, known: Iterable[str] | None = None) -> dict[str, int]:
+        """The words that were given, or those of them that are known."""
+        named = {flag.removeprefix("--"): value for flag, value in given(self).items()}
+        if known is None:
+            return named
+        return {word: value for word, value in named.items() if word in known}
 
 
 def list_command(json: JsonFlag = False) -> None:
@@ -68,9 +103,6 @@ def list_command(json: JsonFlag = False) -> None:
 
     Example: penstock list
     """
-    from penstock.schedules import shape_of
-    from penstock.schedules.facts import FACTS
-
     heads = ("name", "own shape", "idle", "peak", "weights", "paper")
     rows = []
     for name, facts in FACTS.items():
@@ -93,21 +125,9 @@ def list_command(json: JsonFlag = False) -> None:
 
 def draw_command(
     source: Source,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    waves: Waves = None,
-    chunks: Chunks = None,
-    slices: Slices = None,
-    skips: Skips = None,
-    copies: Copies = None,
-    split: Split = False,
-    forward: ForwardOption = None,
-    backward: BackwardOption = None,
-    comm: CommOption = None,
-    sum_: SumOption = None,
-    profile: ProfileFile = None,
-    tokens: TokensOption = None,
-    accept_error: AcceptError = False,
+    shape: ShapeOptions,
+    times: UnitTimesAndSums,
+    profile: ProfileOptions,
     output: OutputFile = None,
 ) -> None:
     """Draw a schedule in the terminal, or write it to a file.
@@ -121,9 +141,8 @@ def draw_command(
 
     Example: penstock draw runs/tiny/timeline.json -o step.trace.json
     """
-    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
-    plan, timeline = _timeline(source, shape, price)
+    price = price_of(times, profile)
+    plan, timeline = _timeline(source, shape.words(), price)
     if output is None:
         _draw_in_terminal(timeline)
     else:
@@ -132,29 +151,17 @@ def draw_command(
 
 def simulate_command(
     source: Source,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    waves: Waves = None,
-    chunks: Chunks = None,
-    slices: Slices = None,
-    skips: Skips = None,
-    copies: Copies = None,
-    split: Split = False,
-    forward: ForwardOption = None,
-    backward: BackwardOption = None,
-    comm: CommOption = None,
-    sum_: SumOption = None,
-    profile: ProfileFile = None,
-    tokens: TokensOption = None,
-    accept_error: AcceptError = False,
+    shape: ShapeOptions,
+    times: UnitTimesAndSums,
+    profile: ProfileOptions,
     cluster: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             help="With --profile: a cluster.toml with the speeds and links of the ranks."
         ),
     ] = None,
     channels: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             min=1,
             max=2,
@@ -170,14 +177,9 @@ def simulate_command(
 
     Example: penstock simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05
     """
-    from penstock.plan import lower_bound
-    from penstock.plan.price import step_facts
-    from penstock.sim import simulate, simulate_in_order
-
-    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    plan = _plan(source, shape)
-    options = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
-    price = options.for_plan(plan, _cluster(cluster, profile))
+    plan = _plan(source, shape.words())
+    options = price_of(times, profile)
+    price = options.for_plan(plan, _cluster(cluster, profile.profile))
     if channels is None:
         timeline = simulate(plan.schedule, price.cost)
     else:
@@ -196,17 +198,10 @@ def check_command(
         str,
         typer.Argument(
             help="A plan.json, a CSV file from torch, or the name of a schedule (see `penstock list`).",
-            autocompletion=complete_schedule,
+            autocompletion=beginning("schedules:REGISTRY"),
         ),
     ],
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    waves: Waves = None,
-    chunks: Chunks = None,
-    slices: Slices = None,
-    skips: Skips = None,
-    copies: Copies = None,
-    split: Split = False,
+    shape: ShapeOptions,
     run: Annotated[
         bool,
         typer.Option(
@@ -215,7 +210,7 @@ def check_command(
         ),
     ] = False,
     rule: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="NAME=VALUE: a rule of `penstock paths` that the paths must follow."
         ),
@@ -232,13 +227,7 @@ def check_command(
 
     Example: penstock check hanayo --ranks 4 --microbatches 8 --waves 2
     """
-    from penstock.ir import lower, verify
-    from penstock.ir.verify_sums import verify_sums
-    from penstock.plan.paths.planner import check_rules
-    from penstock.view.numbers import MICROBATCHES, RANKS, count_of
-
-    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    plan = _plan(source, shape)
+    plan = _plan(source, shape.words())
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
@@ -287,24 +276,12 @@ def check_command(
 def compare_command(
     first: Source,
     second: Source,
+    shape: ShapeOptions,
+    times: UnitTimesAndSums,
+    profile: ProfileOptions,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The .html page to write.")
     ] = Path("compare.html"),
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    waves: Waves = None,
-    chunks: Chunks = None,
-    slices: Slices = None,
-    skips: Skips = None,
-    copies: Copies = None,
-    split: Split = False,
-    forward: ForwardOption = None,
-    backward: BackwardOption = None,
-    comm: CommOption = None,
-    sum_: SumOption = None,
-    profile: ProfileFile = None,
-    tokens: TokensOption = None,
-    accept_error: AcceptError = False,
 ) -> None:
     """Show two schedules one above the other on one page.
 
@@ -314,22 +291,17 @@ def compare_command(
 
     Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2
     """
-    from penstock.train.history import is_timeline
-    from penstock.view import page
-
-    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
     if output.suffix.lower() != ".html":
         raise FileError(
             f"cannot write the comparison to {output}: its name must end in .html"
         )
     sources = (first, second)
-    price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
+    price = price_of(times, profile)
     steps = [Path(source) for source in sources if is_timeline(Path(source))]
     if len(steps) == 1:
-        units = {"forward": forward, "backward": backward, "comm": comm, "sum": sum_}
-        _refuse_forwards(steps[0], units)
-        given = None if profile is None else (profile, price)
-        title, timelines = _beside_measured(sources, shape, steps[0], given)
+        _refuse_forwards(steps[0], times)
+        chosen = None if profile.profile is None else (profile.profile, price)
+        title, timelines = _beside_measured(sources, shape, steps[0], chosen)
     else:
         timelines = [_titled(source, shape, price) for source in sources]
         title = " and ".join(name for name, _ in timelines)
@@ -337,45 +309,43 @@ def compare_command(
 
 
 # ---------------------------------------------------------------- from options to a schedule
-def _shape(
-    ranks: int | None,
-    microbatches: int | None,
-    waves: int | None,
-    chunks: int | None,
-    slices: int | None,
-    skips: int | None,
-    copies: int | None,
-    split: bool,
-) -> dict[str, int]:
-    """Return the shape options that were given, by name."""
-    options = {
-        "ranks": ranks,
-        "microbatches": microbatches,
-        "waves": waves,
-        "chunks": chunks,
-        "slices": slices,
-        "skips": skips,
-        "copies": copies,
-        "split": split or None,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+def price_of(times: UnitTimes, options: ProfileOptions) -> Price:
+    """Return the price that the options ask for.
+
+    Refuses a profile whose error is too large, unless `accept_error` is set.
+    """
+    if options.profile is None:
+        refuse(
+            given(options),
+            "{option} needs a profile; add --profile, or leave {option} out",
+        )
+        units = {UNIT_COSTS[flag]: value for flag, value in given(times).items()}
+        return Price(UnitCost(**units))
+    if given(times):
+        raise ShapeError(
+            "--profile already contains the times; it cannot be combined with "
+            + " and ".join(given(times))
+        )
+    tokens = options.tokens
+    if tokens is not None and tokens < 1:
+        raise ShapeError(f"--tokens must be at least 1, not {tokens}")
+    profiles = read_row_profiles(options.profile)
+    profile = profiles.measured[0]
+    if not options.accept_error:
+        refuse_error(profile, str(options.profile))
+    length = profile.tokens if tokens is None else tokens
+    return Price(ProfileCost(profile, tokens), profile, length, profiles)
 
 
-def _own_shape(source: str, shape: dict[str, int]) -> dict[str, int]:
+def _own_shape(source: str, shape: ShapeOptions) -> dict[str, int]:
     """Return those of the shape options that a schedule knows; a file knows none."""
-    from penstock.schedules import COMMON_SHAPE_WORDS, REGISTRY, shape_of
-
     if source not in REGISTRY:
         return {}
-    known = {*shape_of(source), *COMMON_SHAPE_WORDS}
-    return {name: value for name, value in shape.items() if name in known}
+    return shape.words({*shape_of(source), *COMMON_SHAPE_WORDS})
 
 
 def _plan(source: str, shape: dict[str, int]) -> Plan:
     """Make the schedule of this name, or read the file."""
-    from penstock.ir import Plan
-    from penstock.schedules import REGISTRY, make
-
     path = Path(source)
     is_file = source not in REGISTRY and (path.suffix or path.exists())
     if is_file and shape:
@@ -396,11 +366,6 @@ def _timeline(
     source: str, shape: dict[str, int], price: Price
 ) -> tuple[Plan, Timeline]:
     """Return a plan and its timeline: simulated, or measured if the source is the timeline of a run."""
-    from dataclasses import replace
-
-    from penstock.sim import simulate
-    from penstock.train.history import is_timeline, read_measured
-
     path = Path(source)
     if not is_timeline(path):
         plan = _plan(source, shape)
@@ -411,15 +376,15 @@ def _timeline(
     return replace(plan, name=f"{plan.name}, measured, step {step}"), timeline
 
 
-def _titled(source: str, shape: dict[str, int], price: Price) -> tuple[str, Timeline]:
+def _titled(source: str, shape: ShapeOptions, price: Price) -> tuple[str, Timeline]:
     """Return the name of a plan and its timeline, with the shape options that it knows."""
     plan, timeline = _timeline(source, _own_shape(source, shape), price)
     return plan.name, timeline
 
 
-def _refuse_forwards(file: Path, units: dict[str, float | None]) -> None:
+def _refuse_forwards(file: Path, times: UnitTimes) -> None:
     """Refuse times in forwards beside a measured step."""
-    in_forwards = [f"--{name}" for name, value in units.items() if value is not None]
+    in_forwards = given(times)
     if in_forwards:
         raise ShapeError(
             f"times in forwards cannot be compared with {file}, which was measured in seconds\n"
@@ -429,13 +394,11 @@ def _refuse_forwards(file: Path, units: dict[str, float | None]) -> None:
 
 def _beside_measured(
     sources: tuple[str, str],
-    shape: dict[str, int],
+    shape: ShapeOptions,
     file: Path,
-    given: tuple[Path, Price] | None,
+    chosen: tuple[Path, Price] | None,
 ) -> tuple[str, list[tuple[str, Timeline]]]:
     """Return the title and the timelines of a page that shows the measured step in `file` and another schedule."""
-    from penstock.train.history import read_measured
-
     run, step, measured = read_measured(file)
     timelines = []
     title = ""
@@ -445,7 +408,7 @@ def _beside_measured(
             continue
         plan = _plan(source, _own_shape(source, shape))
         is_own = plan.schedule == measured.schedule
-        name, timeline = _predict_beside(plan, file, measured, given)
+        name, timeline = _predict_beside(plan, file, measured, chosen)
         name = name if is_own else f"{plan.name}, {name}"
         title = f"{run.name}, measured and {name}"
         timelines.append((name, timeline))
@@ -453,22 +416,17 @@ def _beside_measured(
 
 
 def _predict_beside(
-    plan: Plan, file: Path, measured: Timeline, given: tuple[Path, Price] | None
+    plan: Plan, file: Path, measured: Timeline, chosen: tuple[Path, Price] | None
 ) -> tuple[str, Timeline]:
     """Predict a plan for a page with the measured step in `file`, and say from what.
 
     The times come from the given profile, from that of the run, or from the measured actions.
     """
-    from penstock.sim import simulate
-    from penstock.sim.own_times import simulate_own_times
-    from penstock.train.after.comparison import in_measured_units, predict_like_run
-    from penstock.train.forecast import PROFILE
-
     own = file.with_name(PROFILE)
-    if given is None and own.is_file():
-        given = own, price_of(None, None, None, own, accept_error=True)
-    if given is not None:
-        profile, price = given
+    if chosen is None and own.is_file():
+        chosen = own, price_of(UnitTimes(), ProfileOptions(own, accept_error=True))
+    if chosen is not None:
+        profile, price = chosen
         if own.is_file() and profile.samefile(own):
             timeline = predict_like_run(file.parent, plan, price)
         else:
@@ -488,8 +446,6 @@ def _own_shape_error(source: str, shape: dict[str, int]) -> ShapeError:
 
 
 def _cluster(file: Path | None, profile: Path | None) -> Cluster | None:
-    from penstock.formats import read_cluster
-
     if file is None:
         return None
     if profile is None:
@@ -501,12 +457,6 @@ def _cluster(file: Path | None, profile: Path | None) -> Cluster | None:
 
 def _read(file: Path) -> Plan:
     """Read a plan.json or a CSV file from torch; without a name it takes the file's."""
-    from dataclasses import replace
-
-    from penstock.formats import read_plan, read_torch_csv
-    from penstock.ir import Plan
-    from penstock.train.history import PLAN_FILE, TIMELINE, is_timeline
-
     if is_timeline(file):
         raise FileError(
             f"{file} holds the times of a measured step, not a plan\n"
@@ -530,7 +480,7 @@ def _read(file: Path) -> Plan:
 
 def _try(schedule: Schedule) -> dict[str, object]:
     """Run a small model through a schedule; raise an error if a gradient differs."""
-    from penstock.train.trial import GRADIENT_TOLERANCE, trial
+    from penstock.train.trial import GRADIENT_TOLERANCE, trial  # loads torch
 
     outcome = trial(schedule)
     if not outcome.exact:
@@ -551,8 +501,6 @@ def _try(schedule: Schedule) -> dict[str, object]:
 
 # ---------------------------------------------------------------- from a schedule to the screen or a file
 def _draw_in_terminal(timeline: Timeline) -> None:
-    from penstock.view import gantt
-
     screen = console()
     colours = screen.color_system is not None
     screen.print(gantt(timeline, screen.width, colours=colours))
@@ -560,10 +508,6 @@ def _draw_in_terminal(timeline: Timeline) -> None:
 
 def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     """Return the content of the file, in the format of its ending."""
-    from penstock.formats import dump_plan, dump_torch_comms, dump_torch_csv
-    from penstock.ir import lower
-    from penstock.view import page, svg, trace
-
     if output.name.lower().endswith(".trace.json"):
         return trace(timeline)
     if output.name.lower().endswith(".comms.csv"):
@@ -600,7 +544,10 @@ def _simulation_facts(
         "messages": _message_count(timeline),
     }
     if timeline.sums:
-        facts["sums"] = [_sum_facts(one) for one in timeline.sums]
+        keys = ("name", "ranks", "start", "end", "bytes")
+        facts["sums"] = [
+            {key: getattr(one, key) for key in keys} for one in timeline.sums
+        ]
     return facts if step is None else facts | asdict(step)
 
 
@@ -608,8 +555,6 @@ def _simulation_rows(
     price: Price, timeline: Timeline, bound: float, step: StepFacts | None
 ) -> list[tuple[str, str]]:
     """Return the results of a simulation as the table shows them."""
-    from penstock.view.numbers import name_time, short, write_sizes, write_time
-
     units = timeline.units
     schedule = timeline.schedule
     rows = [
@@ -640,20 +585,8 @@ def _simulation_rows(
     ]
 
 
-def _sum_facts(one: Sum) -> dict[str, object]:
-    return {
-        "name": one.name,
-        "ranks": list(one.ranks),
-        "start": one.start,
-        "end": one.end,
-        "bytes": one.bytes,
-    }
-
-
 def _describe_sums(timeline: Timeline) -> str:
     """Return the number of sums, and how much of the makespan lies after the last action because of them."""
-    from penstock.view.numbers import name_time
-
     wait = timeline.makespan - float(timeline.end.max())
     waited = name_time(wait, timeline.units, 3)
     return f"{len(timeline.sums)}; the last ends {waited} after the last action"

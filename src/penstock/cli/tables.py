@@ -1,22 +1,27 @@
-"""What the command line shows and writes: tables, JSON, files and progress. Rich is imported when it is needed."""
+"""What the command line shows and writes: tables, JSON, files and progress; and what Ctrl-C does during a search."""
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
 
 from penstock.errors import FileError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.status import Status
-
 COLUMN_GAP = 2  # spaces between two columns; the two edges of a table take as much
+INTERRUPTED = 130  # exit code after Ctrl-C
 
 
 def write(output: Path, text: str, quiet: bool = False) -> None:
@@ -34,8 +39,6 @@ def write(output: Path, text: str, quiet: bool = False) -> None:
 
 def console(stderr: bool = False) -> Console:
     """Return a console on stdout or stderr."""
-    from rich.console import Console
-
     return Console(stderr=stderr)
 
 
@@ -46,8 +49,6 @@ def print_plain(text: str, stderr: bool = False) -> None:
 
 def tell(topic: str, text: str) -> None:
     """Print a line to stderr: its topic, then the text."""
-    from rich.markup import escape
-
     line = f"[dim]{topic:<9}[/] {escape(text)}"
     console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
@@ -84,8 +85,6 @@ def counting(
 
 def print_json(value: dict[str, object]) -> None:
     """Print one JSON object to stdout."""
-    import json
-
     sys.stdout.write(json.dumps(value) + "\n")
 
 
@@ -128,9 +127,6 @@ def _print_columns(
     rows: Sequence[Sequence[str]],
     widths: Sequence[int],
 ) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for head, width in zip(heads, widths, strict=True):
         table.add_column(head, width=width)
@@ -180,3 +176,43 @@ def fitting_widths(
 def _longest_word(column: Sequence[str]) -> int:
     words = " ".join(column).split()
     return max(map(len, words), default=0)
+
+
+# ---------------------------------------------------------------- Ctrl-C
+class ShownInterrupt(SystemExit):
+    """The exit after Ctrl-C ended a command that has shown its results so far.
+
+    It is an interrupt all the same, so `penstock train && penstock export` does not go on.
+    """
+
+
+@dataclass(slots=True)
+class Interrupt:
+    """Tells a search to stop once Ctrl-C was pressed."""
+
+    stopped: bool = False
+
+    def __call__(self) -> bool:
+        """Whether the search must stop."""
+        return self.stopped
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Let the first Ctrl-C end a search, whose command then shows the best plan so far, and a second one the command.
+
+    A script in the background ignores SIGINT, and continues to.
+    """
+    interrupt = Interrupt()
+    before = signal.getsignal(signal.SIGINT)
+
+    def stop(signum: int, frame: object) -> None:
+        interrupt.stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)

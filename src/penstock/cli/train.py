@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.completion import complete_preset
 from penstock.cli.ending import show_ending
 from penstock.cli.forecast import (
     describe_placement,
@@ -19,49 +19,53 @@ from penstock.cli.forecast import (
     prediction,
     print_memory,
 )
-from penstock.cli.interrupt import INTERRUPTED, ShownInterrupt
 from penstock.cli.landscape import show_progress
-from penstock.cli.options import PRESET_NAMES, ConfigChanges
+from penstock.cli.options import PRESET_NAMES, ConfigChanges, beginning
 from penstock.cli.tables import (
+    INTERRUPTED,
+    ShownInterrupt,
     counting,
     print_plain,
     progress,
     tell,
     write,
 )
+from penstock.config import Config, check_config
 from penstock.errors import FileError, PenstockError, RunError
+from penstock.formats import config_toml
+from penstock.formats.config_toml import written_keys
+from penstock.ir import Plan
+from penstock.plan.search import SearchProgress
+from penstock.train.data.corpus import Corpus
+from penstock.train.placement import (
+    Placement,
+    launched_placement,
+    precision_on,
+    prepare_cpu,
+)
+from penstock.train.rates import describe_rate
+from penstock.train.step_paths import describe_paths
+from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of, short
 
 if TYPE_CHECKING:
-    from penstock.config import Config
-    from penstock.ir import Plan
-    from penstock.plan.search import SearchProgress
-    from penstock.train.data.corpus import Corpus
-    from penstock.train.placement import Placement
-    from penstock.train.session import Display, PreparedRun
+    from penstock.train.session import Display, PreparedRun  # loads torch
 
-Preset = Annotated[
-    str,
-    typer.Option(
-        help=f"{PRESET_NAMES}.",
-        autocompletion=complete_preset,
-    ),
-]
-OptionalPreset = Annotated[
-    Optional[str],
-    typer.Option(
-        help=f"Without a config: {PRESET_NAMES}. [dim]\\[default: tiny][/]",
-        autocompletion=complete_preset,
-    ),
-]
+complete_preset = beginning("config:PRESETS")
 
 
 def train_command(
     source: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Argument(metavar="CONFIG", help="A config.toml, or the folder of a run."),
     ] = None,
     changes: ConfigChanges = None,
-    preset: OptionalPreset = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Without a config: {PRESET_NAMES}. [dim]\\[default: tiny][/]",
+            autocompletion=complete_preset,
+        ),
+    ] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Continue from the newest good checkpoint."),
@@ -91,11 +95,10 @@ def train_command(
 
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
-    from penstock.formats.config_toml import written_keys
+    # These load torch.
     from penstock.runtime.process.launch import under_launcher
     from penstock.train.launch import ended_by_signals, way_on
     from penstock.train.lock import locking
-    from penstock.train.placement import prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare, start_workers
     from penstock.train.start import (
         check_sources,
@@ -158,22 +161,20 @@ def init_command(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path(
         "config.toml"
     ),
-    preset: Preset = "tiny",
+    preset: Annotated[
+        str, typer.Option(help=f"{PRESET_NAMES}.", autocompletion=complete_preset)
+    ] = "tiny",
     changes: ConfigChanges = None,
 ) -> None:
     """Write a config with a comment on every value.
 
     Example: penstock init config.toml --preset gpt2
     """
-    from penstock.config import check_config
-    from penstock.formats.config_toml import apply_changes, dump_config
-    from penstock.formats.config_toml import preset as preset_config
-
     if file.exists():
         raise FileError(f"{file} already exists\n  name another file")
-    config = check_config(apply_changes(preset_config(preset), changes or []))
-    text = dump_config(config, f"penstock train {file}; from the preset {preset}")
-    write(file, text)
+    changed = config_toml.apply_changes(config_toml.preset(preset), changes or [])
+    title = f"penstock train {file}; from the preset {preset}"
+    write(file, config_toml.dump_config(check_config(changed), title))
 
 
 # ---------------------------------------------------------------- before the workers start
@@ -200,13 +201,10 @@ def _announce(
     placement: Placement,
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
+    # These load torch.
     from penstock.train.after.generate import parameter_count
     from penstock.train.launch import model_sizes
-    from penstock.train.placement import precision_on
-    from penstock.train.rates import describe_rate
-    from penstock.train.step_paths import describe_paths
     from penstock.train.weights import model_name
-    from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of
 
     sizes = model_sizes(config)
     schedule = plan.schedule
@@ -255,8 +253,6 @@ def _tell_if_finished(folder: Path, steps: int) -> None:
 
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
-    from penstock.view.numbers import short
-
     epochs = config.run.steps * config.data.batch / corpus.trained
     said = ""
     tally = corpus.tally
@@ -296,15 +292,13 @@ def _as_a_rank(
     sample: int,
 ) -> None:
     """Run as one of torchrun's workers. Rank 0 finds the run and prepares its folder while the others wait."""
-    import os
-
+    # These load torch.
     from penstock.crew.launched import (
         agree_on_restarts,
         can_resume,
         hear_run,
         settle_folders,
     )
-    from penstock.formats.config_toml import written_keys
     from penstock.runtime.process.launch import after_first, meet
     from penstock.train.checkpoint import (
         CHECKPOINTS_FOLDER,
@@ -313,7 +307,6 @@ def _as_a_rank(
     )
     from penstock.train.launch import forget_previous_end, join, restarted, run_worker
     from penstock.train.lock import Lock
-    from penstock.train.placement import launched_placement, prepare_cpu
     from penstock.train.session import kept_plan, plan_and_prepare
     from penstock.train.start import check_unused
 

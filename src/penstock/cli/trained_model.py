@@ -1,16 +1,22 @@
-"""Commands that use a trained model: `export`, `generate`, `eval` and `report`."""
+"""Commands that use a trained model: `export`, `generate`, `eval` and `report`; and `tokenizer`, which trains words."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.ending import REPORT, SAMPLE
-from penstock.cli.tables import print_plain, progress, tell, write
-from penstock.errors import ShapeError
+from penstock.cli.options import ConfigChanges
+from penstock.cli.tables import counting, print_plain, progress, tell, write
+from penstock.config import Config
+from penstock.errors import FileError, ShapeError
+from penstock.formats.config_toml import apply_changes, read_config
+from penstock.train.after.report import render_report, summarize_run
+from penstock.train.data.prompt import read_prompt
+from penstock.train.data.tokenizer_training import train_tokenizer
 
 if TYPE_CHECKING:
     from penstock.train.after.ablation import AblationRow
@@ -61,7 +67,7 @@ def export_command(
 def generate_command(
     run: ModelFolder,
     prompt: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             help="The beginning of the text. Default: the first words of a held-out "
             "document of the run; a Hugging Face model begins with any word."
@@ -73,11 +79,11 @@ def generate_command(
     ] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     omit: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(help="Layers to leave out, counted from 0, such as 2,5."),
     ] = None,
     exit_after: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(help="The last layer to run, counted from 0; the head follows."),
     ] = None,
 ) -> None:
@@ -92,7 +98,6 @@ def generate_command(
     """
     from penstock.train.after.ablation import chosen_path, parse_layers
     from penstock.train.after.generate import generate_text, open_trained
-    from penstock.train.data.prompt import read_prompt
 
     begin = read_prompt(run) if prompt is None else prompt
     trained = open_trained(run)
@@ -107,7 +112,7 @@ def generate_command(
 def eval_command(
     run: ModelFolder,
     text: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             "--text",
             "--sources",
@@ -115,26 +120,26 @@ def eval_command(
         ),
     ] = None,
     tokens: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Tokens per sequence of --text. Default: as in the run; for a Hugging Face model at most 1024."
         ),
     ] = None,
     omit: Annotated[
-        Optional[list[str]],
+        list[str] | None,
         typer.Option(
             help="Share of the parts to leave out, such as 0.25, or the parts themselves, such as 2,5. May be repeated."
         ),
     ] = None,
     exit_after: Annotated[
-        Optional[list[int]],
+        list[int] | None,
         typer.Option(help="The last part before the head. May be repeated."),
     ] = None,
     draws: Annotated[
         int, typer.Option(help="Random subsets of parts to try for each share.")
     ] = 8,
     batches: Annotated[
-        Optional[int],
+        int | None,
         typer.Option(
             help="Batches of text; each sequence counts once. Default: 2 of held-out text, all of --text."
         ),
@@ -192,16 +197,43 @@ def _describe_row(row: AblationRow) -> str:
 def report_command(
     run: RunFolder,
     output: Annotated[
-        Optional[Path], typer.Option("-o", "--output", help="The page to write.")
+        Path | None, typer.Option("-o", "--output", help="The page to write.")
     ] = None,
 ) -> None:
     """Write the page of a run: its curves, and the predicted timeline of a step above the measured one.
 
     Example: penstock report runs/tiny
     """
-    from penstock.train.after.report import render_report, summarize_run
-
     sample = run / SAMPLE
     text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
     page = render_report(summarize_run(run), run.resolve().name, text)
     write(output or run / REPORT, page)
+
+
+def tokenizer_command(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A config whose data.sources name the text. Default: Python's own standard library."
+        ),
+    ] = None,
+    vocab: Annotated[
+        int, typer.Option(help="The number of words, including one for each byte.")
+    ] = 8192,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The file to create.")
+    ] = Path("tokenizer.json"),
+    changes: ConfigChanges = None,
+) -> None:
+    """Train a tokenizer (byte pairs) on the text of a config, for data.tokenizer.
+
+    Example: penstock tokenizer --set data.sources=books --vocab 16000 -o books.json
+    """
+    if output.exists():
+        raise FileError(f"{output} already exists\n  name another file")
+    settings = Config() if config is None else read_config(config)
+    data = apply_changes(settings, changes or []).data
+    with counting("reading text") as watch:
+        words = train_tokenizer(data, vocab, output, watch)
+    print_plain(f"wrote {output}: {words:,} words")
+    print_plain(f"  use it: penstock train --set data.tokenizer={output}")

@@ -1,17 +1,64 @@
-"""`penstock join`, with which a worker of this machine joins a run of another one."""
+"""Commands about this machine: `doctor` looks at it, `testbed` divides its GPU, `join` lends it to a run elsewhere."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from penstock.cli.tables import tell
+from penstock.cli.options import JsonFlag
+from penstock.cli.tables import console, print_json, print_plain, tell
 from penstock.errors import ConfigError, RunError
+from penstock.runtime.process.mps import run_in_testbed
+from penstock.train.doctor import examine
+from penstock.version import read_version
+
+
+def doctor_command(json: JsonFlag = False) -> None:
+    """Say what this machine can do, what is missing, and what to do about it.
+
+    It looks at torch, GPUs, NCCL, MPS, compilers, cores, memory and the optional packages.
+
+    Example: penstock doctor
+    """
+    diagnosis = examine()
+    if json:
+        print_json({**asdict(diagnosis), "verdict": diagnosis.verdict})
+        return
+    for one in diagnosis.findings:
+        print_plain(f"{one.state:<9}{one.topic:<13}{one.found}")
+        if one.advice:
+            print_plain(f"{'':<22}{one.advice}")
+    print_plain(f"\n{diagnosis.verdict}")
+
+
+def run_testbed(
+    command: Annotated[list[str], typer.Argument(help="The command to run, after --")],
+    workers: Annotated[
+        int,
+        typer.Option(help="How many processes share the GPU, each with an equal part."),
+    ] = 8,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="How the processes talk: penstock_ipc (through the GPU's memory), or nccl "
+            "(through sockets, as between machines)."
+        ),
+    ] = "penstock_ipc",
+) -> None:
+    """Run a command whose processes share one GPU, each with an equal part of it.
+
+    NVIDIA's MPS is started before the command and stopped after it. With --backend nccl the processes exchange
+    messages and sums as processes of different machines do, which a single GPU usually refuses.
+
+    Example: penstock testbed --workers 8 -- penstock train --set schedule.ranks=8 --set run.device=cuda
+    """
+    raise typer.Exit(run_in_testbed(workers, command, backend))
 
 
 def join_command(
@@ -26,14 +73,14 @@ def join_command(
         ),
     ] = Path("key.pem"),
     folder: Annotated[
-        Optional[Path],
+        Path | None,
         typer.Option(
             help="Where to keep the tokens and the config of the run, so that joining again is quicker. "
             "Default: a folder that is removed at the end."
         ),
     ] = None,
     listen: Annotated[
-        Optional[str],
+        str | None,
         typer.Option(
             metavar="HOST:PORT",
             help="Where other workers reach this one. Default: any port of the address from which this machine "
@@ -55,18 +102,16 @@ def join_command(
 
     Example: penstock join 10.0.0.1:29500 --key key.pem
     """
-    from rich.console import Console
-
+    # These load torch.
     from penstock.crew.admission import Joining
     from penstock.train.launch import ended_by_signals
     from penstock.train.screen import log_to
-    from penstock.version import read_version
 
     if behind_nat and listen is not None:
         raise ConfigError(
             "--listen says where other machines reach this one, --behind-nat that they cannot: give one of them"
         )
-    log_to(Console(stderr=True), everything=False)
+    log_to(console(stderr=True), everything=False)
     with ended_by_signals(partial(tell, "ended")), ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
