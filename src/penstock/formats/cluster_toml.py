@@ -31,18 +31,24 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from penstock.cost.cluster import Cluster, Node
 from penstock.cost.network import MIN_BANDWIDTH
-from penstock.errors import PenstockError, ShapeError, nearest_name
+from penstock.errors import PenstockError, nearest_name
 from penstock.formats.fields import (
-    check_kind,
-    read_entry,
-    read_flag,
-    read_number,
-    read_string,
-    read_whole,
+    Field,
+    Read,
+    anything,
+    flag,
+    items,
+    made,
+    number,
+    read_keys,
+    read_page,
+    record,
+    string,
+    whole,
 )
 from penstock.formats.text import (
     Page,
@@ -60,6 +66,7 @@ MAX_NODES = 100_000
 MAX_SLOTS = 100_000
 MAX_LATENCY = 1e12  # seconds; a missing link has a small bandwidth instead
 NodePairs: TypeAlias = list[list[float]]  # [source][target]
+Item = TypeVar("Item")
 
 
 # ---------------------------------------------------------------- writing
@@ -118,6 +125,74 @@ def _number_text(value: float) -> str:
 
 
 # ---------------------------------------------------------------- reading
+def _tables(read: Read[Item]) -> Read[tuple[Item, ...]]:
+    """The tables of a list `[[key]]`."""
+
+    def read_tables(page: Page, steps: Steps, value: Value) -> tuple[Item, ...]:
+        key = steps[-1]
+        if isinstance(value, dict):
+            what = f"{key} is one table, but it should be a list of tables"
+            fail(page, steps, what, f"write [[{key}]] with two brackets")
+        if not isinstance(value, list):
+            what = f"{key} is not a list of tables"
+            fail(page, steps, what, f"write [[{key}]] above each of them")
+        return items(read)(page, steps, value)
+
+    return read_tables
+
+
+def _equal_nodes(count: int, **values: Any) -> list[Node]:
+    return [Node(**values)] * count
+
+
+class _Link(NamedTuple):
+    """An exception, as `[[link]]` has it."""
+
+    between: Value
+    latency: float | None
+    bandwidth: float | None
+    oneway: bool
+
+
+ANY_NUMBER = number(-math.inf, math.inf)  # whose range is checked elsewhere
+CLUSTER = {
+    "penstock": Field(anything),
+    "version": Field(anything, CLUSTER_VERSION),
+    "serial": Field(flag, False),
+    "nodes": Field(
+        _tables(
+            record(
+                _equal_nodes,
+                {
+                    "site": Field(string, ""),
+                    "count": Field(whole(1, MAX_NODES), 1),
+                    "speed": Field(ANY_NUMBER, 1.0),
+                    "slots": Field(whole(1, MAX_SLOTS), None),
+                    "memory": Field(ANY_NUMBER, None),
+                },
+                "correct this node",
+            )
+        ),
+        (),
+    ),
+    "links": Field(anything, {}),
+    "link": Field(
+        _tables(
+            record(
+                _Link,
+                {
+                    "between": Field(anything, None),
+                    "latency": Field(number(0.0, MAX_LATENCY), None),
+                    "bandwidth": Field(number(MIN_BANDWIDTH, math.inf), None),
+                    "oneway": Field(flag, False),
+                },
+            )
+        ),
+        (),
+    ),
+}
+
+
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster in a file."""
     return load_cluster(read_text(path, "cluster"), str(path))
@@ -126,67 +201,20 @@ def read_cluster(path: str | Path) -> Cluster:
 def load_cluster(text: str, source: str = "cluster.toml") -> Cluster:
     """The cluster in a text; errors call the file `source`."""
     page = TomlPage(text, source, "cluster")
-    top = check_kind(page, parse_toml(page), CLUSTER_VERSION)
-    optional = ("version", "serial", "nodes", "links", "link")
-    read_entry(page, (), top, ("penstock",), optional)
-    nodes: list[Node] = []
-    for number, entry in enumerate(_tables(page, top, "nodes")):
-        nodes += _nodes(page, ("nodes", number), entry)
+    top = read_page(page, parse_toml(page), CLUSTER_VERSION, CLUSTER)
+    nodes = [node for equal in top["nodes"] for node in equal]
     if not nodes:
         fail(page, (), "the cluster has no nodes", "give at least one [[nodes]]")
-    latency, bandwidth = _links(page, top.get("links", {}), nodes)
-    for number, entry in enumerate(_tables(page, top, "link")):
-        _apply_link(page, ("link", number), entry, nodes, latency, bandwidth)
-    serial = read_flag(page, ("serial",), top.get("serial", False))
-    try:
-        return Cluster(
-            tuple(nodes),
-            tuple(map(tuple, latency)),
-            tuple(map(tuple, bandwidth)),
-            serial,
-        )
-    except ShapeError as error:
-        fail(page, ("links",), str(error), "correct the links")
-
-
-def _tables(page: Page, top: dict[str, Value], key: str) -> list[Value]:
-    """The tables of a list `[[key]]`."""
-    tables = top.get(key, [])
-    if isinstance(tables, dict):
-        what = f"{key} is one table, but it should be a list of tables"
-        fail(page, (key,), what, f"write [[{key}]] with two brackets")
-    if not isinstance(tables, list):
-        what = f"{key} is not a list of tables"
-        fail(page, (key,), what, f"write [[{key}]] above each of them")
-    return tables
-
-
-def _nodes(page: Page, steps: Steps, value: Value) -> list[Node]:
-    """The nodes of a `[[nodes]]`: equal ones, as many as its count says."""
-    keys = ("site", "count", "speed", "slots", "memory")
-    entry = read_entry(page, steps, value, (), keys)
-    site = read_string(page, (*steps, "site"), entry.get("site", ""))
-    slots = None
-    if "slots" in entry:
-        slots_steps = (*steps, "slots")
-        slots = read_whole(page, slots_steps, entry["slots"], least=1, most=MAX_SLOTS)
-    memory = None
-    if "memory" in entry:
-        memory = _any_number(page, (*steps, "memory"), entry["memory"])
-    speed = _any_number(page, (*steps, "speed"), entry.get("speed", 1.0))
-    count_steps = (*steps, "count")
-    count = read_whole(
-        page, count_steps, entry.get("count", 1), least=1, most=MAX_NODES
+    latency, bandwidth = _links(page, top["links"], nodes)
+    for place, link in enumerate(top["link"]):
+        _apply_link(page, ("link", place), link, nodes, latency, bandwidth)
+    return made(
+        *(page, ("links",), "correct the links", Cluster),
+        nodes=tuple(nodes),
+        latency=tuple(map(tuple, latency)),
+        bandwidth=tuple(map(tuple, bandwidth)),
+        serial=top["serial"],
     )
-    try:
-        return [Node(site, speed, slots, memory)] * count
-    except ShapeError as error:
-        fail(page, steps, str(error), "correct this node")
-
-
-def _any_number(page: Page, steps: Steps, value: Value) -> float:
-    """A number whose range is checked elsewhere."""
-    return read_number(page, steps, value, -math.inf, math.inf)
 
 
 # ---------------------------------------------------------------- links
@@ -195,56 +223,53 @@ def _links(page: Page, value: Value, nodes: list[Node]) -> tuple[NodePairs, Node
     if not isinstance(value, dict):
         advice = "write [links], with latency and bandwidth below it"
         fail(page, ("links",), "links is not a table", advice)
-    links = read_entry(page, ("links",), value, (), ("latency", "bandwidth", "cities"))
-    latency = _every_pair(len(nodes), 0.0, diagonal=0.0)
-    bandwidth = _every_pair(len(nodes), math.inf, diagonal=math.inf)
-    if read_flag(page, ("links", "cities"), links.get("cities", False)):
+    count = len(nodes)
+    keys = {
+        "latency": Field(_pairs(count, 0.0, MAX_LATENCY), None),
+        "bandwidth": Field(_pairs(count, math.inf, math.inf), None),
+        "cities": Field(flag, False),
+    }
+    links = read_keys(page, ("links",), value, keys)
+    latency = _every_pair(count, 0.0, diagonal=0.0)
+    bandwidth = _every_pair(count, math.inf, diagonal=math.inf)
+    if links["cities"]:
         between = _between_cities(page, nodes)
         latency = [list(row) for row in between.latency]
         bandwidth = [list(row) for row in between.bandwidth]
-    if "latency" in links:
-        steps = ("links", "latency")
-        latency = _pairs(page, steps, links["latency"], len(nodes), 0.0, MAX_LATENCY)
-    if "bandwidth" in links:
-        steps = ("links", "bandwidth")
-        bandwidth = _pairs(
-            page, steps, links["bandwidth"], len(nodes), math.inf, math.inf
-        )
-    return latency, bandwidth
+    return links["latency"] or latency, links["bandwidth"] or bandwidth
 
 
-def _pairs(
-    page: Page, steps: Steps, value: Value, nodes: int, diagonal: float, most: float
-) -> NodePairs:
+def _pairs(nodes: int, diagonal: float, most: float) -> Read[NodePairs]:
     """One number for all pairs, or a matrix [from][to].
 
     `Cluster` rejects numbers that are too small, but not on the diagonal, since no message
     goes from a node to itself.
     """
-    if not isinstance(value, list):
-        number = read_number(page, steps, value, -math.inf, most)
-        return _every_pair(nodes, number, diagonal)
-    quantity = steps[-1]
-    if len(value) != nodes:
-        what = (
-            f"the {quantity} matrix has {len(value)} rows, but there are {nodes} nodes"
-        )
-        advice = "give one row per node, with one number per node"
-        fail(page, steps, what, advice)
-    matrix = []
-    for i, row in enumerate(value):
-        if not isinstance(row, list) or len(row) != nodes:
-            size = len(row) if isinstance(row, list) else 1
+    read_number = number(-math.inf, most)
+
+    def read(page: Page, steps: Steps, value: Value) -> NodePairs:
+        if not isinstance(value, list):
+            return _every_pair(nodes, read_number(page, steps, value), diagonal)
+        quantity = steps[-1]
+        if len(value) != nodes:
             what = (
-                f"row {i} of the {quantity} matrix has {size} numbers, "
+                f"the {quantity} matrix has {len(value)} rows, "
                 f"but there are {nodes} nodes"
             )
-            fail(page, steps, what, "give one number per node")
-        numbers = []
-        for j, cell in enumerate(row):
-            numbers.append(read_number(page, (*steps, i, j), cell, -math.inf, most))
-        matrix.append(numbers)
-    return matrix
+            advice = "give one row per node, with one number per node"
+            fail(page, steps, what, advice)
+        for place, row in enumerate(value):
+            if not isinstance(row, list) or len(row) != nodes:
+                size = len(row) if isinstance(row, list) else 1
+                what = (
+                    f"row {place} of the {quantity} matrix has {size} numbers, "
+                    f"but there are {nodes} nodes"
+                )
+                fail(page, steps, what, "give one number per node")
+        rows = items(items(read_number))(page, steps, value)
+        return list(map(list, rows))
+
+    return read
 
 
 def _every_pair(nodes: int, number: float, diagonal: float) -> NodePairs:
@@ -267,32 +292,21 @@ def _between_cities(page: Page, nodes: list[Node]) -> Cluster:
 def _apply_link(
     page: Page,
     steps: Steps,
-    value: Value,
+    link: _Link,
     nodes: list[Node],
     latency: NodePairs,
     bandwidth: NodePairs,
 ) -> None:
     """Write the numbers of a `[[link]]` into the matrices."""
-    keys = ("between", "latency", "bandwidth", "oneway")
-    entry = read_entry(page, steps, value, (), keys)
-    ends = entry.get("between")
+    ends = link.between
     if not isinstance(ends, list) or len(ends) != 2:
         what = f"link[{steps[-1]}] does not name its two ends"
         advice = 'write between = ["site", "site"] or [node, node]'
         fail(page, (*steps, "between"), what, advice)
-    sources = _nodes_at(page, steps, ends[0], nodes)
-    targets = _nodes_at(page, steps, ends[1], nodes)
-    oneway = read_flag(page, (*steps, "oneway"), entry.get("oneway", False))
-    if "latency" in entry:
-        number_steps = (*steps, "latency")
-        number = read_number(page, number_steps, entry["latency"], 0.0, MAX_LATENCY)
-        _set_pairs(latency, sources, targets, number, oneway)
-    if "bandwidth" in entry:
-        number_steps = (*steps, "bandwidth")
-        number = read_number(
-            page, number_steps, entry["bandwidth"], MIN_BANDWIDTH, math.inf
-        )
-        _set_pairs(bandwidth, sources, targets, number, oneway)
+    sources, targets = (_nodes_at(page, steps, end, nodes) for end in ends)
+    for matrix, value in ((latency, link.latency), (bandwidth, link.bandwidth)):
+        if value is not None:
+            _set_pairs(matrix, sources, targets, value, link.oneway)
 
 
 def _set_pairs(

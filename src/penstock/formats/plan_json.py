@@ -43,22 +43,27 @@ People and programs read, edit and keep these files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from penstock.errors import FileError, ScheduleError, ShapeError
 from penstock.formats.fields import (
-    check_kind,
+    HEADER,
+    Field,
     fact_text,
-    read_entry,
-    read_facts_field,
-    read_flag,
-    read_list,
-    read_number,
-    read_string,
-    read_whole,
+    facts,
+    flag,
+    items,
+    made,
+    number,
+    read_page,
+    record,
+    string,
+    whole,
 )
 from penstock.formats.json_text import JsonPage, parse_json
 from penstock.formats.text import (
@@ -173,6 +178,102 @@ def _lane_text(lane: Iterable[Action]) -> str:
 
 
 # ---------------------------------------------------------------- reading
+class _Orders(NamedTuple):
+    """The micro-batches and the lanes of a schedule."""
+
+    microbatches: tuple[tuple[MicroBatch, int], ...]
+    lanes: tuple[tuple[Action, ...], ...]
+
+
+def _run(
+    path: tuple[int, ...], tokens: int, cuts: tuple[int, ...], count: int
+) -> tuple[MicroBatch, int]:
+    """A micro-batch, and how many times it follows itself."""
+    return MicroBatch(path, tokens, cuts), count
+
+
+def _lane(page: Page, steps: Steps, value: Value) -> tuple[Action, ...]:
+    actions = []
+    for place, word in enumerate(string(page, steps, value).split()):
+        try:
+            actions.append(parse_action(word))
+        except FileError:
+            shown = word[:SHOWN_CHARACTERS]
+            what = f"word {place} of lane {steps[-1]}, {shown!r}, is not an action"
+            advice = (
+                "an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1"
+            )
+            fail(page, steps, what, advice, place)
+    return tuple(actions)
+
+
+def _sum_kind(page: Page, steps: Steps, value: Value) -> SumKind:
+    kind = string(page, steps, value)
+    kinds = [one.value for one in SumKind]
+    if kind not in kinds:
+        what = f"there is no kind of sum called {kind[:SHOWN_CHARACTERS]!r}"
+        fail(page, steps, what, f"the kinds are {', '.join(kinds)}")
+    return SumKind(kind)
+
+
+def _sum_plan(groups: tuple[tuple[int, ...], ...], **values: Any) -> SumPlan:
+    """How the replicas of a part sum their gradients; groups say which ranks there are."""
+    if groups:
+        values["ranks"] = tuple(rank for group in groups for rank in group)
+    return SumPlan(groups=groups, **values)
+
+
+NUMBERS = items(whole())
+ORDERS = {
+    "microbatches": Field(
+        items(
+            record(
+                _run,
+                {
+                    "path": Field(NUMBERS),
+                    "tokens": Field(whole()),
+                    "cuts": Field(NUMBERS, ()),
+                    "count": Field(whole(1), 1),
+                },
+            )
+        )
+    ),
+    "lanes": Field(items(_lane)),
+}
+PLAN = {
+    **HEADER,
+    "stages": Field(
+        items(record(Stage, dict.fromkeys(("rank", "part"), Field(whole()))))
+    ),
+    **ORDERS,
+    "name": Field(string, ""),
+    "partition": Field(NUMBERS, ()),
+    "recompute": Field(NUMBERS, ()),
+    "tensor": Field(whole(1), 0),  # 0: the config decides
+    "shard": Field(whole(1), 0),
+    "why": Field(facts, ()),
+    "rotation": Field(items(record(_Orders, ORDERS)), ()),
+    "full": Field(record(_Orders, ORDERS), None),
+    "sums": Field(
+        items(
+            record(
+                _sum_plan,
+                {
+                    "parts": Field(NUMBERS),
+                    "kind": Field(_sum_kind),
+                    "ranks": Field(NUMBERS, ()),
+                    "shares": Field(items(number()), ()),
+                    "groups": Field(items(NUMBERS), ()),
+                    "whole": Field(flag, False),
+                },
+                "plan the paths again, or correct the entry",
+            )
+        ),
+        (),
+    ),
+}
+
+
 def read_plan(path: str | Path) -> Plan:
     """The plan in a file."""
     return load_plan(read_text(path, "plan"), str(path))
@@ -181,76 +282,51 @@ def read_plan(path: str | Path) -> Plan:
 def load_plan(text: str, source: str = "plan.json") -> Plan:
     """The plan in a text; errors call the file `source`."""
     page = JsonPage(text, source, "plan")
-    top = check_kind(page, parse_json(page), PLAN_VERSION)
-    read_entry(
-        page,
-        (),
-        top,
-        ("penstock", "version", "stages", "microbatches", "lanes"),
-        (
-            "name",
-            "partition",
-            "recompute",
-            "tensor",
-            "shard",
-            "why",
-            "rotation",
-            "full",
-            "sums",
-        ),
+    top = read_page(page, parse_json(page), PLAN_VERSION, PLAN)
+    stages = top["stages"]
+    orders = _Orders(top["microbatches"], top["lanes"])
+    schedule = _schedule(page, (), orders, stages)
+    rotation = tuple(
+        _schedule(page, ("rotation", place), one, stages)
+        for place, one in enumerate(top["rotation"])
     )
-    stages = read_list(page, ("stages",), top["stages"], _stage)
-    schedule = _schedule(page, (), top, stages)
-
-    def read_orders(page: Page, steps: Steps, value: Value) -> Schedule:
-        entry = read_entry(page, steps, value, ("microbatches", "lanes"), ())
-        return _schedule(page, steps, entry, stages)
-
-    given = top.get("rotation", [])
-    rotation = read_list(page, ("rotation",), given, read_orders)
-    full = None
-    if "full" in top:
-        full = read_orders(page, ("full",), top["full"])
-    partition = read_list(page, ("partition",), top.get("partition", []), read_whole)
-    recompute = read_list(page, ("recompute",), top.get("recompute", []), read_whole)
-    tensor = shard = 0  # The config decides.
-    if "tensor" in top or "shard" in top:
-        tensor = read_whole(page, ("tensor",), top.get("tensor", 1), least=1)
-        shard = read_whole(page, ("shard",), top.get("shard", 1), least=1)
-    why = read_facts_field(page, ("why",), top.get("why", {}))
-    name = read_string(page, ("name",), top.get("name", ""))
-    if max(recompute, default=-1) >= schedule.parts:
-        what = f"there is no part {max(recompute)}; the parts are 0 to {schedule.parts - 1}"
+    full = top["full"] and _schedule(page, ("full",), top["full"], stages)
+    last = max(top["recompute"], default=-1)
+    if last >= schedule.parts:
+        what = f"there is no part {last}; the parts are 0 to {schedule.parts - 1}"
         fail(page, ("recompute",), what, "name only parts that exist")
-    try:
-        plan = Plan(schedule, name, partition, why, recompute, tensor, shard)
-    except ShapeError as error:
-        advice = "give the number of layers of every part, in the order of the parts"
-        fail(page, ("partition",), str(error), advice)
+    is_meshed = top["tensor"] or top["shard"]
+    advice = "give the number of layers of every part, in the order of the parts"
+    plan = made(
+        *(page, ("partition",), advice, Plan),
+        schedule=schedule,
+        name=top["name"],
+        partition=top["partition"],
+        why=top["why"],
+        recompute=top["recompute"],
+        tensor=is_meshed and (top["tensor"] or 1),
+        shard=is_meshed and (top["shard"] or 1),
+    )
     try:
         plan = replace(plan, rotation=rotation, full=full)
     except ShapeError as error:
         key = "rotation" if str(error).startswith("rotation") else "full"
         fail(page, (key,), str(error), "plan the paths again, all at once")
-    sums = read_list(page, ("sums",), top.get("sums", []), _sum)
-    try:
-        return replace(plan, sums=sums)
-    except ShapeError as error:
-        fail(page, ("sums",), str(error), "every rank that holds a part sums it")
+    advice = "every rank that holds a part sums it"
+    return made(page, ("sums",), advice, partial(replace, plan), sums=top["sums"])
 
 
 def _schedule(
-    page: Page, steps: Steps, entry: Mapping[str, Value], stages: tuple[Stage, ...]
+    page: Page, steps: Steps, orders: _Orders, stages: tuple[Stage, ...]
 ) -> Schedule:
-    """A schedule over these stages, from an entry with its micro-batches and lanes."""
-    runs = read_list(page, (*steps, "microbatches"), entry["microbatches"], _run)
-    lanes = read_list(page, (*steps, "lanes"), entry["lanes"], _lane)
-    _check_counts(page, (*steps, "microbatches"), runs, sum(map(len, lanes)))
+    """A schedule over these stages."""
+    actions = sum(map(len, orders.lanes))
+    _check_counts(page, (*steps, "microbatches"), orders.microbatches, actions)
     microbatches: list[MicroBatch] = []
-    for microbatch, count in runs:
+    for microbatch, count in orders.microbatches:
         microbatches += [microbatch] * count
     try:
-        return Schedule(stages, tuple(microbatches), lanes)
+        return Schedule(stages, tuple(microbatches), orders.lanes)
     except ScheduleError as error:
         where = ".".join(map(str, (page.source, *steps)))
         first, *others = error.faults
@@ -258,7 +334,7 @@ def _schedule(
 
 
 def _check_counts(
-    page: Page, steps: Steps, runs: Sequence[tuple[MicroBatch, int]], actions: int
+    page: Page, steps: Steps, runs: Iterable[tuple[MicroBatch, int]], actions: int
 ) -> None:
     """Reject a mistyped count before it fills the memory.
 
@@ -276,64 +352,3 @@ def _check_counts(
         )
         advice = "is a count too large, or are lanes missing?"
         fail(page, steps, what, advice)
-
-
-def _stage(page: Page, steps: Steps, value: Value) -> Stage:
-    entry = read_entry(page, steps, value, ("rank", "part"), ())
-    rank = read_whole(page, (*steps, "rank"), entry["rank"])
-    part = read_whole(page, (*steps, "part"), entry["part"])
-    return Stage(rank, part)
-
-
-def _sum(page: Page, steps: Steps, value: Value) -> SumPlan:
-    """How the replicas of a part sum their gradients."""
-    entry = read_entry(
-        page, steps, value, ("parts", "kind"), ("ranks", "shares", "groups", "whole")
-    )
-    kind = read_string(page, (*steps, "kind"), entry["kind"])
-    kinds = [one.value for one in SumKind]
-    if kind not in kinds:
-        what = f"there is no kind of sum called {kind[:SHOWN_CHARACTERS]!r}"
-        fail(page, (*steps, "kind"), what, f"the kinds are {', '.join(kinds)}")
-
-    def read_group(page: Page, steps: Steps, value: Value) -> tuple[int, ...]:
-        return read_list(page, steps, value, read_whole)
-
-    parts = read_list(page, (*steps, "parts"), entry["parts"], read_whole)
-    ranks = read_list(page, (*steps, "ranks"), entry.get("ranks", []), read_whole)
-    shares = read_list(page, (*steps, "shares"), entry.get("shares", []), read_number)
-    groups = read_list(page, (*steps, "groups"), entry.get("groups", []), read_group)
-    whole = read_flag(page, (*steps, "whole"), entry.get("whole", False))
-    if groups:
-        ranks = tuple(rank for group in groups for rank in group)
-    try:
-        return SumPlan(parts, SumKind(kind), ranks, shares, groups, whole)
-    except ShapeError as error:
-        fail(page, steps, str(error), "plan the paths again, or correct the entry")
-
-
-def _run(page: Page, steps: Steps, value: Value) -> tuple[MicroBatch, int]:
-    """A micro-batch, and how many times it follows itself."""
-    entry = read_entry(page, steps, value, ("path", "tokens"), ("cuts", "count"))
-    path = read_list(page, (*steps, "path"), entry["path"], read_whole)
-    tokens = read_whole(page, (*steps, "tokens"), entry["tokens"])
-    cuts = read_list(page, (*steps, "cuts"), entry.get("cuts", []), read_whole)
-    count = read_whole(page, (*steps, "count"), entry.get("count", 1), least=1)
-    return MicroBatch(path, tokens, cuts), count
-
-
-def _lane(page: Page, steps: Steps, value: Value) -> tuple[Action, ...]:
-    actions = []
-    for number, word in enumerate(read_string(page, steps, value).split()):
-        actions.append(_action(page, steps, number, word))
-    return tuple(actions)
-
-
-def _action(page: Page, steps: Steps, number: int, word: str) -> Action:
-    try:
-        return parse_action(word)
-    except FileError:
-        shown = word[:SHOWN_CHARACTERS]
-        what = f"word {number} of lane {steps[-1]}, {shown!r}, is not an action"
-        advice = "an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1"
-        fail(page, steps, what, advice, number)

@@ -42,9 +42,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from penstock.cost.buffers import BufferedMessage, check_buffers
 from penstock.cost.curve import CorrectedCurve, Curve, Seconds
@@ -52,17 +53,21 @@ from penstock.cost.fit import Fit
 from penstock.cost.network import Network, PerPair
 from penstock.cost.profile import Block, Point, Profile
 from penstock.cost.row_profiles import RowProfiles
-from penstock.errors import ShapeError
 from penstock.formats.fields import (
-    check_kind,
+    HEADER,
+    Field,
+    Read,
     fact_text,
-    read_entry,
-    read_facts_field,
-    read_flag,
-    read_list,
-    read_number,
-    read_string,
-    read_whole,
+    facts,
+    flag,
+    items,
+    made,
+    number,
+    read_keys,
+    read_page,
+    record,
+    string,
+    whole,
 )
 from penstock.formats.json_text import JsonPage, parse_json
 from penstock.formats.text import (
@@ -207,6 +212,134 @@ def _infinity_as_null(value: PerPair) -> Value:
 
 
 # ---------------------------------------------------------------- reading
+def _form(page: Page, steps: Steps, value: Value) -> str:
+    form = string(page, steps, value)
+    if form not in ("formula", "table"):
+        what = f"{value_name(page, steps)} is {describe_value(form)}"
+        fail(page, steps, what, 'a fit is a "formula" or a "table"')
+    return form
+
+
+def _null_or_number(page: Page, steps: Steps, value: Value) -> float:
+    """A number, or infinity, for which JSON has null."""
+    return math.inf if value is None else number()(page, steps, value)
+
+
+def _per_pair(read: Read[float]) -> Read[PerPair]:
+    """One number for all pairs of ranks, or a matrix."""
+
+    def read_pairs(page: Page, steps: Steps, value: Value) -> PerPair:
+        if not isinstance(value, list):
+            return read(page, steps, value)
+        return items(items(read))(page, steps, value)
+
+    return read_pairs
+
+
+def _buffers(page: Page, steps: Steps, value: Value) -> tuple[BufferedMessage, ...]:
+    found = items(record(BufferedMessage, BUFFER))(page, steps, value)
+    advice = "measure again with `penstock profile`"
+    made(page, steps, advice, partial(check_buffers, found))
+    return found
+
+
+def _check_layer(page: Page, steps: Steps, layer: Block, tokens: int) -> None:
+    """Refuse a layer that takes no time on a whole sequence."""
+    for op in (Op.F, Op.B):
+        if layer.fit(op).curve.of(tokens, 0) < MIN_SECONDS:
+            op_steps = (*steps, "layer", "fits", op.value)
+            what = f"{op.value} of a layer takes no time"
+            fail(page, op_steps, what, "measure again")
+
+
+def _block(page: Page, steps: Steps, value: Value) -> Block:
+    values = read_keys(page, steps, value, BLOCK)
+    points: tuple[Point, ...] = values["points"]
+    if all(point.held_out for point in points):
+        what = "no point took part in the fits"
+        fail(page, (*steps, "points"), what, "measure again")
+    fits = values.pop("fits")
+    found: dict[str, Any] = {
+        op.value: _fit(page, (*steps, "fits", op.value), fits[op.value], points, op)
+        for op in PROFILED_OPS
+    }
+    return Block(**values, **found)
+
+
+def _fit(
+    page: Page,
+    steps: Steps,
+    values: dict[str, Any],
+    points: Iterable[Point],
+    op: Op,
+) -> Fit:
+    """A fit; a table gets the points that took part in it."""
+    formula = Seconds(*(values[term] for term in CURVE_TERMS))
+    curve: Curve = formula
+    if values["form"] == "table":
+        fitted = [point for point in points if not point.held_out]
+        for point in fitted:
+            if formula.of(point.tokens, point.prefix) < MIN_SECONDS:
+                what = "the formula is 0 at a point of its table"
+                fail(page, steps, what, "measure again")
+        entries = [(point.tokens, point.prefix, point.of(op)) for point in fitted]
+        curve = CorrectedCurve(formula, tuple(entries))
+    return Fit(curve, values["worst"], values["median"])
+
+
+NUMBER = Field(number())
+NO_NUMBER = Field(number(), 0.0)
+OP_NUMBERS = dict.fromkeys([op.value for op in PROFILED_OPS], NUMBER)
+POINT = {
+    "tokens": Field(whole(1)),
+    "prefix": Field(whole()),
+    **OP_NUMBERS,
+    "held_out": Field(flag, False),
+}
+FIT = {
+    "form": Field(_form),
+    **dict.fromkeys((*CURVE_TERMS, "worst", "median"), NUMBER),
+}
+FITS = dict.fromkeys(OP_NUMBERS, Field(record(dict, FIT)))
+BLOCK = {
+    **dict.fromkeys(BYTE_FIELDS, NUMBER),
+    "fits": Field(record(dict, FITS)),
+    "points": Field(items(record(Point, POINT))),
+}
+BUFFER = {"bytes": NUMBER, "send": Field(_null_or_number), "receive": NUMBER}
+NETWORK = {
+    "latency": Field(_per_pair(number())),
+    "bandwidth": Field(_per_pair(_null_or_number)),
+    "serial": Field(flag),
+    "channels": Field(whole(1, 2), None),
+    "sum_bandwidth": Field(_per_pair(_null_or_number), None),
+    "buffers": Field(_buffers, ()),
+}
+NETWORK_ADVICE = "give one number, or a row of numbers for each rank"
+ROWS = {
+    "rows": Field(whole(1)),
+    "message": NUMBER,
+    "blocks": Field(record(dict, dict.fromkeys(BLOCK_NAMES, Field(_block)))),
+    "turn": NO_NUMBER,
+    "switch": NO_NUMBER,
+}
+PROFILE = {
+    **HEADER,
+    "layers": Field(whole(1)),
+    "tokens": Field(whole(1)),
+    "rows": ROWS["rows"],
+    "message": NUMBER,
+    "model": Field(facts),
+    "device": Field(facts),
+    "blocks": ROWS["blocks"],
+    "network": Field(record(Network, NETWORK, NETWORK_ADVICE)),
+    "turn": NO_NUMBER,
+    "switch": NO_NUMBER,
+    "tied": NO_NUMBER,
+    "larger": Field(items(record(dict, ROWS)), ()),
+}
+
+
 def read_profile(path: str | Path) -> Profile:
     """The profile in a file; if it has several, the one with the fewest rows."""
     return read_row_profiles(path).measured[0]
@@ -225,204 +358,17 @@ def read_row_profiles(path: str | Path) -> RowProfiles:
 def load_row_profiles(text: str, source: str = "profile.json") -> RowProfiles:
     """The profiles in a text; errors call the file `source`."""
     page = JsonPage(text, source, "profile")
-    top = check_kind(page, parse_json(page), PROFILE_VERSION)
-    required = (
-        "penstock",
-        "version",
-        "layers",
-        "tokens",
-        "rows",
-        "message",
-        "model",
-        "device",
-        "blocks",
-        "network",
-    )
-    read_entry(page, (), top, required, ("turn", "switch", "tied", "larger"))
-    layers = read_whole(page, ("layers",), top["layers"], least=1)
-    tokens = read_whole(page, ("tokens",), top["tokens"], least=1)
-    first = Profile(
-        layers,
-        tokens,
-        *_row_sizes(page, (), top),
-        *_row_blocks(page, (), top, tokens),
-        network=_network(page, ("network",), top["network"]),
-        model=read_facts_field(page, ("model",), top["model"]),
-        device=read_facts_field(page, ("device",), top["device"]),
-        turn=read_number(page, ("turn",), top.get("turn", 0.0)),
-        switch=read_number(page, ("switch",), top.get("switch", 0.0)),
-        tied=read_number(page, ("tied",), top.get("tied", 0.0)),
-    )
-
-    def larger(page: Page, steps: Steps, value: Value) -> Profile:
-        required = ("rows", "message", "blocks")
-        entry = read_entry(page, steps, value, required, ("turn", "switch"))
-        rows, message = _row_sizes(page, steps, entry)
-        embed, layer, head = _row_blocks(page, steps, entry, tokens)
-        turn = read_number(page, (*steps, "turn"), entry.get("turn", 0.0))
-        switch = read_number(page, (*steps, "switch"), entry.get("switch", 0.0))
-        return replace(
-            first,
-            rows=rows,
-            message=message,
-            embed=embed,
-            layer=layer,
-            head=head,
-            turn=turn,
-            switch=switch,
-        )
-
-    others: tuple[Profile, ...] = ()
-    if "larger" in top:
-        others = read_list(page, ("larger",), top["larger"], larger)
-    try:
-        return RowProfiles((first, *others))
-    except ShapeError as error:
-        fail(page, ("larger",), str(error), "measure again")
-
-
-def _row_sizes(
-    page: Page, steps: Steps, entry: Mapping[str, Value]
-) -> tuple[int, float]:
-    rows = read_whole(page, (*steps, "rows"), entry["rows"], least=1)
-    return rows, read_number(page, (*steps, "message"), entry["message"])
-
-
-def _row_blocks(
-    page: Page, steps: Steps, entry: Mapping[str, Value], tokens: int
-) -> tuple[Block, Block, Block]:
-    """The blocks that were measured with one number of rows."""
-    steps = (*steps, "blocks")
-    blocks = read_entry(page, steps, entry["blocks"], BLOCK_NAMES, ())
-    embed, layer, head = (
-        _block(page, (*steps, name), blocks[name]) for name in BLOCK_NAMES
-    )
-    for op in (Op.F, Op.B):
-        if layer.fit(op).curve.of(tokens, 0) < MIN_SECONDS:
-            op_steps = (*steps, "layer", "fits", op.value)
-            what = f"{op.value} of a layer takes no time"
-            fail(page, op_steps, what, "measure again")
-    return embed, layer, head
-
-
-def _block(page: Page, steps: Steps, value: Value) -> Block:
-    entry = read_entry(page, steps, value, (*BYTE_FIELDS, "fits", "points"), ())
-    points = read_list(page, (*steps, "points"), entry["points"], _point)
-    if all(point.held_out for point in points):
-        what = "no point took part in the fits"
-        fail(page, (*steps, "points"), what, "measure again")
-    ops = [op.value for op in PROFILED_OPS]
-    fit_entries = read_entry(page, (*steps, "fits"), entry["fits"], ops, ())
-    fits = []
-    for op in PROFILED_OPS:
-        op_steps = (*steps, "fits", op.value)
-        fits.append(_fit(page, op_steps, fit_entries[op.value], points, op))
-    sizes = [read_number(page, (*steps, field), entry[field]) for field in BYTE_FIELDS]
-    return Block(
-        points,
-        F=fits[0],
-        B=fits[1],
-        I=fits[2],
-        W=fits[3],
-        **dict(zip(BYTE_FIELDS, sizes, strict=True)),
-    )
-
-
-def _point(page: Page, steps: Steps, value: Value) -> Point:
-    ops = [op.value for op in PROFILED_OPS]
-    entry = read_entry(page, steps, value, ("tokens", "prefix", *ops), ("held_out",))
-    tokens = read_whole(page, (*steps, "tokens"), entry["tokens"], least=1)
-    prefix = read_whole(page, (*steps, "prefix"), entry["prefix"])
-    f, b, i, w = (read_number(page, (*steps, op), entry[op]) for op in ops)
-    held_out = read_flag(page, (*steps, "held_out"), entry.get("held_out", False))
-    return Point(tokens, prefix, f, b, i, w, held_out)
-
-
-def _fit(
-    page: Page, steps: Steps, value: Value, points: Iterable[Point], op: Op
-) -> Fit:
-    keys = ("form", *CURVE_TERMS, "worst", "median")
-    entry = read_entry(page, steps, value, keys, ())
-    terms = [read_number(page, (*steps, term), entry[term]) for term in CURVE_TERMS]
-    formula = Seconds(*terms)
-    form_steps = (*steps, "form")
-    form = read_string(page, form_steps, entry["form"])
-    curve: Curve = formula
-    if form == "table":
-        curve = _table(page, steps, formula, points, op)
-    elif form != "formula":
-        what = f"{value_name(page, form_steps)} is {describe_value(form)}"
-        fail(page, form_steps, what, 'a fit is a "formula" or a "table"')
-    worst = read_number(page, (*steps, "worst"), entry["worst"])
-    median = read_number(page, (*steps, "median"), entry["median"])
-    return Fit(curve, worst, median)
-
-
-def _table(
-    page: Page, steps: Steps, formula: Seconds, points: Iterable[Point], op: Op
-) -> CorrectedCurve:
-    fitted = [point for point in points if not point.held_out]
-    for point in fitted:
-        if formula.of(point.tokens, point.prefix) < MIN_SECONDS:
-            what = "the formula is 0 at a point of its table"
-            fail(page, steps, what, "measure again")
-    entries = [(point.tokens, point.prefix, point.of(op)) for point in fitted]
-    return CorrectedCurve(formula, tuple(entries))
-
-
-def _network(page: Page, steps: Steps, value: Value) -> Network:
-    needed = ("latency", "bandwidth", "serial")
-    known = ("channels", "sum_bandwidth", "buffers")
-    entry = read_entry(page, steps, value, needed, known)
-    latency = _per_pair(page, (*steps, "latency"), entry["latency"], read_number)
-    bandwidth = _per_pair(
-        page, (*steps, "bandwidth"), entry["bandwidth"], _null_or_number
-    )
-    serial = read_flag(page, (*steps, "serial"), entry["serial"])
-    channels = None
-    if "channels" in entry:
-        place = (*steps, "channels")
-        channels = read_whole(page, place, entry["channels"], least=1, most=2)
-    sums = None
-    if "sum_bandwidth" in entry:
-        place = (*steps, "sum_bandwidth")
-        sums = _per_pair(page, place, entry["sum_bandwidth"], _null_or_number)
-    buffers: tuple[BufferedMessage, ...] = ()
-    if "buffers" in entry:
-        place = (*steps, "buffers")
-        buffers = read_list(page, place, entry["buffers"], _buffered_message)
-        try:
-            check_buffers(buffers)
-        except ShapeError as error:
-            fail(page, place, str(error), "measure again with `penstock profile`")
-    try:
-        return Network(latency, bandwidth, serial, channels, sums, buffers)
-    except ShapeError as error:
-        advice = "give one number, or a row of numbers for each rank"
-        fail(page, steps, str(error), advice)
-
-
-def _per_pair(
-    page: Page, steps: Steps, value: Value, read: Callable[[Page, Steps, Value], float]
-) -> PerPair:
-    """One number for all pairs of ranks, or a matrix."""
-    if not isinstance(value, list):
-        return read(page, steps, value)
-    rows = []
-    for number, row in enumerate(value):
-        rows.append(read_list(page, (*steps, number), row, read))
-    return tuple(rows)
-
-
-def _null_or_number(page: Page, steps: Steps, value: Value) -> float:
-    """A number, or infinity, for which JSON has null."""
-    return math.inf if value is None else read_number(page, steps, value)
-
-
-def _buffered_message(page: Page, steps: Steps, value: Value) -> BufferedMessage:
-    entry = read_entry(page, steps, value, ("bytes", "send", "receive"), ())
-    return BufferedMessage(
-        read_number(page, (*steps, "bytes"), entry["bytes"]),
-        _null_or_number(page, (*steps, "send"), entry["send"]),
-        read_number(page, (*steps, "receive"), entry["receive"]),
-    )
+    top = read_page(page, parse_json(page), PROFILE_VERSION, PROFILE)
+    places: list[Steps] = [("blocks",)]
+    places += [("larger", place, "blocks") for place in range(len(top["larger"]))]
+    first: dict[str, Any] = {
+        key: top[key] for key in PROFILE if key not in (*HEADER, "larger")
+    }
+    measured = []
+    for place, rows in zip(places, (first, *top["larger"]), strict=True):
+        values = first | rows
+        blocks = values.pop("blocks")
+        _check_layer(page, place, blocks["layer"], top["tokens"])
+        measured.append(Profile(**values, **blocks))
+    profiles = tuple(measured)
+    return made(page, ("larger",), "measure again", partial(RowProfiles, profiles))
