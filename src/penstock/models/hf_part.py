@@ -618,6 +618,11 @@ class EncoderRunner(Runner):
             )
 
 
+def runner_class(pieces: Pieces) -> type[Runner]:
+    """What runs the parts of a model that has these pieces."""
+    return Runner if pieces.encoding is None else EncoderRunner
+
+
 class Arrived:
     """An embedding of another part: its result, which has arrived, whatever it is asked for."""
 

@@ -17,39 +17,41 @@ way that parts do not is refused.
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+import json
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from threading import Lock
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
 from penstock.models.hf import Anatomy, Encoding, Pieces, find_pieces, small_config
-from penstock.models.hf_own import Stock, stock_of
+from penstock.models.hf_own import Stock, first_line, near, stock_of
 from penstock.models.hf_part import (
     UNSLICEABLE,
-    EncoderRunner,
     LayerCall,
     Runner,
     attention_of,
     refuse_kernel,
+    runner_class,
 )
-from penstock.models.hf_small import (
-    ConfigText,
-    first_line,
-    near,
-    random_model,
-    take_gradients,
-)
-from penstock.models.slice import Carry
+from penstock.models.slice import Carry, Slice
 
 TRIAL_TOKENS = 9  # of the sequences in a trial
+TRIAL_CUTS = (0, 4, 6, TRIAL_TOKENS)
 TRIAL_SEED = 1
+BORDER = 4  # between two documents in one row
+PADDING = 3  # tokens of padding in one row
+# Where attention sees both ways, the bias of its keys changes nothing, and its gradient is rounding alone. So gradients
+# count as no smaller than this share of the largest one.
+SMALL_GRADIENT = 0.05
+WORDS_IN_CONFIG = ("pad_token_id", "mask_token_id")
 
 
 def tried_anatomy(model: nn.Module) -> Anatomy:
@@ -90,6 +92,33 @@ class Findings:
     called: tuple[str, ...] = ()  # modules of its base model, as its forward calls them
     encoding: Encoding | None = None  # of an encoder
     stock: Stock = frozenset()  # what its modules are
+
+
+# ---------------------------------------------------------------- a small model
+class ConfigText:
+    """A config that can be compared and cached: two are equal if they say the same."""
+
+    def __init__(self, config: Any, kernel: str) -> None:
+        self.config = config
+        self.kernel = kernel if kernel in ("eager", "sdpa") else "sdpa"
+        said = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        self.text = f"{type(config).__name__} {self.kernel} {said}"
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ConfigText) and self.text == other.text
+
+
+def random_model(kind: type[nn.Module], text: ConfigText) -> Any:
+    """A small model whose biases and norms are random too."""
+    config = copy.deepcopy(text.config)
+    config._attn_implementation = text.kernel
+    model: Any = kind(config).float()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.eval()
 
 
 # ---------------------------------------------------------------- the trial
@@ -144,9 +173,9 @@ def _try_small_model(kind: type[nn.Module], text: ConfigText) -> Findings:
         return _try_encoder(model, tokens)
     called, tuples = _watch_calls(model, find_pieces(model), tokens)
     pieces = replace(find_pieces(model, called), tuples=tuples)
-    sliced = _fault_of_slices(model, pieces, tokens)
+    sliced = _fault_of_slices(_Small(model, pieces, tokens))
     pieces = replace(pieces, cached=not sliced)
-    fault = _fault_of_parts(model, pieces, tokens)
+    fault = _fault_of_parts(_Small(model, pieces, tokens))
     stock = stock_of(model, pieces)
     return Findings(fault, sliced, tuples, called, stock=stock)
 
@@ -163,7 +192,7 @@ def _try_encoder(model: Any, tokens: Tensor) -> Findings:
         plain = trial_words(model, 2, TRIAL_TOKENS, special=False)
         encoding = find_encoding(model, pieces, plain, tokens)
         pieces = replace(pieces, encoding=encoding)
-        fault = fault_of_encoder(model, pieces, tokens)
+        fault = _fault_of_encoder(model, pieces, tokens)
     except PenstockError:
         raise
     except Exception as error:
@@ -202,65 +231,167 @@ def _watch_calls(
     return tuple(results), isinstance(results[pieces.layers], tuple)
 
 
-def _fault_of_parts(model: Any, pieces: Pieces, tokens: Tensor) -> str:
+# ---------------------------------------------------------------- whole and in parts
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """A small model, the rows that it is tried on, and the types of their words if it takes any."""
+
+    model: Any
+    pieces: Pieces
+    tokens: Tensor
+    types: Tensor | None = None
+
+    def whole(
+        self, begin: int = 0, end: int = TRIAL_TOKENS, mask: Tensor | None = None
+    ) -> Tensor:
+        """The logits of the whole model for some of the tokens of each row."""
+        arguments: dict[str, Any] = dict(_plainly(self.pieces.encoding is not None))
+        if mask is not None:
+            arguments["attention_mask"] = mask
+        if self.types is not None:
+            arguments["token_type_ids"] = self.types[:, begin:end]
+        logits: Tensor = self.model(self.tokens[:, begin:end], **arguments).logits
+        return logits
+
+    def documents(self) -> Tensor:
+        """The logits of the whole model for the two documents of each row, one by one."""
+        return torch.cat([self.whole(0, BORDER), self.whole(BORDER)], dim=1)
+
+    def parts(self, mask: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+        """The logits of two parts, one after the other."""
+        layers = range(self.model.config.num_hidden_layers)
+        cut = max(1, len(layers) // 2)
+        first = self.runner(layers[:cut], (True, False))
+        last = self.runner(layers[cut:], (False, True))
+        x = first(self.tokens, self.piece(starts), self.types, mask)
+        return last(x, self.piece(starts), None, mask)
+
+    def runner(self, layers: range, ends: tuple[bool, bool]) -> Runner:
+        """A part of the model."""
+        kind = runner_class(self.pieces)
+        return kind(self.model, self.pieces, self.model, layers, ends)
+
+    def piece(self, starts: Tensor | None) -> Slice | None:
+        """Whole rows that are packed with documents; None if they are not."""
+        if starts is None:
+            return None
+        return Carry(TRIAL_TOKENS, starts).open(0, TRIAL_TOKENS)
+
+    def starts(self) -> Tensor:
+        """The start of each token's document, for two documents in each row."""
+        starts = torch.zeros_like(self.tokens)
+        starts[:, BORDER:] = BORDER
+        return starts
+
+
+class _Case(NamedTuple):
+    """Rows that the whole model and its parts compute alike, where they count."""
+
+    what: str  # empty if there are no others
+    counted: Tensor
+    whole: Callable[[], Tensor]
+    parts: Callable[[], Tensor]
+
+
+def _fault_of_parts(small: _Small) -> str:
     """What is wrong when two parts run one after the other; empty if they are the whole model."""
-    layers = model.config.num_hidden_layers
-    cut = max(1, layers // 2)
-    first = Runner(model, pieces, model, range(cut), (True, False))
-    last = Runner(model, pieces, model, range(cut, layers), (False, True))
-    whole = model(tokens, use_cache=False).logits
-    weights = torch.linspace(-1, 1, whole.numel()).reshape(whole.shape)
-    torch.autograd.backward((whole * weights).sum())
-    wanted = take_gradients(model)
+    every = torch.ones_like(small.tokens)
+    cases = [_Case("", every, small.whole, small.parts)]
+    if small.pieces.encoding is not None:
+        mask = torch.ones_like(small.tokens)
+        mask[0, -PADDING:] = 0
+        starts = small.starts()
+        cases = [
+            _Case("rows of text", every, small.whole, small.parts),
+            _Case(
+                *("rows with padding", mask),
+                *(partial(small.whole, mask=mask), partial(small.parts, mask)),
+            ),
+            _Case(
+                *("documents in one row", every),
+                *(small.documents, partial(small.parts, starts=starts)),
+            ),
+        ]
+    return next(filter(None, (_fault_of_case(small, case) for case in cases)), "")
+
+
+def _fault_of_case(small: _Small, case: _Case) -> str:
+    """Where the logits that count, or the gradients, are not those of the whole model; empty if they all are."""
+    counted = case.counted[..., None] == 1
+    expected = case.whole().where(counted, 0.0)
+    expected_gradients = _gradients(small.model, expected)
+    given = f" for {case.what}" if case.what else ""
+    comma = "," if case.what else ""
     try:
-        logits = last(first(tokens, None), None)
+        found = case.parts().where(counted, 0.0)
     except Exception as error:
-        return f"its forward does not run in parts ({first_line(error)})"
-    if not near(logits, whole):
-        return "its parts, one after the other, do not give its logits"
-    torch.autograd.backward((logits * weights).sum())
-    found = take_gradients(model)
-    for name, gradient in wanted.items():
-        if name not in found or not near(found[name], gradient):
-            return f"the gradient of {name} in its parts is not that of the whole model"
+        return f"its forward does not run in parts{comma}{given} ({first_line(error)})"
+    if not near(found, expected):
+        return f"its parts, one after the other, do not give its logits{given}"
+    least = 0.0
+    if small.pieces.encoding is not None:
+        largest = max(float(one.abs().max()) for one in expected_gradients.values())
+        least = SMALL_GRADIENT * largest
+    found_gradients = _gradients(small.model, found)
+    for name, gradient in expected_gradients.items():
+        if name not in found_gradients or not near(
+            found_gradients[name], gradient, least
+        ):
+            return f"the gradient of {name} in its parts is not that of the whole model{comma}{given}"
     return ""
 
 
-def _fault_of_slices(model: Any, pieces: Pieces, tokens: Tensor) -> str:
-    """Why the model cannot run slice by slice; empty if it can."""
-    layers = range(model.config.num_hidden_layers)
-    runner = Runner(model, pieces, model, layers, (True, True))
+def _gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
+    """The gradients of the weights for a sum of the logits, in which each has a weight of its own."""
+    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
+    torch.autograd.backward((logits * weights).sum())
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+@torch.no_grad()
+def _fault_of_slices(small: _Small) -> str:
+    """Why a decoder cannot run slice by slice; empty if it can."""
+    layers = range(small.model.config.num_hidden_layers)
+    runner = small.runner(layers, (True, True))
     carry = Carry(TRIAL_TOKENS)
-    bounds = (0, 4, 6, TRIAL_TOKENS)
-    with torch.no_grad():
-        whole = model(tokens, use_cache=False).logits
-        try:
-            for layer in runner.layers:
-                assert isinstance(layer, LayerCall)
-                attention_of(layer.layer)
-            logits = [
-                runner(tokens[:, begin:end], carry.open(begin, end))
-                for begin, end in pairwise(bounds)
-            ]
-        except Exception as error:
-            return f"its layers do not go on from the keys and values of earlier slices ({first_line(error)})"
-        if not near(torch.cat(logits, dim=1), whole):
-            return "its slices do not give the logits of the whole sequence"
-        starts = torch.zeros_like(tokens)
-        starts[:, bounds[1] :] = bounds[1]
-        packed = runner(tokens, Carry(TRIAL_TOKENS, starts).open(0, TRIAL_TOKENS))
-        alone = model(tokens[:, bounds[1] :], use_cache=False).logits
-    if not near(packed[:, bounds[1] :], alone):
+    whole = small.whole()
+    try:
+        for layer in runner.layers:
+            assert isinstance(layer, LayerCall)
+            attention_of(layer.layer)
+        logits = [
+            runner(small.tokens[:, begin:end], carry.open(begin, end))
+            for begin, end in pairwise(TRIAL_CUTS)
+        ]
+    except Exception as error:
+        return f"its layers do not go on from the keys and values of earlier slices ({first_line(error)})"
+    if not near(torch.cat(logits, dim=1), whole):
+        return "its slices do not give the logits of the whole sequence"
+    packed = runner(small.tokens, small.piece(small.starts()))
+    if not near(packed[:, BORDER:], small.whole(BORDER)):
         return "documents in one row do not give the logits that they give alone"
     return ""
 
 
-DOCUMENTS = (4, 5)  # tokens of two documents in one row
-PADDING = 3  # tokens of padding in one row
-# Where attention sees both ways, the bias of its keys changes nothing, and its gradient is rounding alone. So gradients
-# count as no smaller than this share of the largest one.
-SMALL_GRADIENT = 0.05
-WORDS_IN_CONFIG = ("pad_token_id", "mask_token_id")
+# ---------------------------------------------------------------- encoders
+def _fault_of_encoder(model: Any, pieces: Pieces, tokens: Tensor) -> str:
+    """Why a model is no encoder, or cannot run in parts; empty if it can."""
+    logits = model(tokens).logits
+    if logits.shape != (*tokens.shape, model.config.vocab_size):
+        return "it does not give a logit for every word at every token"
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % model.config.vocab_size
+    if torch.equal(model(other).logits[:, :-1], logits[:, :-1]):
+        return "its words do not see later words, so it is not an encoder"
+    types = None
+    if pieces.encoding is not None and pieces.encoding.types:
+        types = torch.randint(0, model.config.type_vocab_size, tokens.shape)
+    return _fault_of_parts(_Small(model, pieces, tokens, types))
 
 
 def trial_words(model: Any, rows: int, tokens: int, special: bool = True) -> Tensor:
@@ -323,158 +454,3 @@ def _looked_up(model: Any, table: nn.Embedding, words: Tensor) -> Tensor | None:
     if not asked or asked[0].shape[-1:] != words.shape[-1:]:
         return None
     return asked[0].expand_as(words)
-
-
-# ---------------------------------------------------------------- the trial
-def fault_of_encoder(model: Any, pieces: Pieces, tokens: Tensor) -> str:
-    """What is wrong when two parts run one after the other; empty if they are the whole model."""
-    logits = model(tokens).logits
-    if logits.shape != (*tokens.shape, model.config.vocab_size):
-        return "it does not give a logit for every word at every token"
-    if not _sees_later_words(model, tokens, logits):
-        return "its words do not see later words, so it is not an encoder"
-    types = _draw_types(model, pieces, tokens)
-    case = _Case(model, pieces, tokens, types)
-    for check in (_as_they_are, _with_padding, _with_documents):
-        fault = check(case)
-        if fault:
-            return fault
-    return ""
-
-
-def _sees_later_words(model: Any, tokens: Tensor, logits: Tensor) -> bool:
-    """Whether another last word changes the logits of the words before it."""
-    other = tokens.clone()
-    other[:, -1] = (other[:, -1] + 1) % model.config.vocab_size
-    before = model(other).logits[:, :-1]
-    return not torch.equal(before, logits[:, :-1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A model and the rows that it is tried on."""
-
-    model: Any
-    pieces: Pieces
-    tokens: Tensor
-    types: Tensor | None
-
-    def whole(self, begin: int, end: int, mask: Tensor | None = None) -> Tensor:
-        """The logits of the whole model for some of the tokens of each row."""
-        arguments: dict[str, Any] = {"attention_mask": mask}
-        if self.types is not None:
-            arguments["token_type_ids"] = self.types[:, begin:end]
-        logits: Tensor = self.model(self.tokens[:, begin:end], **arguments).logits
-        return logits
-
-    def parts(self, mask: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
-        """The logits of two parts, one after the other."""
-        model = self.model
-        layers = range(model.config.num_hidden_layers)
-        tokens = self.tokens.shape[1]
-
-        def run(own: range, ends: tuple[bool, bool], x: Tensor) -> Tensor:
-            runner = EncoderRunner(model, self.pieces, model, own, ends)
-            piece = None
-            if starts is not None:
-                piece = Carry(tokens, starts).open(0, tokens)
-            is_first, _ = ends
-            types = self.types if is_first else None
-            return runner(x, piece, types, mask)
-
-        cut = max(1, len(layers) // 2)
-        x = run(layers[:cut], (True, False), self.tokens)
-        return run(layers[cut:], (False, True), x)
-
-
-def _draw_types(model: Any, pieces: Pieces, tokens: Tensor) -> Tensor | None:
-    """A random type for every word; None if the model takes no types."""
-    if pieces.encoding is None or not pieces.encoding.types:
-        return None
-    return torch.randint(0, model.config.type_vocab_size, tokens.shape)
-
-
-def _as_they_are(case: _Case) -> str:
-    """The fault in rows that are full of text."""
-    tokens = case.tokens.shape[1]
-    counts = torch.ones_like(case.tokens, dtype=torch.bool)
-
-    def whole() -> Tensor:
-        return case.whole(0, tokens)
-
-    return _difference(case, counts, whole, case.parts, "rows of text")
-
-
-def _with_padding(case: _Case) -> str:
-    """The fault if a mask hides the end of a row."""
-    tokens = case.tokens.shape[1]
-    mask = torch.ones_like(case.tokens)
-    mask[0, -PADDING:] = 0
-
-    def whole() -> Tensor:
-        return case.whole(0, tokens, mask)
-
-    def parts() -> Tensor:
-        return case.parts(mask)
-
-    return _difference(case, mask == 1, whole, parts, "rows with padding")
-
-
-def _with_documents(case: _Case) -> str:
-    """The fault if each row has two documents, which the whole model sees one by one."""
-    tokens = case.tokens.shape[1]
-    border = DOCUMENTS[0]
-    starts = torch.zeros_like(case.tokens)
-    starts[:, border:] = border
-    counts = torch.ones_like(case.tokens, dtype=torch.bool)
-
-    def whole() -> Tensor:
-        documents = [case.whole(0, border), case.whole(border, tokens)]
-        return torch.cat(documents, dim=1)
-
-    def parts() -> Tensor:
-        return case.parts(starts=starts)
-
-    return _difference(case, counts, whole, parts, "documents in one row")
-
-
-def _difference(
-    case: _Case,
-    counts: Tensor,
-    whole: Callable[[], Tensor],
-    parts: Callable[[], Tensor],
-    what: str,
-) -> str:
-    """Where the logits that count, or the gradients, are not those of the whole model; empty if they all are."""
-    counted = counts[..., None]
-    expected = whole().where(counted, 0.0)
-    expected_gradients = _gradients(case.model, expected)
-    try:
-        found = parts().where(counted, 0.0)
-    except Exception as error:
-        return f"its forward does not run in parts, for {what} ({first_line(error)})"
-    if not near(found, expected):
-        return f"its parts, one after the other, do not give its logits for {what}"
-    found_gradients = _gradients(case.model, found)
-    other = _other_gradient(expected_gradients, found_gradients)
-    if other:
-        return f"the gradient of {other} in its parts is not that of the whole model, for {what}"
-    return ""
-
-
-def _gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
-    """The gradients of the weights for a sum of the logits, in which each has a weight of its own."""
-    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
-    loss = (logits * weights).sum()
-    torch.autograd.backward(loss)
-    return take_gradients(model)
-
-
-def _other_gradient(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """The first weight whose gradient was not found as expected; empty if all were."""
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    least = SMALL_GRADIENT * largest
-    for name, gradient in expected.items():
-        if name not in found or not near(found[name], gradient, least):
-            return name
-    return ""

@@ -22,7 +22,7 @@ from penstock.errors import PenstockError, ShapeError
 from penstock.families import require_sizes
 from penstock.models import hf, hf_own, hf_part, hf_trial
 from penstock.models.hf_own import refuse_own_calls
-from penstock.models.hf_part import UNSLICEABLE, EncoderRunner
+from penstock.models.hf_part import UNSLICEABLE
 from penstock.models.slice import Slice
 
 OURS = "penstock.models."  # the modules of our own classes
@@ -470,5 +470,5 @@ def _fill(part: Part, model: nn.Module) -> None:
             model.runner.model if isinstance(model, Part) and model.runner else model
         )
         layers, ends = range(part.begin, part.end), (part.first, part.last)
-        runner = hf_part.Runner if pieces.encoding is None else EncoderRunner
+        runner = hf_part.runner_class(pieces)
         part.runner = runner(source, pieces, part, layers, ends)
