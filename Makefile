@@ -113,7 +113,6 @@ bench: $(READY) ## run the benchmarks that need no quiet machine; tables go to d
 	$(PY) benchmarks/scale.py
 	$(PY) benchmarks/portfolio.py
 	$(PY) benchmarks/surprises.py
-	$(PY) benchmarks/documents.py
 	$(PY) benchmarks/paths.py
 	$(PY) benchmarks/slicing.py
 	$(PY) benchmarks/terapipe.py

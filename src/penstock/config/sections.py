@@ -145,10 +145,6 @@ class DataConfig:
         False,
         "keep packed documents apart: a token attends to and predicts only its own document",
     )
-    balance: bool = setting(
-        True,
-        "with separate, on CPUs: deal the documents of each step out so that all micro-batches take equally long",
-    )
     mask: float = setting(
         0.15,
         "share of the words that an encoder has to guess: 80% of them are masked, 10% are random words, 10% stay",

@@ -14,15 +14,13 @@ import torch
 from penstock.config import is_recording
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import BertConfig, EncoderConfig, Part
-from penstock.models.attention import PAIRS_PER_CALL
+from penstock.models import Part
 from penstock.models.family import keys_per_token
-from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import Comm, CudaTape, Executor, compile_stage
 from penstock.runtime.gradients import Mean
-from penstock.schedules.coverage import visited_parts, visits_all_parts
+from penstock.schedules.coverage import visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.data.documents import DocumentCutter, DocumentDealer
+from penstock.train.data.documents import DocumentCutter
 from penstock.train.data.loader import Deal, Loader, wanted_by
 from penstock.train.job import Job
 from penstock.train.mesh import MeshPlace, place_of
@@ -98,9 +96,8 @@ class RankSetup:
             self.place.shard,
         )
         cutter = cutter_of(job, self.device)
-        dealer = dealer_of(job, self.device, self.compiles)
         seed = config.run.seed
-        return Loader(job.corpus, deal, seed, self.device, cutter, dealer)
+        return Loader(job.corpus, deal, seed, self.device, cutter)
 
 
 def set_up_rank(
@@ -154,28 +151,3 @@ def cutter_of(job: Job, device: torch.device) -> DocumentCutter | None:
         return None
     slices = tuple(microbatch.slices for microbatch in schedule.microbatches)
     return DocumentCutter(slices, keys_per_token(job.sizes))
-
-
-def dealer_of(
-    job: Job, device: torch.device, compiled: bool = False
-) -> DocumentDealer | None:
-    """Return what deals out the documents of each step; None if rows stay as they are read.
-
-    That is the case on a GPU, where documents do not change the time of a row, for compiled
-    stages, which would be compiled again for every length, and with partial paths, where it
-    matters which documents skip which parts.
-    """
-    config = job.config
-    schedule = job.plan.schedule
-    plans_documents = config.data.separate and config.data.balance
-    if not plans_documents or device.type != "cpu" or compiled:
-        return None
-    if isinstance(job.sizes, BertConfig | EncoderConfig):
-        return None  # Its attention computes whole rows, whatever documents they hold.
-    if not visits_all_parts(schedule):
-        return None
-    clock = step_clock(schedule, job.partition, config.mesh.shard)
-    if clock is None:
-        return None
-    work = DocumentWork(keys_per_token(job.sizes), PAIRS_PER_CALL)
-    return DocumentDealer(clock, work, schedule.slices)

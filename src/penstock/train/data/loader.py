@@ -8,8 +8,8 @@
 The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
 a step sees the same sequences. Labels are shifted before anything is cut. Where documents
 are kept apart, the last word of a document has nothing to predict. Of a conversation only the
-answers are labels. Every step is planned for its documents (`penstock.train.data.documents`):
-they are dealt out to micro-batches and cut into slices that take the same time.
+answers are labels. Every step is cut for its documents into slices that take the same time
+(`penstock.train.data.documents`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,11 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.ir.schedule import Schedule
 from penstock.models import shift_labels
-from penstock.plan.slices.packs import Pack
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.conversations import BEGINS, LEARNED, SECOND
 from penstock.train.data.corpus import Corpus, Ticket
-from penstock.train.data.documents import (
-    DocumentCutter,
-    DocumentDealer,
-    document_ends,
-    pack_tokens,
-    starts_in_pack,
-)
+from penstock.train.data.documents import DocumentCutter
 
 LoaderState: TypeAlias = dict[str, int | str]
 FILLER = Ticket(-1)  # a row that does not count
@@ -105,12 +98,10 @@ class Loader:
         seed: int,
         device: torch.device | None = None,
         cutter: DocumentCutter | None = None,
-        dealer: DocumentDealer | None = None,
     ) -> None:
         self.corpus = corpus
         self.deal = deal
         self.cutter = cutter
-        self.dealer = dealer
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.seen = 0  # sequences read so far
@@ -137,19 +128,8 @@ class Loader:
             return
         passes = [self._numbers(turn) for turn in range(self.deal.passes)]
         valid = self._valid(number for numbers in passes for number in numbers)
-        batches = [self._training_batch(numbers, valid) for numbers in passes]
+        batches = [self._batch(self._own(numbers), valid) for numbers in passes]
         self.prepared = (self.seen, batches)
-
-    def _training_batch(self, numbers: list[Ticket], valid: int) -> Batch:
-        """One pass over these sequences of all shards, whose documents may be dealt out in another way."""
-        packs = None
-        if self.dealer is not None:
-            packs = self.dealer.deal(self._starts(numbers))
-        if packs is None:
-            return self._batch(self._own(numbers), valid)
-        first = self.deal.shard * self.deal.microbatches
-        own = packs[first : first + self.deal.microbatches]
-        return self._batch_of_packs(numbers, own, valid)
 
     def _own(self, numbers: list[Ticket]) -> list[Ticket]:
         """The sequences of a pass that belong to this shard."""
@@ -229,27 +209,6 @@ class Loader:
             own = numbers[number * rows : (number + 1) * rows]
             counts.append(self._labels(one for one in own if one != FILLER))
         return tuple(counts)
-
-    def _batch_of_packs(
-        self, numbers: list[Ticket], packs: Sequence[Pack], valid: int
-    ) -> Batch:
-        """One pass whose micro-batches are packs of the documents of these sequences, one row each."""
-        tokens, labels, starts = self._rows(numbers)
-        ends = document_ends(starts)
-        zero = torch.zeros((), dtype=torch.long, device=self.device)
-        dealt = []
-        cuts = []
-        for number, pack in enumerate(packs):
-            own_starts = starts_in_pack(pack, ends)
-            if self.cutter is not None:
-                cuts.append(self.cutter.cut(number, own_starts))
-            if self.deal.wanted is None or number in self.deal.wanted:
-                columns = (pack_tokens(pack, rows, ends) for rows in (tokens, labels))
-                dealt.append((*columns, own_starts))
-            else:
-                dealt.append((zero.expand(1, pack.tokens),) * 3)
-        inputs, labels_of, starts_of = zip(*dealt, strict=True)
-        return Batch(inputs, labels_of, valid, starts_of, tuple(cuts))
 
     def _cuts(self, numbers: list[Ticket]) -> tuple[tuple[int, ...], ...]:
         """The cuts of all micro-batches of a pass, which every rank must know; empty without a cutter."""
