@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from batches import best_batch
+from document_plans import document_planner, plan_documents
 
 from penstock.cost import ModelCost, PartCost, Seconds
-from penstock.plan.slices.cuts import best_batch, best_cuts
-from penstock.plan.slices.documents import document_planner, plan_documents
-from penstock.plan.slices.slice_times import times_from_curves, times_from_table
+from penstock.plan.slices import best_cuts, times_from_curves, times_from_table
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "slicing.md"

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from batches import BatchCuts, best_batch
 from tables import table
 
-from penstock.plan.slices.layouts import Layout, layout
-from penstock.plan.slices.slice_times import TableTimes
+from penstock.plan.slices.curves import SliceTimes, tabulated_times
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "terapipe.md"
 GRAIN = 8  # tokens; the paper's
@@ -197,7 +197,7 @@ def crossings(setting: Setting) -> float:
     return min(setting.op / DEVICES, 1.0)
 
 
-def times(setting: Setting, known: Calibration, rows: int) -> TableTimes:
+def times(setting: Setting, known: Calibration, rows: int) -> SliceTimes:
     """All slices. A rank waits for its messages, so those of a stage at a node's edge are part of its work; another
     stage's count as often as hops leave a node. A third is there, two thirds back: one slice is longest both ways.
     """
@@ -210,7 +210,7 @@ def times(setting: Setting, known: Calibration, rows: int) -> TableTimes:
         stage(setting, known, rows, length, prefix),
         message(setting, rows, length),
     )
-    return TableTimes(seconds + wire, (seconds + crossings(setting) * wire,))
+    return tabulated_times(seconds + wire, seconds + crossings(setting) * wire)
 
 
 def gradient_bytes(setting: Setting) -> float:
@@ -235,22 +235,29 @@ def equal(setting: Setting, known: Calibration, length: int) -> float:
     return work_of_all + (setting.pipe - 1) * float(peaks.max()) + step(setting, known)
 
 
-def planned(setting: Setting, known: Calibration) -> Layout:
+@dataclass(frozen=True)
+class Planned:
+    """A step with the best cuts, and with whole sequences."""
+
+    slicing: BatchCuts
+    latency: float
+    whole: float
+
+    @property
+    def speedup(self) -> float:
+        """The latency with whole sequences over the latency with slices."""
+        return self.whole / self.latency
+
+
+def planned(setting: Setting, known: Calibration) -> Planned:
     """A step with the best cuts, and with whole sequences; one row at a time, as all published plans are."""
     sequences = setting.batch // setting.data
     table = times(setting, known, 1)
-    found = layout(
-        setting.data,
-        setting.pipe,
-        setting.op,
-        sequences,
-        lambda pipe, op, rows: table,
-        (1,),
-        0.0,
-        step(setting, known),
-    )
-    assert found is not None
-    return found
+    sums, peaks = table.of(np.array([0]), np.array([table.points]))
+    slicing = best_batch({1: table}, sequences, setting.pipe)
+    whole = sequences * float(sums[0]) + (setting.pipe - 1) * float(peaks[0, 0])
+    added = step(setting, known)
+    return Planned(slicing, slicing.latency + added, whole + added)
 
 
 # ---------------------------------------------------------------- calibration

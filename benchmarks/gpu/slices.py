@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,18 @@ from bench import (
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ProfileCost
+from penstock.cost.row_profiles import RowProfiles
 from penstock.formats import dump_profile, read_plan, read_profile, write_plan
 from penstock.ir import Plan
-from penstock.plan.slices import sliced_plans
+from penstock.plan.question import profile_question, profile_workload
+from penstock.plan.recipes import Limits
+from penstock.plan.search import search
 from penstock.runtime import Comm, spawn
 
 DEPTH, LENGTHS, EVEN = 2, (4096, 8192, 16384, 32768, 65536), (4, 8, 16)
 SIMPLE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
 GRAIN = 128  # tokens
+SLICES = 16  # at most
 SHORT = 16384  # longer ones take seconds a step: one round
 
 
@@ -186,20 +189,18 @@ def plan_all(
     for tokens in lengths:
         cost = ProfileCost(profile, tokens)
         for count in sequences:
-            same: Callable[[int], ProfileCost] = lambda parts, cost=cost: cost  # noqa: E731
             grain = max(GRAIN, tokens // 128) if tokens > 1000 else 4
-            rows = sliced_plans(
-                ranks, count, tokens, cost, grain, slices=(2, 4, 8, 16), regrouped=same
-            ).rows
-            fits = [
-                row for row in rows if row.candidate.schedule.parts <= profile.layers
-            ]
+            profiles = RowProfiles((profile,))
+            workload = profile_workload(profiles, ranks, count, tokens, None, grain)
+            limits = Limits(stages=4, slices=SLICES)
+            question = profile_question(workload, profiles.at, limits, str(file))
+            rows = search(workload, question.pricing, limits).rows
             for kind, some in (
-                ("composed", fits),
-                ("planned", [r for r in fits if r.candidate.name in SIMPLE]),
+                ("composed", rows),
+                ("planned", [r for r in rows if r.candidate.name in SIMPLE]),
             ):
                 best = some[0].candidate
-                name = f"{best.name} {some[0].slices} slices"
+                name = f"{best.name} {best.slices} slices"
                 write_plan(
                     Plan(best.schedule, name), folder / f"{tokens}-{count}-{kind}.json"
                 )

@@ -38,7 +38,7 @@ from penstock.plan.recipes import (
     allowed_placements,
     unit_setting,
 )
-from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
+from penstock.plan.slices import cut_choices
 from penstock.plan.space import (
     LeastTimes,
     least_times,
@@ -164,7 +164,7 @@ class ProfilePricing:
     slice_times: dict[object, LeastBlockTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    choices: dict[Cell, list[CutChoice]] = field(
+    choices: dict[Cell, list[Cuts]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -277,10 +277,9 @@ class ProfilePricing:
                 tokens,
                 self.cost(cell),
                 self.workload.granularity,
-                slices=[one for one in SLICE_COUNTS if one <= self.limits.slices],
                 limit=self.limits.slices,
             )
-        return [one.cuts for one in self.choices[cell] if len(one.cuts) == slices + 1]
+        return [one for one in self.choices[cell] if len(one) == slices + 1]
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat: gather, passes and optimizer."""

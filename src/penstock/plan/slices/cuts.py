@@ -9,46 +9,99 @@ All slices go through K stages one after the other. So every slice counts once, 
 Forwards and backwards are two pipelines, one after the other, and the slice that is longest in one need not be longest
 in the other. The true latency (sum f + (K-1) max f) + (sum b + (K-1) max b) is more than TeraPipe's formula for f + b,
 and cuts that minimize the formula do not minimize the latency.
+
+**The limits on the longest slice.** TeraPipe's t_max is searched until nothing better can exist.
+The goal is the least value of: sum of all slices + weight * (peak of the longest slice). One *pass* finds the least sum
+S of slices whose peaks stay below given limits. If B is the best latency known, anything better below those limits has
+
+    S + weight * peak < B,    so    peak < (B - S) / weight
+
+The next limit worth a pass is this value, or the peak that the pass found if that is lower. With a good B, few passes
+are left:
+
+    limit  ──────────●────────●───●─●●●─────●──────────●────────   each pass rules out all down to the next
+                                    B is found here
+
+Slices with two peaks, one forward and one backward, have boxes of limits, and each pass leaves two smaller boxes. When
+no box is left, B is the optimum. The search assumes nothing about the times.
+
+**A pass** is TeraPipe's dynamic program over a grid: a shortest path from the start of the sequence to its end.
+
+points  0 ─► 1 ─► 2 ─► 3 ─► 4        best[0] = 0
+        └────────►┘     ▲            best[e] = the least value, over slices from p to e below the limits,
+                  └─────┘                      of best[p] + the sum of the slice
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.plan.slices.closed_form import starting_cuts
-from penstock.plan.slices.dynamic_program import pass_over, probes_for
-from penstock.plan.slices.limit_search import (
-    BestSlices,
-    LimitedPass,
-    RowGroup,
-    SliceSum,
-    latency_with_peaks,
-    least_latency,
-    peak_allowance,
-)
-from penstock.plan.slices.slice_times import SliceTimes
+from penstock.ir.compiled import compile_if_large
+from penstock.ir.table import Floats, Ints
+from penstock.plan.slices.curves import Grid, SliceTimes, narrow_grid
 
 LEAST_SUM_FACTOR = 1 - 1e-9  # allows for rounding in a lower bound on the sum
+# The share of a latency by which sums of seconds may be off because of rounding.
+SUM_TOLERANCE = 1e-13
+# Rounds of probing that look for a good start.
+PROBE_ROUNDS = 8
+# The factor between the limits of the first round of probing, and how it shrinks.
+FIRST_PROBE_STEP = 1.25
+PROBE_STEP_SHRINK = 3
+# Where to probe around the best limits known, for one peak and for two.
+PROBE_SIDES: dict[int, list[tuple[int, ...]]] = {
+    1: [(1,), (-1,), (0,)],
+    2: [(1, 1), (-1, -1), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1)],
+}
+# The ratio between the limits for which a narrower copy of the grid is made.
+LIMIT_RATIO = 1.2
+# Limits below this share of the highest peak use the whole grid.
+LEAST_LIMIT_SHARE = 1e-6
+# Up to this many slices a search ends sooner without probing.
+FEW_SLICES = 1000
+# The passes that a search makes, roughly: they decide whether compiling pays.
+EXPECTED_PASSES = 32
+
+
+class SliceSum(NamedTuple):
+    """Slices with the sum of their times, and the highest value of each peak."""
+
+    sum: float
+    peaks: tuple[float, ...]
+    lengths: tuple[int, ...]  # of the slices, in grid points
+
+
+# A pass takes limits of the peaks and a limit of the sum of the peaks.
+# It returns the cheapest slices below these limits, or None.
+LimitedPass = Callable[[Sequence[float], float], SliceSum | None]
+
+
+class BestSlices(NamedTuple):
+    """The result of a search, and a lower bound on the latency.
+
+    The bound is below the latency of `slices` only if the search stopped early.
+    """
+
+    slices: SliceSum
+    passes: int
+    bound: float
 
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
     """Slices in grid points and their latency. `bound` is less than it only if the search stopped early."""
 
-    groups: tuple[RowGroup, ...]
+    lengths: tuple[int, ...]
     latency: float
     bound: float
     passes: int  # passes of the dynamic program that it took to prove the optimum
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The slices of the first group of rows; with one sequence, these are all."""
-        return self.groups[0].lengths
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -68,7 +121,7 @@ def best_cuts(
     search stops after this many passes and returns the best cuts so far, and a bound.
 
     >>> from penstock.cost import Seconds
-    >>> from penstock.plan.slices.slice_times import times_from_curves
+    >>> from penstock.plan.slices.curves import times_from_curves
     >>> linear = Seconds(base=1.0, token=1.0)
     >>> best_cuts(times_from_curves(12, 1, [linear], [linear]), stages=4).lengths
     (2, 2, 2, 2, 2, 2)
@@ -80,9 +133,8 @@ def best_cuts(
             f"give from 1 to {times.points}"
         )
     weight = stages - 1
-    starts = [
-        _evaluate(times, lengths) for lengths in starting_cuts(times, stages, slices)
-    ]
+    lengths = starting_cuts(times.points, slices)
+    starts = [evaluate_slices(times, each) for each in lengths]
     known = _fastest(starts, weight)
     known_latency = latency_with_peaks(known, weight)
     least_sum = times.least_sum * LEAST_SUM_FACTOR
@@ -92,64 +144,11 @@ def best_cuts(
     return _as_slicing(best, weight)
 
 
-def best_batch(
-    times: Mapping[int, SliceTimes],
-    batch: int,
-    stages: int,
-    patience: int | None = None,
-) -> Slicing:
-    """Find which rows of a batch go together, and how each group is cut, for the least latency.
-
-    `times` maps each number of rows that may go together to the times of their slices.
-    All groups pass through one pipeline, so the longest slice of any group counts, and a
-    knapsack over the groups fills the batch.
-
-    >>> from penstock.cost import Seconds
-    >>> from penstock.plan.slices.slice_times import times_from_curves
-    >>> alone = [Seconds(base=1.0, token=1.0)]
-    >>> together = [Seconds(base=1.0, token=1.5)]
-    >>> times = {
-    ...     1: times_from_curves(4, 1, alone, alone),
-    ...     2: times_from_curves(4, 1, together, together),
-    ... }
-    >>> best_batch(times, batch=2, stages=2).groups
-    (RowGroup(rows=2, lengths=(2, 2)),)
-    """
-    _check_stages(stages)
-    peak_counts = {each.peak_count for each in times.values()}
-    if batch < 1 or not times or min(times) < 1 or len(peak_counts) != 1:
-        raise ShapeError(
-            f"a batch of {batch} rows cannot be cut with times for {sorted(times)} rows "
-            f"of {sorted(peak_counts)} peaks; all must be at least 1, "
-            f"and all times must have the same number of peaks"
-        )
-    weight = stages - 1
-    known = SliceSum(math.inf, (math.inf,) * peak_counts.pop(), ())
-    for rows, row_times in times.items():
-        if batch % rows == 0:
-            starts = _equal_groups(row_times, batch // rows, rows, stages)
-            known = _fastest((known, *starts), weight)
-
-    limit = peak_allowance(latency_with_peaks(known, weight), 0.0, weight)
-    grids = {}
-    for rows in sorted(times):
-        if rows <= batch:
-            grids[rows] = times[rows].grid_below(limit)
-    passes = {rows: pass_over(grid, rows=rows) for rows, grid in grids.items()}
-
-    def run_pass(limits: Sequence[float], total: float) -> SliceSum | None:
-        return _fill_batch(passes, batch, limits, total)
-
-    probes = probes_for(*grids.values())
-    best = least_latency(run_pass, weight, known, patience, probes)
-    return _as_slicing(best, weight)
-
-
 def latency_of(times: SliceTimes, stages: int, lengths: Sequence[int]) -> float:
     """Return the latency of slices of these lengths through `stages` equal stages."""
     _check_stages(stages)
     check_lengths(lengths, times.points)
-    return latency_with_peaks(_evaluate(times, lengths), stages - 1)
+    return latency_with_peaks(evaluate_slices(times, lengths), stages - 1)
 
 
 def check_lengths(lengths: Sequence[int], points: int) -> None:
@@ -167,13 +166,13 @@ def _check_stages(stages: int) -> None:
         raise ShapeError(f"there must be at least 1 stage, not {stages}")
 
 
-def _evaluate(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
+def evaluate_slices(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
     """Return the sum and the peaks of given slices."""
     sizes = np.asarray(lengths, dtype=np.int64)
     prefixes = np.cumsum(sizes) - sizes
     sums, peaks = times.of(prefixes, sizes)
-    group = RowGroup(1, tuple(sizes.tolist()))
-    return SliceSum(float(sums.sum()), tuple(peaks.max(axis=1).tolist()), (group,))
+    highest = tuple(peaks.max(axis=1).tolist())
+    return SliceSum(float(sums.sum()), highest, tuple(sizes.tolist()))
 
 
 def _fastest(candidates: Iterable[SliceSum], weight: float) -> SliceSum:
@@ -189,57 +188,331 @@ def _as_slicing(best: BestSlices, weight: float) -> Slicing:
             "no cuts take a finite time; "
             "allow more slices, or give shorter slices a finite time"
         )
-    return Slicing(best.slices.groups, latency, best.bound, best.passes)
+    return Slicing(best.slices.lengths, latency, best.bound, best.passes)
 
 
-def _equal_groups(
-    times: SliceTimes, copies: int, rows: int, stages: int
-) -> list[SliceSum]:
-    """Return starts in which all groups have the same rows and slices.
+def equal_length(points: int, slices: int) -> list[int]:
+    """Return slices whose lengths differ by at most one point."""
+    ends = np.rint(np.arange(slices + 1) / slices * points)
+    return [int(length) for length in np.diff(ends)]
 
-    The sum then counts `copies` times, which is like having fewer stages for one copy.
+
+def starting_cuts(points: int, slices: int | None) -> list[list[int]]:
+    """Return slices of equal length to start a search with: as many as are asked for, or powers of two."""
+    powers = [1 << power for power in range(points.bit_length())]
+    return [equal_length(points, count) for count in ([slices] if slices else powers)]
+
+
+# ---------------------------------------------------------------- limits on the longest slice
+class LimitBox(NamedTuple):
+    """All slices with peaks from `low` up to below `high`; none of their sums is less than `sum`."""
+
+    bound: float
+    number: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    sum: float
+
+
+def latency_with_peaks(slices: SliceSum, weight: float) -> float:
+    """Return the sum of the slices plus `weight` times their peaks."""
+    if not weight:  # a peak may be infinite
+        return slices.sum
+    return slices.sum + weight * sum(slices.peaks)
+
+
+def peak_allowance(latency: float, least_sum: float, weight: float) -> float:
+    """Return a bound on the sum of the peaks of any slices that beat a latency, if no sum is below `least_sum`."""
+    if not weight:
+        return math.inf
+    return (latency * (1 + SUM_TOLERANCE) - least_sum) / weight
+
+
+def least_latency(
+    run_pass: LimitedPass,
+    weight: float,
+    known: SliceSum,
+    patience: int | None = None,
+    probes: int = PROBE_ROUNDS,
+) -> BestSlices:
+    """Find the slices of least latency.
+
+    The search starts from `known`, which may be any slices; better ones make it faster.
+    It stops after `patience` passes even if it has not proven its result.
     """
-    starts = []
-    for lengths in starting_cuts(times, 1 + (stages - 1) / copies):
-        single = _evaluate(times, lengths)
-        group = RowGroup(rows, single.groups[0].lengths)
-        starts.append(SliceSum(copies * single.sum, single.peaks, (group,) * copies))
-    return starts
+    best = known
+    passes = 0
+    if weight:
+        best, passes = probe_limits(run_pass, weight, known, probes)
+    peaks = len(known.peaks)
+    boxes = [LimitBox(0.0, 0, (0.0,) * peaks, (math.inf,) * peaks, 0.0)]
+    while boxes:
+        box = boxes[0]
+        best_latency = latency_with_peaks(best, weight)
+        allowance = peak_allowance(best_latency, box.sum, weight)
+        spare = allowance - sum(box.low)
+        if patience is not None and passes >= patience and spare > 0:
+            return BestSlices(best, passes, min(box.bound, best_latency))
+        heapq.heappop(boxes)
+        if spare <= 0:
+            continue
+        high = tuple(
+            min(top, low + spare) for top, low in zip(box.high, box.low, strict=True)
+        )
+        candidate = run_pass(high, allowance)
+        passes += 1
+        if candidate is None:
+            continue
+        best = _better(best, candidate, weight)
+        if not weight:
+            continue
+        allowance = peak_allowance(
+            latency_with_peaks(best, weight), candidate.sum, weight
+        )
+        rest = _remaining_boxes(box.low, high, candidate.peaks, allowance)
+        for peak, (low, top) in enumerate(rest):
+            if low[peak] < top[peak]:
+                bound = candidate.sum + weight * sum(low)
+                number = passes * peaks + peak
+                heapq.heappush(boxes, LimitBox(bound, number, low, top, candidate.sum))
+    return BestSlices(best, passes, latency_with_peaks(best, weight))
 
 
-def _fill_batch(
-    passes: Mapping[int, LimitedPass], batch: int, limits: Sequence[float], total: float
-) -> SliceSum | None:
-    """Return the cheapest groups below the limits that make up a batch.
+def _better(best: SliceSum, candidate: SliceSum, weight: float) -> SliceSum:
+    """Return the slices of less latency; the first if both are equally good."""
+    return min(best, candidate, key=lambda slices: latency_with_peaks(slices, weight))
 
-    This is an unbounded knapsack: a group of each number of rows may occur any number of
-    times, and each is cut in the cheapest way below the limits.
+
+def _remaining_boxes(
+    low: tuple[float, ...],
+    high: tuple[float, ...],
+    peaks: tuple[float, ...],
+    allowance: float,
+) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Return the boxes of limits that can still hold better slices.
+
+    The peaks of better slices add up to less than `allowance`, and at least one of them
+    is lower than the peak that the pass found.
+
+    high ┌────┬───────┐
+         │    │ worse │     The first peak is either below a split, or at least the split. In the second case
+         │ 1  ├───────┤     the second peak is lower than the one found, since with that one the two would
+         │    │   2   │     add up to the allowance.
+    low  └────┴───────┘
+              split = allowance - second peak found
     """
-    cheapest: dict[int, SliceSum] = {}
-    for rows, run_pass in passes.items():
-        slices = run_pass(limits, total)
-        if slices is not None:
-            cheapest[rows] = slices
+    if len(peaks) == 1:
+        return [(low, (min(high[0], peaks[0]),))]
+    split = min(peaks[0], max(low[0], allowance - peaks[1]))
+    below_split = (low, (split, high[1]))
+    from_split = ((split, low[1]), (high[0], min(high[1], peaks[1])))
+    return [below_split, from_split]
 
-    cost = [0.0] + [math.inf] * batch
-    last_rows = [0] * (batch + 1)
-    for filled in range(1, batch + 1):
-        for rows, slices in cheapest.items():
-            if rows > filled:
+
+def probe_limits(
+    run_pass: LimitedPass, weight: float, known: SliceSum, rounds: int
+) -> tuple[SliceSum, int]:
+    """Find a good start with passes at limits around the best ones known, first far from them, then nearer.
+
+    Returns the best slices and the number of passes.
+    """
+    best = known
+    passes = 0
+    if not 0 < sum(known.peaks) < math.inf:
+        return best, passes
+    tried: set[tuple[float, ...]] = set()
+    step = FIRST_PROBE_STEP
+    for _ in range(rounds):
+        centre = tuple(math.nextafter(peak, math.inf) for peak in best.peaks)
+        before = latency_with_peaks(best, weight)
+        for sides in PROBE_SIDES[len(centre)]:
+            limits = tuple(
+                peak * step**side for peak, side in zip(centre, sides, strict=True)
+            )
+            if limits in tried:
                 continue
-            new_cost = cost[filled - rows] + slices.sum
-            if new_cost < cost[filled]:
-                cost[filled] = new_cost
-                last_rows[filled] = rows
-    if cost[batch] == math.inf:
-        return None
+            tried.add(limits)
+            candidate = run_pass(limits, math.inf)
+            passes += 1
+            if candidate is not None:
+                best = _better(best, candidate, weight)
+        if latency_with_peaks(best, weight) >= before:
+            step = 1 + (step - 1) / PROBE_STEP_SHRINK
+    return best, passes
 
-    chosen: list[SliceSum] = []
-    left = batch
-    while left:
-        chosen.append(cheapest[last_rows[left]])
-        left -= last_rows[left]
-    peaks_of_groups = [slices.peaks for slices in chosen]
-    peaks = tuple(max(values) for values in zip(*peaks_of_groups, strict=True))
-    groups = tuple(group for slices in chosen for group in slices.groups)
-    return SliceSum(cost[batch], peaks, groups)
+
+# ---------------------------------------------------------------- one pass
+def probes_for(*grids: Grid) -> int:
+    """Return the rounds of probing that pay for a search over these grids."""
+    slices = sum(len(grid.sums) for grid in grids)
+    return PROBE_ROUNDS if slices > FEW_SLICES else 0
+
+
+def pass_over(grid: Grid, slices: int | None = None) -> LimitedPass:
+    """Return a function that makes passes over a grid, for any limits.
+
+    With `slices`, it looks only for paths of exactly this many slices.
+    """
+    points = len(grid.first) - 1
+    layers = slices or 1
+    size = len(grid.sums) * EXPECTED_PASSES * layers
+    walk = compile_if_large(reach if slices is None else _reach_in_layers, size)
+    walk_back = compile_if_large(retrace, size)
+    reached = np.empty((layers + 1 if slices else 1, points + 1))
+    steps = np.empty(points, dtype=np.int64)
+    highest = np.empty(2)
+    totals = grid.peaks.sum(axis=0)
+    highest_total = float(totals.max(initial=0.0, where=np.isfinite(totals)))
+    narrow_grids = {0: grid}
+
+    def grid_for(total: float) -> Grid:
+        """The slices that a pass must look at: a low limit leaves few."""
+        level = 0
+        if highest_total * LEAST_LIMIT_SHARE < total < highest_total:
+            level = int(math.log(highest_total / total, LIMIT_RATIO))
+        if level not in narrow_grids:
+            limit = 1.000001 * highest_total / LIMIT_RATIO**level
+            narrow_grids[level] = narrow_grid(grid, limit)
+        return narrow_grids[level]
+
+    def run_pass(limits: Sequence[float], total: float) -> SliceSum | None:
+        total = min(total, sum(limits))
+        first, sums, peaks = grid_for(total)
+        arguments = (
+            first,
+            sums,
+            peaks[0],
+            peaks[-1],
+            len(peaks) > 1,
+            min(limits[0], total),
+            limits[-1],
+            total,
+            reached,
+        )
+        walk(*arguments)
+        least_sum = float(reached[-1, points])
+        if least_sum == math.inf:
+            return None
+        count = walk_back(*arguments, points, steps, highest)
+        lengths = tuple(steps[:count][::-1].tolist())
+        peak_values = tuple(highest[: len(peaks)].tolist())
+        return SliceSum(least_sum, peak_values, lengths)
+
+    return run_pass
+
+
+def reach(
+    first: Ints,
+    sums: Floats,
+    first_peaks: Floats,
+    second_peaks: Floats,
+    two_peaks: bool,
+    first_limit: float,
+    second_limit: float,
+    total_limit: float,
+    reached: Floats,
+) -> None:
+    """Fill `reached` with the least sum at every point.
+
+    The inner loops have no branches, so that they compile to vector instructions.
+    """
+    best = reached[0]
+    best[:] = np.inf
+    best[0] = 0.0
+    for prefix in range(len(first) - 1):
+        here = best[prefix]
+        begin = first[prefix]
+        if here == np.inf:
+            continue
+        if two_peaks:
+            for k in range(first[prefix + 1] - begin):
+                a = first_peaks[begin + k]
+                b = second_peaks[begin + k]
+                fits = (a < first_limit) & (b < second_limit) & (a + b < total_limit)
+                there = here + sums[begin + k] if fits else np.inf
+                known = best[prefix + 1 + k]
+                best[prefix + 1 + k] = there if there < known else known
+        else:
+            for k in range(first[prefix + 1] - begin):
+                fits = first_peaks[begin + k] < first_limit
+                there = here + sums[begin + k] if fits else np.inf
+                known = best[prefix + 1 + k]
+                best[prefix + 1 + k] = there if there < known else known
+
+
+def _reach_in_layers(
+    first: Ints,
+    sums: Floats,
+    first_peaks: Floats,
+    second_peaks: Floats,
+    two_peaks: bool,
+    first_limit: float,
+    second_limit: float,
+    total_limit: float,
+    reached: Floats,
+) -> None:
+    """Fill `reached` with the least sum at every point with 0, 1, 2, ... slices, a row for each number."""
+    reached[:] = np.inf
+    reached[0, 0] = 0.0
+    for layer in range(len(reached) - 1):
+        now = reached[layer]
+        then = reached[layer + 1]
+        for prefix in range(layer, len(first) - 1):
+            here = now[prefix]
+            begin = first[prefix]
+            if here == np.inf:
+                continue
+            for k in range(first[prefix + 1] - begin):
+                a = first_peaks[begin + k]
+                b = second_peaks[begin + k]
+                second_fits = (b < second_limit) & (a + b < total_limit)
+                fits = (a < first_limit) & ((not two_peaks) | second_fits)
+                there = here + sums[begin + k] if fits else np.inf
+                known = then[prefix + 1 + k]
+                then[prefix + 1 + k] = there if there < known else known
+
+
+def retrace(
+    first: Ints,
+    sums: Floats,
+    first_peaks: Floats,
+    second_peaks: Floats,
+    two_peaks: bool,
+    first_limit: float,
+    second_limit: float,
+    total_limit: float,
+    reached: Floats,
+    point: int,
+    steps: Ints,
+    highest: Floats,
+) -> int:
+    """Write the slices of the least sum up to a point into `steps`, last first, and their peaks into `highest`.
+
+    Returns the number of slices.
+    """
+    layer = len(reached) - 1
+    layered = layer > 0
+    count = 0
+    highest[:] = 0.0
+    while point > 0:
+        now = reached[layer]
+        before = reached[layer - 1] if layered else now
+        prefix = point - 1
+        while True:
+            k = point - 1 - prefix
+            index = first[prefix] + k
+            if index < first[prefix + 1] and before[prefix] + sums[index] == now[point]:
+                a = first_peaks[index]
+                b = second_peaks[index]
+                second_fits = b < second_limit and a + b < total_limit
+                if a < first_limit and (second_fits or not two_peaks):
+                    break
+            prefix -= 1
+        highest[0] = max(highest[0], first_peaks[index])
+        highest[1] = max(highest[1], second_peaks[index])
+        steps[count] = point - prefix
+        count += 1
+        point = prefix
+        if layered:
+            layer -= 1
+    return count

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.plan.slices.documents import equal_work_cuts
+from penstock.plan.slices import equal_work_cuts
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,27 +21,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.cost.curve import Seconds, seconds_along
+from penstock.cost.curve import Curve, Seconds, seconds_along, sum_curves
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import MicroBatch, Schedule, schedule_of
 from penstock.ir.table import Floats, Ints
-from penstock.plan.slices.dynamic_program import EXPECTED_PASSES, reach, retrace
-from penstock.plan.slices.slice_times import (
-    Grid,
-    add_curves,
-    full_grid,
-    times_from_curves,
-)
-from penstock.plan.slices.stage_times import stage_curves
+from penstock.plan.slices.curves import Grid, sliced_pipeline, times_from_curves
+from penstock.plan.slices.cuts import EXPECTED_PASSES, reach, retrace
 from penstock.schedules.orders import loop_placement, weave, whole_backwards
 
 LIMIT_ROUNDS = 12  # rounds of the golden-section search for a limit
@@ -115,27 +109,35 @@ def document_planner(
             "all three must be at least 1, and a unit at least one step long"
         )
     points = -(-longest // granularity)
-    curves = stage_curves(loop_placement(ranks), cost, points * granularity)
-    seconds = [
-        curve.forward.of(budget, 0) + curve.backward.of(budget, 0) for curve in curves
-    ]
-    slowest = curves[seconds.index(max(seconds))]
-    onward = curves[0].onward
-    homeward = curves[-1].homeward
-    work = [slowest.forward, slowest.backward]
-    peak = add_curves([*work, onward, homeward])
-    times = times_from_curves(points, granularity, work, [peak])
+    pipeline = sliced_pipeline(ranks, cost, points * granularity, granularity)
+    stages = list(zip(pipeline.forward, pipeline.backward, strict=True))
+    work = max(stages, key=lambda pair: sum(curve.of(budget, 0) for curve in pair))
+    forward, backward = (add_curves([curve]) for curve in work)
+    onward = add_curves(pipeline.onward[:1])
+    homeward = add_curves(pipeline.homeward[-1:])
+    peak = add_curves([forward, backward, onward, homeward])
+    times = times_from_curves(points, granularity, [forward, backward], [peak])
+    longest = np.minimum(budget // granularity, points - np.arange(points))
+    bounded = replace(times, longest_below=lambda limit: longest)
     return DocumentPlanner(
         stages=ranks,
         grain=granularity,
         budget=budget,
-        forward=slowest.forward,
-        backward=slowest.backward,
+        forward=forward,
+        backward=backward,
         onward=onward,
         homeward=homeward,
-        grid=full_grid(times, budget // granularity),
+        grid=bounded.grid_below(math.inf),
         masked=masked,
     )
+
+
+def add_curves(curves: Sequence[Curve]) -> Seconds:
+    """Return the formula of several ops that run one after the other."""
+    total = sum_curves([(1, curve) for curve in curves])
+    if not isinstance(total, Seconds):
+        raise ShapeError("documents are planned by formulas, not by corrected curves")
+    return total
 
 
 def plan_documents(planner: DocumentPlanner, lengths: Sequence[int]) -> DocumentPlan:
@@ -152,45 +154,6 @@ def plan_documents(planner: DocumentPlanner, lengths: Sequence[int]) -> Document
     bundles = _make_bundles(step, _find_limit(step))
     latency = _latency(planner, bundles, lengths)
     return DocumentPlan(bundles, latency, _lower_bound(step))
-
-
-def equal_work_cuts(
-    starts: Ints, slices: int, token_work: int, step: int = 1
-) -> tuple[int, ...]:
-    """Cut packed rows into slices of equal work, for the documents that they hold.
-
-    `starts` has the position at which each token's document starts, (rows, tokens). A token
-    does `token_work` units of work, and one more for each token of its document that it
-    sees. For a given number of slices, the latency is least if the longest takes as little
-    as possible. Everything is counted in integers, so that all ranks of a run find the same
-    cuts. Cuts are multiples of `step` if the slices are not too many for that.
-
-    >>> equal_work_cuts(np.array([[0, 0, 0, 0, 4, 4, 4, 4]]), slices=2, token_work=1)
-    (0, 4, 8)
-    >>> equal_work_cuts(np.zeros((1, 8), dtype=np.int64), slices=2, token_work=1)
-    (0, 5, 8)
-    """
-    rows, tokens = starts.shape
-    if not 1 <= slices <= tokens or token_work < 0 or step < 1:
-        raise ShapeError(
-            f"{tokens} tokens cannot be cut into {slices} slices in steps of {step}; "
-            f"there must be from 1 to {tokens} slices, and steps of at least 1 token"
-        )
-    if tokens % step or tokens // step < slices:
-        step = 1
-    seen = np.arange(1, tokens + 1) - starts
-    work = np.concatenate([[0], np.cumsum(seen.sum(axis=0) + rows * token_work)])
-    done = work[::step] * slices
-    points = tokens // step
-    cuts = [0]
-    for number in range(1, slices):
-        wanted = number * work[-1]
-        after = int(np.searchsorted(done, wanted))
-        is_nearer = after > 0 and wanted - done[after - 1] <= done[after] - wanted
-        point = after - 1 if is_nearer else after
-        # Every slice before and after has at least one point.
-        cuts.append(min(max(point, cuts[-1] + 1), points - slices + number))
-    return tuple(step * cut for cut in (*cuts, points))
 
 
 def documents_schedule(plan: DocumentPlan, ranks: int) -> Schedule:
