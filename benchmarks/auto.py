@@ -64,9 +64,15 @@ from penstock.plan.candidates import (
     title,
 )
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.recipes import Limits, fixed_recipes
 from penstock.plan.search import Landscape
-from penstock.plan.workload import MIN_GRANULARITY, Cell, Fixed, Workload, cells_of
+from penstock.plan.space import Limits, fixed_recipes
+from penstock.plan.workload import (
+    MIN_GRANULARITY,
+    Cell,
+    Fixed,
+    Workload,
+    cells_of,
+)
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
 from penstock.runtime.proof.prove import warm_up
 from penstock.runtime.torch_internals import recording_bytes

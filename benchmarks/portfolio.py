@@ -26,9 +26,9 @@ from tables import table
 from penstock import UnitCost, portfolio, simulate
 from penstock.cost import NoisyCost
 from penstock.plan import title
-from penstock.plan.question import unit_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import unit_question
 from penstock.plan.search import search
+from penstock.plan.space import Limits
 
 CELLS = [
     (p, m, c) for p in (4, 8, 16) for m in (p, 2 * p, 4 * p) for c in (0.0, 0.05, 0.1)

@@ -26,9 +26,14 @@ from penstock.config import Config, ModelConfig
 from penstock.cost.gpus import gpu_of
 from penstock.partition import even_partition
 from penstock.plan.candidates import evaluate_schedule, title
-from penstock.plan.question import gpu_question
-from penstock.plan.recipes import Limits
-from penstock.plan.search import Landscape, Row, row_title, search
+from penstock.plan.pricing import gpu_question
+from penstock.plan.search import (
+    Landscape,
+    Row,
+    row_title,
+    search,
+)
+from penstock.plan.space import Limits
 from penstock.plan.workload import (
     RECOMPUTED_SHARES,
     Workload,

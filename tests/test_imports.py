@@ -156,7 +156,7 @@ def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
         "svg(penstock.simulate(wave, penstock.UnitCost())); "
         "from penstock.cli.options import ProfileOptions; "
         "from penstock.cli.plan import DeviceOptions, LimitOptions, ModelOptions, config_question; "
-        "from penstock.plan.recipes import Limits; "
+        "from penstock.plan.space import Limits; "
         "devices = DeviceOptions(devices=8, gpu='h100'); "
         "model = ModelOptions(None, ('model.layers=8',), devices, ProfileOptions(), LimitOptions()); "
         "asked = config_question(model, Limits()); "

@@ -42,9 +42,10 @@ from penstock.cost import ProfileCost
 from penstock.cost.row_profiles import RowProfiles
 from penstock.formats import dump_profile, read_plan, read_profile, write_plan
 from penstock.ir import Plan
-from penstock.plan.question import profile_question, profile_workload
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import profile_question
 from penstock.plan.search import search
+from penstock.plan.space import Limits
+from penstock.plan.workload import profile_workload
 from penstock.runtime import Comm, spawn
 
 DEPTH, LENGTHS, EVEN = 2, (4096, 8192, 16384, 32768, 65536), (4, 8, 16)

@@ -13,8 +13,8 @@ from penstock.config import Config, ModelConfig, RunConfig
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.profile import FASTEST_ROUND, SLOWEST_ROUND
 from penstock.formats import write_profile
-from penstock.plan.question import profile_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import profile_question
+from penstock.plan.space import Limits
 from penstock.plan.workload import Workload
 from penstock.view.numbers import write_range
 

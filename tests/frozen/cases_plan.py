@@ -15,15 +15,15 @@ from penstock.cost.network import Network
 from penstock.cost.profile import Profile
 from penstock.plan import title
 from penstock.plan.planner import chosen_plan
-from penstock.plan.question import (
+from penstock.plan.pricing import (
     Question,
     gpu_question,
     profile_question,
     unit_question,
 )
-from penstock.plan.recipes import Limits
 from penstock.plan.search import search
 from penstock.plan.slices import best_cuts, times_from_curves
+from penstock.plan.space import Limits
 from penstock.plan.workload import Fixed, Workload, workload_of
 
 TOLERANCE = 1e-12

@@ -23,9 +23,9 @@ from penstock.integrations.terms import (
     placement_kind,
 )
 from penstock.plan.planner import chosen_plan
-from penstock.plan.question import Question, unit_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import Question, unit_question
 from penstock.plan.search import Landscape, search
+from penstock.plan.space import Limits
 from penstock.plan.workload import Cell, Fixed, Workload
 
 STEM = Path("plan")

@@ -17,7 +17,7 @@ from penstock.ir import Action, MicroBatch, Op, Stage
 from penstock.ir.schedule import schedule_of
 from penstock.measure.probe import Probe, Subject, switch_share
 from penstock.models import Llama, LlamaConfig, split
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.plan.workload import Fixed, Workload
 from penstock.sim.shared import simulate_shared
 from penstock.train.auto import plan_workload

@@ -12,7 +12,7 @@ from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Point, Profile, block
 from penstock.ir import MicroBatch
 from penstock.plan.orders import best_order
-from penstock.plan.space import space_bound
+from penstock.plan.space_bound import space_bound
 from penstock.schedules.list_scheduling import (
     backward_first,
     list_schedule,

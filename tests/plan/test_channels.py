@@ -18,12 +18,10 @@ from penstock.ir.compiled import many_schedules
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.plan.bound import lower_bound
 from penstock.plan.improve import improve_order, problem_of, time_lanes
-from penstock.plan.portfolio import rank_setting
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.question import profile_workload
-from penstock.plan.recipes import Limits, StagePlacement
-from penstock.plan.search import Landscape, search
-from penstock.plan.workload import Cell
+from penstock.plan.search import Landscape, rank_setting, search
+from penstock.plan.space import Limits, StagePlacement
+from penstock.plan.workload import Cell, profile_workload
 from random_schedules import random_schedule
 
 TOKENS = 256

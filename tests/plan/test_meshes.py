@@ -12,9 +12,9 @@ from penstock.errors import ConfigError
 from penstock.formats import read_plan, write_plan
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
-from penstock.plan.question import gpu_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import gpu_question
 from penstock.plan.search import search
+from penstock.plan.space import Limits
 from penstock.plan.workload import Workload, cells_of, workload_of
 from penstock.schedules import make
 

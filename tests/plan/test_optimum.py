@@ -7,7 +7,7 @@ import pytest
 from optimum import optimum
 from penstock import UnitCost, lower_bound, simulate
 from penstock.plan.orders import best_order
-from penstock.plan.space import space_bound
+from penstock.plan.space_bound import space_bound
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 

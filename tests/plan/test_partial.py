@@ -14,17 +14,14 @@ from penstock import UnitCost, simulate
 from penstock.config import ModelConfig
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.placed import PlacedCost
-from penstock.plan.partial import (
-    partial_paths,
+from penstock.plan.pricing import profile_question, unit_question
+from penstock.plan.search import Landscape, search
+from penstock.plan.space import Limits, partial_paths, skipped_share, visited_layers
+from penstock.plan.space_bound import (
+    least_times,
     partial_profile_bound,
     partial_unit_bound,
-    skipped_share,
-    visited_layers,
 )
-from penstock.plan.question import profile_question, unit_question
-from penstock.plan.recipes import Limits
-from penstock.plan.search import Landscape, search
-from penstock.plan.space import least_times
 from penstock.plan.workload import Fixed, Workload
 from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.schedules.list_scheduling import list_schedule, sequential_schedule

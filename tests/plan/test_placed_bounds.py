@@ -17,10 +17,9 @@ from penstock.cost.profile import Block, Point, Profile, block
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.plan.candidates import Candidate
-from penstock.plan.portfolio import rank_setting, survey_setting
-from penstock.plan.pricing import ProfilePricing
-from penstock.plan.recipes import Limits, StagePlacement
-from penstock.plan.topology import Machines
+from penstock.plan.pricing import Machines, ProfilePricing
+from penstock.plan.search import rank_setting, survey_setting
+from penstock.plan.space import Limits, StagePlacement
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement

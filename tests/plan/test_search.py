@@ -28,19 +28,32 @@ from penstock.ir.schedule import Schedule, schedule_of
 from penstock.partition import balanced_partition
 from penstock.plan.candidates import Judge, add_noise, evaluate_schedule
 from penstock.plan.planner import chosen_plan
-from penstock.plan.portfolio import PRINTED_DIGITS, SAMPLING
-from penstock.plan.price import Price
-from penstock.plan.question import (
-    microbatches_of,
-    parse_bytes,
+from penstock.plan.pricing import (
+    Machines,
+    Price,
+    cluster_network,
+    cluster_nodes,
     profile_question,
     unit_question,
 )
-from penstock.plan.recipes import Limits, split_and_defer
-from penstock.plan.search import Landscape, SearchProgress, search
-from penstock.plan.topology import Machines, cluster_network, cluster_nodes
-from penstock.plan.tried_bound import tried_bound
-from penstock.plan.workload import Cell, Fixed, Workload, cells_of, divisors
+from penstock.plan.search import (
+    PRINTED_DIGITS,
+    SAMPLING,
+    Landscape,
+    SearchProgress,
+    search,
+)
+from penstock.plan.space import Limits, split_and_defer
+from penstock.plan.space_bound import tried_bound
+from penstock.plan.workload import (
+    Cell,
+    Fixed,
+    Workload,
+    cells_of,
+    divisors,
+    microbatches_of,
+    parse_bytes,
+)
 from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 
@@ -187,7 +200,7 @@ def slower_pairs(steps: dict[tuple[float, ...], float]) -> list[tuple[object, ob
 @pytest.fixture
 def little_work(monkeypatch):
     """Make searches of orders poor and quick. What they promise does not depend on their work."""
-    monkeypatch.setattr("penstock.plan.ladder.WORK_PER_ACTION", 4)
+    monkeypatch.setattr("penstock.plan.orders.WORK_PER_ACTION", 4)
 
 
 def printed_or_endless(question) -> float:
@@ -355,7 +368,7 @@ def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
 
 def test_large_pipelines_try_as_many_orders_as_take_half_a_minute(monkeypatch):
     every = len(unit_search(4, 8, None, slices=1, stages=2).rows)
-    module = sys.modules["penstock.plan.portfolio"]  # a function has the same name
+    module = sys.modules["penstock.plan.search"]
     monkeypatch.setattr(module, "FIXED_ACTIONS", 200)
     monkeypatch.setattr(module, "MAX_LISTED_ACTIONS", 0)
     question = unit_question(4, 8, UnitCost(comm=0.1), None, Limits(2, 1))

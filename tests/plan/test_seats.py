@@ -6,8 +6,7 @@ import pytest
 
 from penstock import Plan, make
 from penstock.crew.decision import plan_without, speed_limit, step_length
-from penstock.plan.seats import least_time, seats_to_change
-from penstock.plan.survivors import part_work
+from penstock.plan.survivors import least_time, part_work, seats_to_change
 from penstock.schedules.coverage import full_schedule
 from penstock.schedules.skip_paths import dealt
 from penstock.schedules.transforms import replicate

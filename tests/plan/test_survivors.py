@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from penstock import REGISTRY, lower, make, simulate, verify
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
-from penstock.plan.seats import least_time
-from penstock.plan.survivors import PacedCost, orphans, without_ranks
+from penstock.plan.survivors import PacedCost, least_time, orphans, without_ranks
 from penstock.schedules.transforms import replicate
 
 

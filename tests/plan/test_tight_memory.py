@@ -11,9 +11,14 @@ from penstock.cost import Profile
 from penstock.cost.gpus import analytic_profile
 from penstock.errors import ShapeError
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.recipes import Limits, fixed_recipes
 from penstock.plan.search import search
-from penstock.plan.workload import Cell, Fixed, Workload, cells_of
+from penstock.plan.space import Limits, fixed_recipes
+from penstock.plan.workload import (
+    Cell,
+    Fixed,
+    Workload,
+    cells_of,
+)
 
 MODEL = ModelConfig(layers=4, width=64, heads=2, kv_heads=2, inner=96, vocab=64)
 LIMITS = Limits(stages=2)

@@ -32,7 +32,7 @@ from penstock.models.decoder import (
 from penstock.models.family import count_parameters
 from penstock.models.hf import small_config
 from penstock.models.split import find_anatomy
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained

@@ -18,7 +18,7 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError, RunError
 from penstock.formats.config_toml import apply_changes, preset
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.train.auto import (
     machine_workload,
     quick_rows,

@@ -11,9 +11,9 @@ from penstock import Plan, UnitCost, make
 from penstock.config import Config, ScheduleConfig
 from penstock.formats import dump_plan, load_plan
 from penstock.plan.planner import chosen_plan, plan_run
-from penstock.plan.question import unit_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import unit_question
 from penstock.plan.search import search
+from penstock.plan.space import Limits
 from penstock.train.after.reasons import reasons_of
 from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.history import StepRow

@@ -12,9 +12,9 @@ import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
 from penstock.cli.landscape_page import landscape_page
-from penstock.plan.question import unit_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import unit_question
 from penstock.plan.search import search
+from penstock.plan.space import Limits
 from penstock.view import Series, page, report_page
 from penstock.view.landscape import render_landscape
 

@@ -29,9 +29,9 @@ from penstock.plan.overview import (
     rivals,
     splits_backwards,
 )
-from penstock.plan.question import Question, profile_question, unit_question
-from penstock.plan.recipes import Limits
+from penstock.plan.pricing import Question, profile_question, unit_question
 from penstock.plan.search import CANNOT_WIN, Landscape, search
+from penstock.plan.space import Limits
 from penstock.plan.workload import Fixed, Workload
 from penstock.view import svg
 from penstock.view.front import Dot, Front, front_figure

@@ -10,7 +10,7 @@ from penstock.formats import dump_plan
 from penstock.integrations.advice import Counsel, advise
 from penstock.integrations.terms import Framework
 from penstock.plan.planner import chosen_plan
-from penstock.plan.question import Question
+from penstock.plan.pricing import Question
 from penstock.plan.search import Landscape
 from penstock.view.numbers import name_size, name_time
 

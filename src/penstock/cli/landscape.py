@@ -10,10 +10,10 @@ from rich.status import Status
 
 from penstock.cli.tables import console, print_table
 from penstock.plan.candidates import title
-from penstock.plan.partial import skipped_share
 from penstock.plan.planner import unused_settings
-from penstock.plan.question import Question
+from penstock.plan.pricing import Question
 from penstock.plan.search import Landscape, Row, SearchProgress, row_title
+from penstock.plan.space import skipped_share
 from penstock.plan.workload import Cell
 from penstock.schedules.coverage import visits_all_parts
 from penstock.view.numbers import (

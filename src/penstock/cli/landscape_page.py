@@ -23,9 +23,9 @@ from penstock.plan.overview import (
     plain_1f1b,
     rivals,
 )
-from penstock.plan.partial import skipped_share
-from penstock.plan.question import Question
+from penstock.plan.pricing import Question
 from penstock.plan.search import CANNOT_WIN, Landscape, Row, row_title
+from penstock.plan.space import skipped_share
 from penstock.view.front import Dot, Front
 from penstock.view.landscape import (
     HeatCell,

@@ -58,8 +58,8 @@ from penstock.plan.paths.rules import raise_rule_faults, rules_from
 from penstock.plan.paths.search import Budget
 from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES
 from penstock.plan.paths.starts import replica_counts
-from penstock.plan.question import basis_of, parse_bytes
-from penstock.plan.workload import USABLE_SHARE, Fixed, Workload
+from penstock.plan.pricing import basis_of
+from penstock.plan.workload import USABLE_SHARE, Fixed, Workload, parse_bytes
 from penstock.train.own_models import config_of
 from penstock.train.placement import decide_placement
 

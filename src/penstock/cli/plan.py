@@ -35,18 +35,22 @@ from penstock.formats.config_toml import written_keys
 from penstock.integrations.advice import framework_of
 from penstock.integrations.terms import Framework
 from penstock.plan.planner import chosen_plan
-from penstock.plan.question import (
+from penstock.plan.pricing import (
     Question,
     gpu_question,
-    microbatches_of,
-    parse_bytes,
     profile_question,
-    profile_workload,
     unit_question,
 )
-from penstock.plan.recipes import Limits
 from penstock.plan.search import search
-from penstock.plan.workload import USABLE_SHARE, Workload, workload_of
+from penstock.plan.space import Limits
+from penstock.plan.workload import (
+    USABLE_SHARE,
+    Workload,
+    microbatches_of,
+    parse_bytes,
+    profile_workload,
+    workload_of,
+)
 from penstock.schedules.orders import require_at_least
 from penstock.train.own_models import config_of, limits_of, read_model
 from penstock.train.placement import Placement

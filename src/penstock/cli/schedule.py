@@ -39,7 +39,7 @@ from penstock.ir import Plan, Schedule, Timeline, lower, verify
 from penstock.ir.verify_sums import verify_sums
 from penstock.plan import lower_bound
 from penstock.plan.paths.planner import check_rules
-from penstock.plan.price import Price, StepFacts, step_facts
+from penstock.plan.pricing import Price, StepFacts, step_facts
 from penstock.schedules import COMMON_SHAPE_WORDS, REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.sim import simulate, simulate_in_order

@@ -45,12 +45,15 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import fitting_sums
 from penstock.ir.verify import verify
 from penstock.ir.verify_sums import verify_sums
-from penstock.plan.seats import (
+from penstock.plan.survivors import (
     LEAST_SAVED_BY_A_MOVE,
+    PacedCost,
     least_time,
+    orphans,
+    part_work,
     seats_to_change,
+    without_ranks,
 )
-from penstock.plan.survivors import PacedCost, orphans, part_work, without_ranks
 from penstock.schedules.coverage import hold_every_part
 from penstock.sim.simulate import simulate
 from penstock.train.handover import Handover, PartTransfer, Transfers

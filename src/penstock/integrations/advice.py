@@ -12,7 +12,7 @@ from penstock.errors import UnknownNameError
 from penstock.integrations.megatron import Megatron
 from penstock.integrations.terms import Advice, Framework, PipelineTerms, pipeline_terms
 from penstock.integrations.torchtitan.advice import Torchtitan
-from penstock.plan.question import Question
+from penstock.plan.pricing import Question
 from penstock.plan.search import Landscape, Row, row_title
 
 FRAMEWORKS: dict[str, Framework] = {

@@ -25,7 +25,7 @@ from penstock.integrations.terms import (
     refuse_mixed_recomputation,
 )
 from penstock.ir.schedule import Schedule, Stage
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.plan.workload import Cell, Workload
 
 

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.candidates import Runtime
-from penstock.plan.recipes import Limits
 from penstock.plan.search import Row
+from penstock.plan.space import Limits
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, wave_placement

@@ -11,8 +11,8 @@ from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import Candidate, candidate_plan, title
 from penstock.plan.improve import improve_order
 from penstock.plan.orders import best_order
-from penstock.plan.portfolio import Portfolio, portfolio
-from penstock.plan.space import space_bound
+from penstock.plan.search import Portfolio, portfolio
+from penstock.plan.space_bound import space_bound
 
 __all__ = [
     "Candidate",

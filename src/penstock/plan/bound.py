@@ -1,7 +1,7 @@
 """Times that no schedule can beat.
 
 `lower_bound` holds for every order of the lanes with given stages, paths, cuts and split backwards. `space_bound`
-(in `penstock.plan.space`) holds for every placement, partition and cuts as well.
+(in `penstock.plan.space_bound`) holds for every placement, partition and cuts as well.
 
 **Heads and tails.** Follow the needs of an action back to the start of the step, with the seconds of all actions and
 hops on the way. The longest such chain is the action's *head*: it cannot start earlier. In the same way, the longest

@@ -18,7 +18,13 @@ from enum import StrEnum
 from penstock.ir.action import OPS, Op
 from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import ROUNDING
-from penstock.plan.search import CANNOT_WIN, CellResult, Landscape, Pricing, Row
+from penstock.plan.pricing import Pricing
+from penstock.plan.search import (
+    CANNOT_WIN,
+    CellResult,
+    Landscape,
+    Row,
+)
 from penstock.schedules.coverage import visits_all_parts
 from penstock.schedules.orders import loop_placement, wave_placement
 

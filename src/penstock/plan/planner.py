@@ -31,9 +31,9 @@ from penstock.ir.sum_plan import fitting_sums
 from penstock.ir.verify_sums import verify_sums
 from penstock.partition import even_partition
 from penstock.plan.candidates import Candidate, candidate_plan, title
-from penstock.plan.partial import skipped_share
 from penstock.plan.paths.rules import rules_from
 from penstock.plan.search import Landscape, rival_facts
+from penstock.plan.space import skipped_share
 from penstock.schedules import make, shape_of, transform
 from penstock.schedules.coverage import (
     count_pipelines,

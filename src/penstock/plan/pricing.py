@@ -2,54 +2,320 @@
 
 UnitPricing      a forward of a micro-batch on a rank takes 1; sizes in micro-batches
 ProfilePricing   seconds and bytes, from profiles for several numbers of rows of a micro-batch
+
+A cost together with the profile it was measured in, as the options of a command give them.
+
+from numbers        UnitCost       time in forwards of a micro-batch, memory in micro-batches
+from a profile      ProfileCost    seconds and bytes; also the layers, tokens and device of a model
+
+Where the ranks of a cell stand, and over which links they talk.
+
+Devices are numbered machine by machine. Copies of a pipeline can lie one after the other or side by side:
+
+    machines of 4     0  1  2  3 | 4  5  6  7
+    in a row          copy 0       copy 1            messages stay inside a machine, sums of gradients leave it
+    side by side      r0 r0 r1 r1  r2 r2 r3 r3       sums stay inside a machine, messages leave it
+
+A cluster has its own speed for each node and its own link for each pair; process 2 of a plan runs on node 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from penstock.config import ModelConfig, is_recording, precision_of
 from penstock.cost.buffers import least_byte_seconds
-from penstock.cost.cluster import Cluster
+from penstock.cost.cluster import Cluster, Node
+from penstock.cost.cost import Cost
+from penstock.cost.gpus import Gpu, analytic_profile
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import Link, Network, fastest_link, slowest_sum_link
 from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
+from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.unit import UnitCost
+from penstock.errors import ShapeError
 from penstock.ir.action import Op
+from penstock.ir.plan import Facts, Plan
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
-from penstock.plan.block_times import LeastBlockTimes, least_block_times
+from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Timeline, Units
+from penstock.partition import even_partition
 from penstock.plan.candidates import Judge
-from penstock.plan.partial import (
-    partial_profile_bound,
-    partial_unit_bound,
-    visited_layers,
-)
-from penstock.plan.placed_bound import CellLoad, Channels, Hop, placed_bounds
-from penstock.plan.placed_layers import PlacedLayers, Room
-from penstock.plan.recipes import (
+from penstock.plan.slices import cut_choices
+from penstock.plan.space import (
     Cuts,
     Limits,
     Setting,
     StagePlacement,
     allowed_placements,
-    unit_setting,
+    even_cuts_only,
+    visited_layers,
 )
-from penstock.plan.slices import cut_choices
-from penstock.plan.space import (
+from penstock.plan.space_bound import (
+    CellLoad,
+    Channels,
+    Hop,
+    LeastBlockTimes,
     LeastTimes,
+    PlacedLayers,
+    Room,
+    least_block_times,
     least_times,
+    partial_profile_bound,
+    partial_unit_bound,
+    placed_bounds,
     profile_bound,
     space_bound,
+    tried_bound,
     with_recomputation,
 )
-from penstock.plan.topology import Machines, cluster_network, cluster_nodes
-from penstock.plan.tried_bound import tried_bound
-from penstock.plan.workload import Cell, Workload
+from penstock.plan.workload import Cell, Fixed, Workload, cells_of
 
+SHOWN_COPIES = 2  # copies whose links are listed; all others are like these
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """Equal devices in machines, with fast links inside and slow ones between them."""
+
+    per_machine: int
+    inside: Link
+    between: Link
+
+    def network(self, cell: Cell) -> Network:
+        """Return the links between the ranks of a cell's first two copies.
+
+        If some pair of neighbouring copies is not on one machine, the sums of gradients run
+        at the pace of the slow links.
+        """
+        if cell.processes <= self.per_machine:
+            return Network(self.inside.latency, self.inside.bandwidth, serial=True)
+        copies = min(cell.copies, SHOWN_COPIES)
+        places = [(copy, rank) for copy in range(copies) for rank in range(cell.ranks)]
+
+        def link(one: tuple[int, int], other: tuple[int, int]) -> Link:
+            if one[0] != other[0]:
+                return self.copies_link(cell)
+            machines = {self._machine(cell, *place) for place in (one, other)}
+            return self.inside if len(machines) == 1 else self.between
+
+        def matrix(value: Callable[[Link], float]) -> tuple[tuple[float, ...], ...]:
+            return tuple(
+                tuple(value(link(one, other)) for other in places) for one in places
+            )
+
+        return Network(
+            matrix(lambda one: one.latency),
+            matrix(lambda one: one.bandwidth),
+            serial=True,
+        )
+
+    def copies_link(self, cell: Cell) -> Link:
+        """Return the slowest link between copies of a rank."""
+        near = cell.processes <= self.per_machine or self._copies_meet(cell)
+        return self.inside if near else self.between
+
+    def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
+        """Return the links between the processes of a rank: of `tensor`, and of `shard`.
+
+        The processes of a rank are neighbours, and those of a tensor row come first.
+        """
+        return (
+            self._link_inside(cell, cell.tensor),
+            self._link_inside(cell, cell.tensor * cell.shard),
+        )
+
+    def _link_inside(self, cell: Cell, group: int) -> Link:
+        """Return the slowest link inside groups of neighbouring devices."""
+        fits = cell.processes <= self.per_machine or self.per_machine % group == 0
+        return self.inside if fits else self.between
+
+    def fastest_hop(self, cell: Cell) -> Link:
+        """Return the fastest link between two ranks of a copy."""
+        distance = cell.tensor * cell.shard
+        if cell.side_by_side:
+            distance *= cell.copies
+        near = cell.processes <= self.per_machine or distance < self.per_machine
+        return self.inside if near else self.between
+
+    def _machine(self, cell: Cell, copy: int, rank: int) -> int:
+        """Return the machine of a rank's first device."""
+        number = copy * cell.ranks + rank
+        if cell.side_by_side:
+            number = rank * cell.copies + copy
+        return number * cell.tensor * cell.shard // self.per_machine
+
+    def _copies_meet(self, cell: Cell) -> bool:
+        """Whether all copies of any rank are on one machine."""
+        group = cell.copies * cell.tensor * cell.shard
+        return cell.side_by_side and self.per_machine % group == 0
+
+
+def machines_of(gpu: Gpu) -> Machines:
+    """Return the machines in which a known GPU comes."""
+    return Machines(gpu.per_machine, gpu.inside, gpu.between)
+
+
+def cluster_network(cluster: Cluster, cell: Cell) -> Network:
+    """Return the links between all ranks of a cell, the ranks of its first copy first."""
+    places = _places(cluster, cell)
+
+    def matrix(pairs: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(pairs[one][other] for other in places) for one in places)
+
+    return Network(matrix(cluster.latency), matrix(cluster.bandwidth), cluster.serial)
+
+
+def cluster_nodes(cluster: Cluster, cell: Cell) -> list[Node]:
+    """Return the nodes of all ranks of a cell, the ranks of its first copy first."""
+    return [cluster.nodes[place] for place in _places(cluster, cell)]
+
+
+def _places(cluster: Cluster, cell: Cell) -> list[int]:
+    """Return the number of the node of each rank, copy by copy."""
+    count = cell.copies * cell.ranks
+    if count > len(cluster.nodes):
+        raise ShapeError(f"there are {len(cluster.nodes)} nodes, but {count} ranks")
+    if not cell.side_by_side:
+        return list(range(count))
+    return [
+        rank * cell.copies + copy
+        for copy in range(cell.copies)
+        for rank in range(cell.ranks)
+    ]
+
+
+# ---------------------------------------------------------------- the price of a plan
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A cost, and the profile it comes from, if it comes from one."""
+
+    cost: Cost
+    profile: Profile | None = None
+    tokens: int = 0  # tokens of a sequence; only with a profile
+    # For other numbers of rows; only with a profile.
+    profiles: RowProfiles | None = None
+    gather: float = 0.0  # seconds in which a step gathers sharded weights
+    shard: int = 1  # processes of a rank that train on different sequences
+
+    def partition(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return the layers of each part of an even partition; () without a profile."""
+        if self.profile is None:
+            return ()
+        return even_partition(self.profile.layers, schedule.parts)
+
+    def for_plan(self, plan: Plan, cluster: Cluster | None = None) -> Price:
+        """Return the price for one plan: with its own partition, recomputed parts, rows and mesh.
+
+        In a cluster, rank 2 runs on node 2. The processes of a rank have the slowest link of
+        the profile between them.
+        """
+        if self.profile is None:
+            return self
+        profile = self.profile
+        rows = plan.facts.get("rows")
+        if self.profiles is not None and isinstance(rows, int):
+            profile = self.profiles.at(rows)
+        partition = plan.partition or self.partition(plan.schedule)
+        ranks = plan.schedule.ranks
+        speeds: tuple[float, ...] = ()
+        if cluster is not None:
+            if ranks > len(cluster.nodes):
+                raise ShapeError(
+                    f"the plan has {ranks} ranks, but the cluster has "
+                    f"{len(cluster.nodes)} nodes"
+                )
+            profile = replace(profile, network=cluster.network())
+            speeds = tuple(node.speed for node in cluster.nodes[:ranks])
+        tensor, shard = plan.mesh
+        gather = 0.0
+        if tensor * shard > 1:
+            if cluster is not None:
+                raise ShapeError(
+                    f"a rank of the plan is tensor {tensor} x shard {shard} processes, but a "
+                    "cluster.toml says on which node a rank is, not its processes\n"
+                    "  leave --cluster out, or plan with mesh.tensor=1 and mesh.shard=1"
+                )
+            link = slowest_sum_link(profile.network)
+            gather = gather_seconds(profile, tensor, shard, link)
+            profile = mesh_profile(profile, tensor, shard, link)
+        profile.check(partition, ranks)
+        cost = PlacedCost(
+            profile,
+            self.tokens,
+            partition=partition,
+            recompute=plan.recompute,
+            speeds=speeds,
+        )
+        return replace(self, cost=cost, profile=profile, gather=gather, shard=shard)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """The facts of a step that only a profile knows."""
+
+    tokens: int  # of a sequence
+    weights: tuple[float, ...]  # bytes on each rank
+    optimizer: float  # seconds of the slowest rank's update
+    gather: float  # seconds in which sharded weights are gathered before the first pass
+    tokens_per_second: float
+
+
+def step_facts(price: Price, plan: Plan, timeline: Timeline) -> StepFacts | None:
+    """Return the facts of a step that only a profile knows; None without a profile."""
+    profile = price.profile
+    if profile is None:
+        return None
+    optimizer = max(price.cost.updates(plan.schedule))
+    tokens = price.tokens * profile.rows * len(plan.schedule.microbatches)
+    tokens *= price.shard
+    seconds = price.gather + timeline.makespan + optimizer
+    return StepFacts(
+        tokens=price.tokens,
+        weights=tuple(timeline.weights.tolist()),
+        optimizer=optimizer,
+        gather=price.gather,
+        tokens_per_second=tokens / seconds,
+    )
+
+
+# ---------------------------------------------------------------- units of the papers
+
+
+def unit_setting(
+    cost: UnitCost,
+    ranks: int,
+    microbatches: int,
+    memory: float | None,
+    limits: Limits,
+) -> Setting:
+    """Return a setting in the units of the papers, where all slices have the same length."""
+    if limits.skip or limits.weights > 1:
+        # The bounds are for micro-batches that visit all stages, of which there is one copy.
+        return Setting(ranks, microbatches, even_cuts_only)
+
+    def least_time(placement: StagePlacement, cuts: Cuts) -> float:
+        return space_bound(
+            cost,
+            ranks,
+            microbatches,
+            placement.stages_per_rank,
+            len(cuts) - 1,
+            memory,
+            limits.split,
+        )
+
+    return Setting(ranks, microbatches, even_cuts_only, least_time)
+
+
+# ---------------------------------------------------------------- the cells of a workload
 MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
 LeastKey = tuple[int, int, Link, float]  # rows, tensor and its link, slowdown
 
@@ -62,6 +328,28 @@ class Estimate(NamedTuple):
 
 
 NO_LINK = Link(0.0, inf)  # of a process that is alone
+
+
+class Pricing(Protocol):
+    """What the cells of a workload cost."""
+
+    def judge(self, cell: Cell) -> Judge:
+        """Return what times and weighs the schedules of a cell."""
+
+    def setting(self, cell: Cell) -> Setting:
+        """Return the ranks and micro-batches of a cell, and how to cut its sequences."""
+
+    def bound(self, cell: Cell) -> float:
+        """Return a time that no step of this cell can beat."""
+
+    def close_bound(self, cell: Cell) -> float:
+        """Return a larger such time, with more work; infinite if no plan fits."""
+
+    def estimate(self, cell: Cell) -> Estimate:
+        """Return about how long a step takes and how much a device holds, quickly."""
+
+    def least_bytes(self, cell: Cell) -> float:
+        """Return the bytes that the fullest device of a cell holds at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,3 +848,152 @@ def _least_work(times: LeastTimes) -> float:
 def _least_update(profile: Profile, ranks: int) -> float:
     """Seconds of the optimizer at least: its mean over the ranks."""
     return sum(profile.update((profile.layers,))) / ranks
+
+
+# ---------------------------------------------------------------- questions
+ANY_NUMBER_OF_LAYERS = 1 << 30
+UNITS_OF_PAPERS = "units of the papers: a forward of a micro-batch on a rank takes 1"
+IGNORED_IN_UNITS = "that micro-batches and messages delay each other"
+IGNORED = (
+    "that micro-batches and messages delay each other, that some links are slower than "
+    "the fastest one, and memory that is needed for a moment only"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A workload, what its plans cost, and what they must keep to."""
+
+    workload: Workload
+    pricing: Pricing
+    limits: Limits
+    units: Units = REAL_UNITS
+    facts: Facts = ()  # what a plan.json says about the assumptions
+    ignored: str = IGNORED  # what the bound leaves out
+    source: str = ""  # where the times come from, for people
+    analytic: bool = False  # whether a formula gave the times, and nothing was measured
+    basis: str = ""  # the precision, and data sheet or measurement: the first line
+    # The shares of a predicted time between which steps may lie (`Profile.spread`); None in units of the papers.
+    spread: tuple[float, float] | None = None
+
+    def range_of(self, step: float) -> tuple[float, float] | None:
+        """The times between which a step may lie that is predicted to take `step`; None in units of the papers."""
+        if self.spread is None:
+            return None
+        low, high = self.spread
+        return low * step, high * step
+
+
+def basis_of(profile: Profile) -> str:
+    """Name the precision of a profile, and say whether its times were measured."""
+    device = dict(profile.device)
+    origin = "measured times"
+    if device.get("analytic"):
+        origin = f"times from the data sheet of the {device.get('name')}"
+    return f"in {precision_in(profile)}, with {origin}"
+
+
+def precision_in(profile: Profile) -> str:
+    """Return the type in which the model of a profile computes."""
+    device = dict(profile.device)
+    return str(device.get("autocast") or device.get("dtype") or "an unknown precision")
+
+
+def unit_question(
+    ranks: int, microbatches: int, cost: UnitCost, memory: float | None, limits: Limits
+) -> Question:
+    """Ask for a pipeline of some ranks in the units of the papers."""
+    fixed = Fixed(
+        ranks=ranks,
+        microbatches=microbatches,
+        copies=1,
+        tensor=1,
+        shard=1,
+        recompute=False,
+    )
+    workload = Workload(
+        layers=ANY_NUMBER_OF_LAYERS,
+        tokens=1,
+        batch=microbatches,
+        devices=ranks,
+        memory=memory,
+        fixed=fixed,
+    )
+    facts: Facts = (
+        ("memory", memory),
+        ("forward", cost.F),
+        ("backward", cost.B),
+        ("comm", cost.comm),
+    )
+    return Question(
+        workload,
+        UnitPricing(cost, memory, limits),
+        limits,
+        PAPER_UNITS,
+        facts,
+        IGNORED_IN_UNITS,
+        UNITS_OF_PAPERS,
+        basis=f"in {UNITS_OF_PAPERS}",
+    )
+
+
+def profile_question(
+    workload: Workload,
+    profile_at: Callable[[int], Profile],
+    limits: Limits,
+    source: str,
+    machines: Machines | None = None,
+    cluster: Cluster | None = None,
+) -> Question:
+    """Ask for the best plan of a workload by profiles of its model.
+
+    `profile_at` returns the profile for a number of rows; `source` says where it comes from.
+    """
+    first_cell = next(cells_of(workload))
+    profile = profile_at(first_cell.rows)
+    facts: Facts = (
+        ("memory_bytes", workload.memory),
+        ("profile", source),
+        ("precision", precision_in(profile)),
+        ("tokens", workload.tokens),
+    )
+    pricing = ProfilePricing(workload, profile_at, limits, machines, cluster)
+    return Question(
+        workload,
+        pricing,
+        limits,
+        facts=facts,
+        source=source,
+        analytic=bool(dict(profile.device).get("analytic")),
+        basis=basis_of(profile),
+        spread=profile.spread,
+    )
+
+
+def gpu_question(
+    workload: Workload, model: ModelConfig, gpu: Gpu, limits: Limits
+) -> Question:
+    """Ask for the best plan on known GPUs, whose times come from a formula."""
+    config = workload.config
+    assert config is not None
+    precision = precision_of(config, on_gpu="bfloat16" in gpu.peak)
+    recorded = is_recording(config, on_gpu=True)
+
+    @cache
+    def profile_at(rows: int) -> Profile:
+        return analytic_profile(
+            model,
+            workload.tokens,
+            rows,
+            gpu,
+            precision,
+            recorded=recorded,
+            loss_chunk=config.run.loss_chunk,
+        )
+
+    launched = "recorded once and replayed" if recorded else "launched one by one"
+    source = (
+        f"analytic profile of the {gpu.name}, by formula and not measured: "
+        f"kernels {launched}, layers and loss not compiled"
+    )
+    return profile_question(workload, profile_at, limits, source, machines_of(gpu))

@@ -6,6 +6,12 @@
 
 It says how much work a step has, what there is to do it with, and which choices are already made. Everything that is
 still open is the planner's choice.
+
+What a command asks the planner: a workload, its prices, and the limits of the search.
+
+--ranks --microbatches --comm ...     units of the papers
+--profile profile.json --ranks ...    a profile, without a config
+config.toml                           a config; its model is measured, or its profile is given
 """
 
 from __future__ import annotations
@@ -14,7 +20,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import gcd, isqrt, prod
 
-from penstock.config import Config, ModelConfig, allows_meshes, is_recording
+from penstock.config import (
+    Config,
+    ModelConfig,
+    allows_meshes,
+    is_recording,
+)
+from penstock.cost.profile import tile_of
+from penstock.cost.row_profiles import RowProfiles
 from penstock.errors import ConfigError, ShapeError
 
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.
@@ -325,3 +338,98 @@ def _no_cell(workload: Workload) -> str:
         f"{max(1, fixed.copies)} x shard {max(1, fixed.shard)} x accumulate "
         f"{workload.passes}); {fitting} can"
     )
+
+
+# ---------------------------------------------------------------- questions
+
+
+def profile_workload(
+    profiles: RowProfiles,
+    ranks: int,
+    microbatches: int,
+    tokens: int,
+    memory: float | None,
+    granularity: int | None,
+) -> Workload:
+    """Return the workload of a pipeline whose micro-batches have the rows of a profile."""
+    if ranks > profiles.layers:
+        raise ShapeError(f"{profiles.layers} layers cannot fill {ranks} parts")
+    rows = profiles.rows[0]
+    fixed = Fixed(ranks=ranks, microbatches=microbatches, copies=1, tensor=1, shard=1)
+    return Workload(
+        layers=profiles.layers,
+        tokens=tokens,
+        batch=microbatches * rows,
+        devices=ranks,
+        memory=memory,
+        granularity=granularity_of(profiles, tokens, granularity),
+        fixed=fixed,
+    )
+
+
+def granularity_of(profiles: RowProfiles, tokens: int, wanted: int | None) -> int:
+    """Return the number of tokens that all cuts are multiples of.
+
+    Without a wish it is the largest number that suits both the kernels of the device and
+    the length of the sequence.
+    """
+    if wanted is not None:
+        return min(wanted, tokens)
+    device = str(dict(profiles.measured[0].device).get("device"))
+    return gcd(max(MIN_GRANULARITY, tile_of(device)), tokens)
+
+
+# ---------------------------------------------------------------- sizes
+SIZE_UNITS = {
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+    "TIB": 2.0**40,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+}
+BARE_UNIT = 2.0**20  # a bare number of bytes means MiB
+
+
+def parse_bytes(text: str) -> float:
+    """Return the bytes of a size such as 80GiB or 80GB; a bare number means MiB.
+
+    >>> parse_bytes("1.5 GiB") == 1.5 * 2**30, parse_bytes("172") == 172 * 2**20
+    (True, True)
+    >>> parse_bytes("80GB")
+    80000000000.0
+    """
+    cleaned = text.strip().upper()
+    factor = BARE_UNIT
+    for unit, unit_bytes in SIZE_UNITS.items():
+        if cleaned.endswith(unit):
+            cleaned = cleaned.removesuffix(unit)
+            factor = unit_bytes
+            break
+    size = _number(cleaned) * factor
+    if not 0 < size < float("inf"):
+        raise ShapeError(
+            f"--memory must be a size above 0, such as 80GiB, not {text.strip() or repr(text)}"
+        )
+    return size
+
+
+def microbatches_of(text: str) -> float:
+    """Return a memory in micro-batches, such as 1.5, as the units of the papers count it."""
+    number = _number(text)
+    if not 0 < number < float("inf"):
+        raise ShapeError(
+            "without a model, --memory is a number of micro-batches above 0, such as 4, "
+            f"not {text.strip() or repr(text)}\n"
+            "  sizes such as 80GiB need a config.toml or --profile"
+        )
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

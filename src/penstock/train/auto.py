@@ -16,8 +16,8 @@ from penstock.cost.profile import tile_of
 from penstock.ir import Plan
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.recipes import Limits
 from penstock.plan.search import Landscape, SearchProgress, search
+from penstock.plan.space import Limits
 from penstock.plan.workload import (
     MIN_GRANULARITY,
     USABLE_SHARE,

@@ -16,7 +16,7 @@ from penstock.families import (
     LlamaConfig,
     check_family_shares,
 )
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.train.data.masking import bert_words
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.run_source import is_folder, read_source

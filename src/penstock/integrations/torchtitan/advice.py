@@ -37,7 +37,7 @@ from penstock.integrations.terms import (
 )
 from penstock.integrations.torchtitan.options import modules_of
 from penstock.ir.schedule import Schedule, Stage
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.plan.workload import Cell, Workload
 
 NAMES = {

@@ -45,7 +45,7 @@ from penstock.integrations.torchtitan.options import (
 )
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
-from penstock.plan.recipes import Limits
+from penstock.plan.space import Limits
 from penstock.plan.workload import USABLE_SHARE, workload_of
 from penstock.schedules.coverage import visits_all_parts
 from penstock.train.auto import plan_workload

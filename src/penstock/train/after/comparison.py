@@ -15,7 +15,7 @@ from penstock.formats.config_toml import read_config
 from penstock.ir import Plan, Timeline
 from penstock.ir.timeline import MEASURED_UNITS
 from penstock.plan.candidates import Judge
-from penstock.plan.price import Price
+from penstock.plan.pricing import Price
 from penstock.sim import simulate
 from penstock.train.forecast import known_forecast
 
