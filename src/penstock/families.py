@@ -111,6 +111,20 @@ class BertConfig:
 FamilySizes = LlamaConfig | GPTConfig | BertConfig
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """The number of parameters of the pieces of a model.
+
+    A tied output matrix counts in both `embed` and `head`, but only once in `total`.
+    """
+
+    embed: int
+    layer: int
+    head: int
+    total: int
+    matrices: int  # weights that multiply every token, the output's included
+
+
 # ---------------------------------------------------------------- what does not fit
 def require_sizes(least: int, **sizes: int) -> None:
     """Refuse any size below `least`; the error names it."""

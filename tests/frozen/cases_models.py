@@ -143,7 +143,7 @@ def weights(name: str) -> dict[str, object]:
     found: dict[str, object] = {
         key: [list(w.shape), *checksum(w)] for key, w in state.items()
     }
-    found["counts"] = asdict(count_parameters(sizes))
+    found["counts"] = parameters(sizes)
     found["flops"] = [flops_per_token(sizes, 32), share_of_flops(sizes, 32, 1)]
     found["keys"] = keys_per_token(sizes)
     if isinstance(sizes, BertConfig):
@@ -155,6 +155,13 @@ def weights(name: str) -> dict[str, object]:
         found["theirs"] = named(llama_to_hf(state, sizes))
         found["ours"] = named(llama_from_hf(llama_to_hf(state, sizes), sizes))
     return found
+
+
+def parameters(sizes: Any) -> dict[str, int]:
+    """The counts of embedding, layer, head and whole model; `flops` tells the matrices."""
+    counts = asdict(count_parameters(sizes))
+    del counts["matrices"]
+    return counts
 
 
 def named(state: dict[str, Tensor]) -> str:
@@ -238,7 +245,7 @@ def theirs(name: str) -> dict[str, object]:
         "class": type(sizes).__name__,
         **said,
         "counts": asdict(count_decoder(sizes)),
-        "parameters": asdict(count_parameters(sizes)),
+        "parameters": parameters(sizes),
         "flops": flops_per_token(sizes, 32),
         "constants": initial_constants(sizes),
     }

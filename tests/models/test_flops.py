@@ -13,8 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hugging_face import decoder_sizes
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, token_loss
-from penstock.models.decoder import count_decoder, decoder_of
-from penstock.models.family import flops_per_token, peak_flops, share_of_flops
+from penstock.models.decoder import decoder_of
+from penstock.models.family import (
+    count_parameters,
+    flops_per_token,
+    peak_flops,
+    share_of_flops,
+)
 from penstock.train.history import StepRow
 from penstock.train.screen import Screen
 from penstock.train.step_row import flops_utilization
@@ -63,7 +68,7 @@ def test_a_token_pays_for_the_experts_that_it_visits_and_for_all_shared_ones():
             **experts,
         )
         config = transformers.DeepseekV3Config(**sizes)
-        return count_decoder(decoder_of(config)).matrices
+        return count_parameters(decoder_of(config)).matrices
 
     few = matrices(n_routed_experts=4, n_shared_experts=1)
     many = matrices(n_routed_experts=8, n_shared_experts=1)

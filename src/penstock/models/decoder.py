@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
-from penstock.families import BertConfig, GPTConfig
+from penstock.families import BertConfig, GPTConfig, ParameterCounts
 from penstock.models.hf import Encoding, config_value, small_config
 from penstock.models.split import find_anatomy, tied_names
 
@@ -365,20 +365,9 @@ def any_layer(name: str) -> str:
 
 
 # ---------------------------------------------------------------- what follows from the sizes
-@dataclass(frozen=True, slots=True)
-class DecoderCounts:
-    """Parameters of a decoder: a layer's are the mean of all layers."""
-
-    embed: int
-    layer: int
-    head: int
-    total: int
-    matrices: int  # weights that multiply every token, the output's included
-
-
 @lru_cache(maxsize=8)
-def count_decoder(sizes: DecoderConfig) -> DecoderCounts:
-    """Count the parameters of a decoder without giving it memory."""
+def count_decoder(sizes: DecoderConfig) -> ParameterCounts:
+    """Count the parameters of a decoder without giving it memory; those of a layer are the mean of all layers."""
     model = decoder_blueprint(sizes)
     anatomy = find_anatomy(model)
     embed = _numel(model, anatomy.embed)
@@ -393,7 +382,7 @@ def count_decoder(sizes: DecoderConfig) -> DecoderCounts:
                 is_of_experts = "experts" in name.split(".")
                 matrices += (used if is_of_experts else 1.0) * parameter.numel()
     output = sizes.vocab * sizes.width
-    return DecoderCounts(
+    return ParameterCounts(
         embed, layers // sizes.layers, head, total, int(matrices) + output
     )
 

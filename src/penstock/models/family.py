@@ -10,69 +10,103 @@ al. 2022), and others report it so.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.families import BertConfig, GPTConfig, LlamaConfig
+from torch import Tensor, nn
+
+from penstock.families import (
+    BertConfig,
+    FamilySizes,
+    GPTConfig,
+    LlamaConfig,
+    ParameterCounts,
+)
+from penstock.models.bert import Bert, bert_to_hf
 from penstock.models.decoder import DecoderConfig, count_decoder
+from penstock.models.gpt import GPT, gpt_from_hf, gpt_to_hf
+from penstock.models.llama import Llama, llama_from_hf, llama_to_hf
 
-AnyModelConfig = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
+AnyModelConfig = FamilySizes | DecoderConfig
+Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterCounts:
-    """The number of parameters of the pieces of a model.
+class Family:
+    """What differs between our own families of models."""
 
-    A tied output matrix counts in both `embed` and `head`, but only once in `total`.
-    """
-
-    embed: int
-    layer: int
-    head: int
-    total: int
+    name: str
+    build: Callable[[Any], nn.Module]
+    count: Callable[[Any], ParameterCounts]
+    to_hf: Callable[[Weights, Any], dict[str, Tensor]]  # names of Hugging Face
+    from_hf: Callable[[Weights, Any], dict[str, Tensor]] | None  # None: one by one
 
 
+def family_of(sizes: FamilySizes) -> Family:
+    """The family that a model of these sizes belongs to."""
+    return FAMILIES[type(sizes)]
+
+
+# ---------------------------------------------------------------- parameters
 def count_parameters(sizes: AnyModelConfig) -> ParameterCounts:
     """Count the parameters of the embedding, one layer, the head and the whole model."""
     if isinstance(sizes, DecoderConfig):
-        counts = count_decoder(sizes)
-        return ParameterCounts(counts.embed, counts.layer, counts.head, counts.total)
-    matrix = sizes.vocab * sizes.width  # of the embedding, and of the output
-    if isinstance(sizes, GPTConfig):
-        embed = matrix + sizes.positions * sizes.width
-        layer = _gpt_layer(sizes)
-        head = matrix + 2 * sizes.width  # and a norm with a bias
-    elif isinstance(sizes, BertConfig):
-        rows = sizes.positions + sizes.types + 2  # and a norm with a bias
-        embed = matrix + rows * sizes.width
-        layer = _gpt_layer(sizes)
-        head = matrix + sizes.vocab + sizes.width**2 + 3 * sizes.width
-    else:
-        embed = matrix
-        layer = _llama_layer(sizes)
-        head = matrix + sizes.width
-    total = embed + sizes.layers * layer + head
-    if sizes.tied:
-        total -= matrix
-    return ParameterCounts(embed, layer, head, total)
+        return count_decoder(sizes)
+    return family_of(sizes).count(sizes)
 
 
-def _gpt_layer(sizes: GPTConfig | BertConfig) -> int:
-    """Count query, key, value, output and the MLP, all with biases, and two norms."""
-    attention = 4 * sizes.width**2 + 4 * sizes.width
-    mlp = 2 * sizes.width * sizes.inner + sizes.inner + sizes.width
-    norms = 4 * sizes.width
-    return attention + mlp + norms
-
-
-def _llama_layer(sizes: LlamaConfig) -> int:
-    """Count the matrices of a layer, which have no biases, and two norms."""
+def _count_llama(sizes: LlamaConfig) -> ParameterCounts:
+    """Nothing has a bias; a layer has two norms, and the head has one."""
     keys = sizes.kv_heads * sizes.head_width
     attention = 2 * sizes.width**2 + 2 * sizes.width * keys
-    mlp = 3 * sizes.width * sizes.inner
-    norms = 2 * sizes.width
-    return attention + mlp + norms
+    layer = attention + 3 * sizes.width * sizes.inner
+    return _counts(sizes, 0, (layer, 2 * sizes.width), (0, sizes.width))
 
 
+def _count_gpt(sizes: GPTConfig) -> ParameterCounts:
+    """The norm of the head has a bias."""
+    return _counts(sizes, sizes.positions, _biased_layer(sizes), (0, 2 * sizes.width))
+
+
+def _count_bert(sizes: BertConfig) -> ParameterCounts:
+    """The embedding has a norm; the head has a dense layer, a norm, and a bias for every word."""
+    rows = sizes.positions + sizes.types + 2
+    head = (sizes.width**2, sizes.vocab + 3 * sizes.width)
+    return _counts(sizes, rows, _biased_layer(sizes), head)
+
+
+def _biased_layer(sizes: GPTConfig | BertConfig) -> tuple[int, int]:
+    """Query, key, value, output and the MLP, all with biases, and two norms: matrices and vectors."""
+    matrices = 4 * sizes.width**2 + 2 * sizes.width * sizes.inner
+    return matrices, 9 * sizes.width + sizes.inner
+
+
+def _counts(
+    sizes: FamilySizes, rows: int, layer: tuple[int, int], head: tuple[int, int]
+) -> ParameterCounts:
+    """Counts of a model whose embedding has these rows besides words; layer and head have matrices and vectors.
+
+    The output matrix comes on top.
+    """
+    matrix = sizes.vocab * sizes.width  # of the embedding, and of the output
+    embed = matrix + rows * sizes.width
+    outputs = matrix + sum(head)
+    total = embed + sizes.layers * sum(layer) + outputs
+    if sizes.tied:
+        total -= matrix
+    matrices = sizes.layers * layer[0] + head[0] + matrix
+    return ParameterCounts(embed, sum(layer), outputs, total, matrices)
+
+
+FAMILIES: dict[type, Family] = {
+    LlamaConfig: Family("llama", Llama, _count_llama, llama_to_hf, llama_from_hf),
+    GPTConfig: Family("gpt", GPT, _count_gpt, gpt_to_hf, gpt_from_hf),
+    BertConfig: Family("bert", Bert, _count_bert, bert_to_hf, None),
+}
+
+
+# ---------------------------------------------------------------- operations
 # Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
 # that torch gives the device. The first match counts.
 PEAK_FLOPS = {
@@ -116,7 +150,7 @@ def peak_flops(device: str) -> float | None:
 
 def flops_per_token(sizes: AnyModelConfig, tokens: int) -> float:
     """Return the operations of training on one token of a sequence of `tokens`."""
-    matrices = 6.0 * _matrix_weights(sizes)
+    matrices = 6.0 * count_parameters(sizes).matrices
     attention = 12.0 * sizes.layers * sizes.width * tokens
     return matrices + attention
 
@@ -134,19 +168,4 @@ def share_of_flops(sizes: AnyModelConfig, tokens: int, layers: float) -> float:
 
 def keys_per_token(sizes: AnyModelConfig) -> int:
     """Return the number of keys with which attention takes as long as a token's matrices."""
-    return _matrix_weights(sizes) // (2 * sizes.layers * sizes.width)
-
-
-def _matrix_weights(sizes: AnyModelConfig) -> int:
-    """Return the number of weights in the matrices that multiply every token."""
-    if isinstance(sizes, DecoderConfig):
-        return count_decoder(sizes).matrices
-    head = sizes.vocab * sizes.width
-    if isinstance(sizes, GPTConfig | BertConfig):
-        layer = 4 * sizes.width**2 + 2 * sizes.width * sizes.inner
-        dense = sizes.width**2 if isinstance(sizes, BertConfig) else 0
-        return sizes.layers * layer + dense + head
-    keys = sizes.kv_heads * sizes.head_width
-    attention = 2 * sizes.width**2 + 2 * sizes.width * keys
-    layer = attention + 3 * sizes.width * sizes.inner
-    return sizes.layers * layer + head
+    return count_parameters(sizes).matrices // (2 * sizes.layers * sizes.width)

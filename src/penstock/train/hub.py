@@ -36,11 +36,10 @@ from penstock.models import (
     EncoderConfig,
     GPTConfig,
     LlamaConfig,
-    bert,
-    gpt,
-    llama,
 )
 from penstock.models.decoder import decoder_blueprint, load_whole, read_decoder
+from penstock.models.family import family_of
+from penstock.models.gpt import gpt_to_hf
 from penstock.models.split import tied_names
 from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
 from penstock.train.rates import settle_rate
@@ -364,11 +363,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 def _their_name(name: str, sizes: OwnSizes) -> str:
     blank = torch.empty(1, 1, device="meta")
-    if isinstance(sizes, BertConfig):
-        return next(iter(bert.bert_to_hf({name: blank}, sizes)))
-    if isinstance(sizes, GPTConfig):
-        return next(iter(gpt.gpt_to_hf({name: blank}, replace(sizes, tied=False))))
-    return next(iter(llama.llama_to_hf({name: blank}, replace(sizes, tied=False))))
+    if not isinstance(sizes, BertConfig):
+        sizes = replace(sizes, tied=False)  # A tied head has a name, too.
+    return next(iter(family_of(sizes).to_hf({name: blank}, sizes)))
 
 
 def their_matrix(path: str, sizes: Sizes) -> str:
@@ -383,20 +380,15 @@ def their_rows(path: str, rows: Tensor, sizes: Sizes) -> Tensor:
     if not isinstance(sizes, GPTConfig):
         return rows
     whole = replace(sizes, tied=False)
-    theirs = gpt.gpt_to_hf({f"{path}.weight": rows}, whole)
+    theirs = gpt_to_hf({f"{path}.weight": rows}, whole)
     return next(iter(theirs.values())).t()  # GPT-2 stores matrices transposed.
 
 
 def _ours(theirs: str, tensor: Tensor, sizes: OwnSizes) -> Tensor:
-    if isinstance(sizes, BertConfig):
+    from_hf = family_of(sizes).from_hf
+    if from_hf is None:
         return tensor
-    if isinstance(sizes, GPTConfig):
-        return next(
-            iter(gpt.gpt_from_hf({theirs: tensor}, replace(sizes, tied=False)).values())
-        )
-    return next(
-        iter(llama.llama_from_hf({theirs: tensor}, replace(sizes, tied=False)).values())
-    )
+    return next(iter(from_hf({theirs: tensor}, replace(sizes, tied=False)).values()))
 
 
 @contextmanager
@@ -435,12 +427,7 @@ def _write_own_model(
     sizes: OwnSizes,
     dtype: str,
 ) -> None:
-    if isinstance(sizes, BertConfig):
-        states = bert.bert_to_hf(weights, sizes)
-    elif isinstance(sizes, GPTConfig):
-        states = gpt.gpt_to_hf(weights, sizes)
-    else:
-        states = llama.llama_to_hf(weights, sizes)
+    states = family_of(sizes).to_hf(weights, sizes)
     save_file(
         {name: tensor.contiguous() for name, tensor in states.items()},
         folder / "model.safetensors",

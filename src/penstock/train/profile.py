@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,13 +33,9 @@ from penstock.measure.profile import (
     measure_rows,
 )
 from penstock.models import (
-    GPT,
-    Bert,
     BertConfig,
     DecoderConfig,
     GPTConfig,
-    Llama,
-    LlamaConfig,
     Part,
     document_starts,
     model_width,
@@ -48,7 +43,7 @@ from penstock.models import (
     split,
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
-from penstock.models.family import flops_per_token
+from penstock.models.family import family_of, flops_per_token
 from penstock.models.layer import recompute_inside
 from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
@@ -461,16 +456,9 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
             f"{request.tokens} tokens, but only {sizes.positions} positions\n"
             f"  measure sequences of at most {sizes.positions} tokens"
         )
-    family = type(sizes).__name__.removesuffix("Config").lower()
-    facts = (("family", family), *asdict(sizes).items())
-    builders: dict[type, Callable[[Any], nn.Module]] = {
-        LlamaConfig: Llama,
-        GPTConfig: GPT,
-        BertConfig: Bert,
-    }
-    model = builders[type(sizes)](
-        replace(sizes, layers=min(request.depth, sizes.layers))
-    )
+    family = family_of(sizes)
+    facts = (("family", family.name), *asdict(sizes).items())
+    model = family.build(replace(sizes, layers=min(request.depth, sizes.layers)))
     return model, sizes.layers, sizes.vocab, facts
 
 

@@ -26,13 +26,9 @@ from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import first_holders
 from penstock.models import (
-    GPT,
-    Bert,
     BertConfig,
     DecoderConfig,
     EncoderConfig,
-    GPTConfig,
-    Llama,
     Part,
     any_layer,
     decoder_blueprint,
@@ -44,7 +40,7 @@ from penstock.models import (
     split,
 )
 from penstock.models.decoder import INITIAL_STD
-from penstock.models.family import AnyModelConfig
+from penstock.models.family import AnyModelConfig, family_of
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
 from penstock.train.own_models import config_of
@@ -98,9 +94,7 @@ def blueprint(sizes: Sizes) -> nn.Module:
     if isinstance(sizes, DecoderConfig):
         return decoder_blueprint(sizes)
     with torch.device("meta"):
-        if isinstance(sizes, BertConfig):
-            return Bert(sizes)
-        return GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
+        return family_of(sizes).build(sizes)
 
 
 # ---------------------------------------------------------------- a rank's share
