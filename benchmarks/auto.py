@@ -74,8 +74,8 @@ from penstock.plan.workload import (
     cells_of,
 )
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
-from penstock.runtime.proof.prove import warm_up
-from penstock.runtime.torch_internals import recording_bytes
+from penstock.runtime.proof import warm_up
+from penstock.torch_internals import recording_bytes
 from penstock.train.auto import plan_workload, rows_to_measure
 from penstock.train.profile import (
     ProfileRequest,

@@ -53,7 +53,7 @@ from penstock.crew.tls import KEY_FILE, keep_key
 from penstock.runtime import Comm, ShapedComm, run_threads
 from penstock.runtime.process.launch import LOCALHOST, keep_store
 from penstock.runtime.quantized import Feedback
-from penstock.runtime.torch_internals import PrefixStore, TCPStore
+from penstock.torch_internals import PrefixStore, TCPStore
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job

@@ -39,7 +39,7 @@ from penstock.ir.program import Receive, RunAction, Send
 from penstock.measure.overhead import Sleeping
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
 from penstock.runtime.backward import record_in
-from penstock.runtime.torch_internals import schedule_runtime, walk_back
+from penstock.torch_internals import schedule_runtime, walk_back
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"
 NAMES = {

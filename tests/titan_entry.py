@@ -35,7 +35,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import config_registry
 
 from penstock.runtime.process.mps import be_own_host
-from penstock.runtime.torch_internals import provide_set_timeout
+from penstock.torch_internals import provide_set_timeout
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ("llama3_debugmodel", "llama3_debugmodel_varlen_attn")

@@ -23,7 +23,7 @@ from torchtitan.tools import utils
 
 import titan_names  # noqa: F401  # before torchtitan
 from penstock.runtime import ProcessComm
-from penstock.runtime.backends import NCCL
+from penstock.runtime.comm.comm import NCCL
 from penstock.runtime.process.mps import shared_gpu_backend
 
 

@@ -31,7 +31,7 @@ from penstock.measure.links import settle
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.torch_internals import recording_bytes, schedule_runtime
+from penstock.torch_internals import recording_bytes, schedule_runtime
 from penstock.train.profile import ProfileRequest, measure_request
 from penstock.train.weights import draw_parameters, hold
 

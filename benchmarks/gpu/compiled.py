@@ -63,9 +63,9 @@ from penstock.runtime import (
     run_threads,
     spawn,
 )
-from penstock.runtime.proof.prove import warm_up
-from penstock.runtime.torch_internals import recording_bytes
+from penstock.runtime.proof import warm_up
 from penstock.sim.own_times import own_cost
+from penstock.torch_internals import recording_bytes
 
 SEQUENCES = 16  # of a step
 MODELS = {

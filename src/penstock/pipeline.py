@@ -181,7 +181,7 @@ class Pipeline:
                 module.training = training
 
     def prove(self, x: Tensor, y: Tensor, **named: Tensor) -> Proof:
-        """Check that the plan computes what plain calls compute; see `penstock.runtime.prove`."""
+        """Check that the plan computes what plain calls compute; see `penstock.runtime.proof`."""
         return prove(self.executor, self.cut(x, y, named))
 
     def edge_bytes(self, x: Tensor, **named: Tensor) -> tuple[int, ...]:

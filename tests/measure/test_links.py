@@ -12,7 +12,7 @@ from penstock.formats import dump_cluster, load_cluster, read_cluster
 from penstock.measure.links import disjoint_pairs, measured_network
 from penstock.measure.survey import cluster_of
 from penstock.runtime import ShapedComm, run_threads, spawn
-from penstock.runtime.comm import ThreadComm
+from penstock.runtime.comm.thread import ThreadComm
 from virtual_time import run_in_virtual_time
 
 MEGABYTE = 1e6

@@ -32,8 +32,8 @@ from penstock.runtime import (
 from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.compiled import Way, compiled_method
 from penstock.runtime.module_state import uncompiled
-from penstock.runtime.torch_internals import compiled_call
 from penstock.schedules.transforms import slice_tokens
+from penstock.torch_internals import compiled_call
 from pipelines import VOCAB, gpt, llama, piped, unsplit, without_float32, worst
 
 # Torch's tracer causes warnings of torch itself, which it hides from users.

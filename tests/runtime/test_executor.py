@@ -28,7 +28,7 @@ from penstock.runtime import (
 )
 from penstock.runtime.actions import ComputedActions
 from penstock.runtime.backward import record_in
-from penstock.runtime.comm import ThreadComm
+from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.gradients import Visits
 from penstock.runtime.replicas import Replicas
 from penstock.runtime.step import Walk

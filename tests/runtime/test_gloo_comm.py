@@ -9,7 +9,7 @@ import torch
 
 from penstock.crew.links import GlooComm
 from penstock.errors import PeerLostError
-from penstock.runtime.torch_internals import PrefixStore, TCPStore
+from penstock.torch_internals import PrefixStore, TCPStore
 from rank_threads import on_ranks
 
 pytestmark = pytest.mark.usefixtures("_loopback")

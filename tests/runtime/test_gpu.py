@@ -49,8 +49,8 @@ from penstock.runtime import (
 from penstock.runtime.backward import accumulate_product
 from penstock.runtime.process.mps import products_are_complete
 from penstock.runtime.recorder import Clock
-from penstock.runtime.torch_internals import free_bytes
 from penstock.schedules.transforms import slice_tokens
+from penstock.torch_internals import free_bytes
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.data.masking import Masking

@@ -10,6 +10,7 @@ from itertools import chain, pairwise
 import pytest
 
 from penstock import lower, make
+from penstock.ir.lane import Do, lane_turns
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.runtime.comm.ipc import (
     FLAG_BYTES,
@@ -22,7 +23,6 @@ from penstock.runtime.comm.ipc import (
     fit_ring,
     peak_slots,
 )
-from penstock.runtime.lane import Do, lane_turns
 
 SLOTS, SLOT = 4, 1 << 10
 

@@ -9,10 +9,10 @@ import torch
 
 from again_tape import Again
 from penstock import lower, make
+from penstock.ir.lane import Do, lane_turns
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, run_threads
 from penstock.runtime.comm.thread import ThreadComm
-from penstock.runtime.lane import Do, lane_turns
 from penstock.runtime.quantized import Feedback, quantize, restore
 from pipelines import data, gradients_of, layers_of, llama, piped, worst
 

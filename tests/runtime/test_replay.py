@@ -13,11 +13,11 @@ from again_tape import Again, leave_in_place
 from penstock import REGISTRY, lower, make
 from penstock.errors import RunError
 from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
+from penstock.ir.lane import Do, lane_turns
 from penstock.measure.probe import Probe, Subject
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, replay, run_threads
 from penstock.runtime.comm.thread import ThreadComm
-from penstock.runtime.lane import Do, lane_turns
 from penstock.runtime.replay import assign_takes, stage_visits
 from penstock.schedules.transforms import slice_tokens
 from pipelines import Outcome, data, gpt, layers_of, llama, piped, unsplit, worst

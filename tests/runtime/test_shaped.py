@@ -19,7 +19,7 @@ from penstock import ModelCost, Network, PartCost, Seconds, lower, make, simulat
 from penstock.ir import schedule_of
 from penstock.measure.overhead import Sleeping
 from penstock.runtime import Executor, ShapedComm, batch_of, recorder, run_threads
-from penstock.runtime.comm import ThreadComm
+from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.recorder import clock_offset
 from virtual_time import run_in_virtual_time
 

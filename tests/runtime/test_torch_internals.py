@@ -22,13 +22,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import penstock
 from penstock import lower, make
+from penstock import torch_internals as internals
 from penstock.models import token_loss
 from penstock.runtime import Executor, ThreadComm, cut_batch, prove
-from penstock.runtime import torch_internals as internals
 from penstock.runtime.backward import accumulate
 from penstock.runtime.comm.thread import Hub
 
-INTERNALS = "runtime/torch_internals.py"
+INTERNALS = "torch_internals.py"
 SEEN_WORDS = {
     name.rpartition(".")[2] for names in internals.SEEN.values() for name in names
 }

@@ -49,7 +49,7 @@ from penstock.ir.sum_plan import SumKind, SumPlan
 from penstock.runtime.planned_sums import PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.quantized import CellFormat
-from penstock.runtime.torch_internals import PrefixStore, TCPStore
+from penstock.torch_internals import PrefixStore, TCPStore
 from rank_threads import on_ranks
 
 x509 = pytest.importorskip("cryptography.x509")

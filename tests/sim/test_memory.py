@@ -126,7 +126,7 @@ def test_stages_of_long_lanes_keep_buffers_for_every_micro_batch_in_flight(monke
 )
 def test_recordings_are_the_takes_of_the_runtime(shape):
     takes = pytest.importorskip("penstock.runtime.replay")
-    lane = pytest.importorskip("penstock.runtime.lane")
+    lane = pytest.importorskip("penstock.ir.lane")
     schedule = make(**shape, ranks=4, microbatches=6)
     program = lower(schedule)
     found = np.zeros(len(schedule.stages), dtype=int)

@@ -26,7 +26,7 @@ from penstock.errors import PeerLostError, RunError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config
 from penstock.runtime.process.launch import keep_store
-from penstock.runtime.torch_internals import PrefixStore, TCPStore
+from penstock.torch_internals import PrefixStore, TCPStore
 from penstock.train.data.corpus import open_corpus, open_validation
 from penstock.train.data.dataset import encode_dataset
 from penstock.train.launch import Verdict, job_of

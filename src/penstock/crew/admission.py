@@ -52,7 +52,7 @@ from penstock.crew.tls import (
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.formats.plan_json import read_plan
 from penstock.runtime.process.launch import KILLED, WorkerOutcome
-from penstock.runtime.torch_internals import Store
+from penstock.torch_internals import Store
 from penstock.train.history import PLAN_FILE, WatchRow
 from penstock.train.launch import FAILURE_FILE, Verdict
 from penstock.train.screen import SayLine

@@ -52,7 +52,7 @@ from penstock.runtime.process.launch import (
     serve_forks,
 )
 from penstock.runtime.process.watchdog import Failure, announce
-from penstock.runtime.torch_internals import PrefixStore, Store
+from penstock.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.history import Event, EventLog, last_step
 from penstock.train.launch import (

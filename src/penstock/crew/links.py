@@ -69,7 +69,7 @@ from penstock.crew.tls import (
 )
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     AllreduceOptions,
     BarrierOptions,
     PrefixStore,

@@ -37,7 +37,7 @@ from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
 from penstock.models.family import count_parameters
 from penstock.runtime.process.launch import end_with_parent, hear_signals
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     MODULE_OF_OPTIMIZERS,
     PrefixStore,
     Store,

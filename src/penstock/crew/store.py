@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from penstock.crew.tls import MAX_PLAN_BYTES, hang_up, receive_frame, send_frame
 from penstock.errors import PeerLostError
-from penstock.runtime.torch_internals import Store
+from penstock.torch_internals import Store
 
 Dial = Callable[[], ssl.SSLSocket]
 OPERATIONS = ("set", "get", "add", "check", "compare_set", "delete_key", "wait")

@@ -21,7 +21,7 @@ from penstock.formats.torch_comms import installed_torch_waits, torch_rows
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
-from penstock.runtime.torch_internals import schedule_runtime
+from penstock.torch_internals import schedule_runtime
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage

@@ -33,7 +33,7 @@ from penstock.cost.fit import least_squares
 from penstock.cost.network import Network, PerPair, slowest_link, value_of_pair
 from penstock.cost.sizes import FLOAT32_BYTES
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.torch_internals import sleep_on_gpu
+from penstock.torch_internals import sleep_on_gpu
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
 

@@ -35,7 +35,7 @@ from penstock.runtime.loss import ChunkedLoss, tensors_held
 from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.recorder import Clock, Moment
 from penstock.runtime.tape import Tape
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     multiply_all,
     norms_of_all,
     original_module,

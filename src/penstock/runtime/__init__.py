@@ -10,23 +10,20 @@ TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
     from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
     from penstock.runtime.batch import Batch, batch_of, cut_batch
-    from penstock.runtime.comm import (
-        Comm,
-        ProcessComm,
-        ShapedComm,
-        ThreadComm,
-        run_threads,
-    )
+    from penstock.runtime.comm.comm import Comm
+    from penstock.runtime.comm.process import ProcessComm
+    from penstock.runtime.comm.shaped import ShapedComm
+    from penstock.runtime.comm.thread import ThreadComm, run_threads
     from penstock.runtime.compiled import CompiledLoss, compile_stage
     from penstock.runtime.executor import Executor, Result
     from penstock.runtime.gradients import Mean
     from penstock.runtime.loss import ChunkedLoss, add_loss, collected_losses
     from penstock.runtime.process.launch import finish, init, spawn
     from penstock.runtime.process.watchdog import watching
-    from penstock.runtime.proof.prove import Proof, prove
+    from penstock.runtime.proof import Proof, prove
     from penstock.runtime.replicas import Tied, shard_layers
     from penstock.runtime.tape import CudaTape, Tape
-    from penstock.runtime.torch_internals import cut_share, local_share, share_offset
+    from penstock.torch_internals import cut_share, local_share, share_offset
 
 __all__ = [
     "Batch",
@@ -66,18 +63,21 @@ __all__ = [
 
 # The public names of each module.
 _MODULES = {
-    "backward": ("Ledger", "current_ledger", "defer", "make_deferrable"),
-    "batch": ("Batch", "batch_of", "cut_batch"),
-    "comm": ("Comm", "ProcessComm", "ShapedComm", "ThreadComm", "run_threads"),
-    "compiled": ("CompiledLoss", "compile_stage"),
-    "executor": ("Executor", "Result"),
-    "gradients": ("Mean",),
-    "loss": ("ChunkedLoss", "add_loss", "collected_losses"),
-    "process.launch": ("finish", "init", "spawn"),
-    "process.watchdog": ("watching",),
-    "proof.prove": ("Proof", "prove"),
-    "replicas": ("Tied", "shard_layers"),
-    "tape": ("CudaTape", "Tape"),
+    "runtime.backward": ("Ledger", "current_ledger", "defer", "make_deferrable"),
+    "runtime.batch": ("Batch", "batch_of", "cut_batch"),
+    "runtime.comm.comm": ("Comm",),
+    "runtime.comm.process": ("ProcessComm",),
+    "runtime.comm.shaped": ("ShapedComm",),
+    "runtime.comm.thread": ("ThreadComm", "run_threads"),
+    "runtime.compiled": ("CompiledLoss", "compile_stage"),
+    "runtime.executor": ("Executor", "Result"),
+    "runtime.gradients": ("Mean",),
+    "runtime.loss": ("ChunkedLoss", "add_loss", "collected_losses"),
+    "runtime.process.launch": ("finish", "init", "spawn"),
+    "runtime.process.watchdog": ("watching",),
+    "runtime.proof": ("Proof", "prove"),
+    "runtime.replicas": ("Tied", "shard_layers"),
+    "runtime.tape": ("CudaTape", "Tape"),
     "torch_internals": ("cut_share", "local_share", "share_offset"),
 }
 
@@ -88,7 +88,7 @@ def __getattr__(name: str) -> object:
 
     for module, names in _MODULES.items():
         if name in names:
-            globals()[name] = getattr(import_module(f"penstock.runtime.{module}"), name)
+            globals()[name] = getattr(import_module(f"penstock.{module}"), name)
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
+from penstock.ir.lane import LaneStep, Rests
 from penstock.ir.schedule import Schedule
 from penstock.models.layer import place_at
 from penstock.models.slice import Slice
 from penstock.runtime.backward import CastWeights, DeferralReport, Ledger, record_in
 from penstock.runtime.edges import Bundle, bundle_of
-from penstock.runtime.lane import LaneStep, Rests
 from penstock.runtime.loss import (
     ChunkedLoss,
     Loss,
@@ -61,8 +61,8 @@ from penstock.runtime.passed_values import (
     named_arguments,
     passed_by,
 )
-from penstock.runtime.torch_internals import changes, walk_back
 from penstock.runtime.units import BatchUnits, StepValues, detached
+from penstock.torch_internals import changes, walk_back
 
 GiveBack = Callable[[Tensor], None]  # returns a receive buffer to the `Comm`
 

@@ -26,7 +26,7 @@ from penstock.ir.sums import ranks_of
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.replicas import SharedParameters, Tied
-from penstock.runtime.torch_internals import local_share
+from penstock.torch_internals import local_share
 
 # ---------------------------------------------------------------- facts
 # Facts that every rank tells all others, as JSON that travels in the rows of a sum.
@@ -78,7 +78,7 @@ def raise_failure(text: str, misfit: bool, own: Exception | None = None) -> None
 # ---------------------------------------------------------------- rank agreement
 # What the ranks tell one another before the first step, because each sees only its own stages.
 #
-#     which stages train             no gradient is computed or sent that nobody needs (`penstock.runtime.lane`)
+#     which stages train             no gradient is computed or sent that nobody needs (`penstock.ir.lane`)
 #     whether any stage recomputes   then ranks that are threads take turns at drawing random numbers
 #     which weights are one tensor   ranks that are threads may share it, and its gradient must not be summed twice
 #     whether copies are equal       weights that start from different seeds would never become equal

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
 from penstock.runtime.passed_values import has_gradient
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     as_no_view,
     compiled_call,
     copy_all,

@@ -6,7 +6,7 @@
                feed ──x──► stage ──y──► sink          feed   supplies x, and catches its gradient dx
                     ◄─dx──       ◄─dy──               sink   catches y, and sends dy back; the last stage has its loss
 
-Any of the plan's options can be switched off in the planned way. That is how `penstock.runtime.proof.prove` finds the
+Any of the plan's options can be switched off in the planned way. That is how `penstock.runtime.proof` finds the
 option that causes a difference. Gradients, buffers, plain attributes of modules and torch's random number generators
 are restored afterwards.
 """
@@ -56,7 +56,7 @@ from penstock.runtime.passed_values import (
     named_arguments,
     passed_by,
 )
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     changes,
     local_share,
     original_module,

@@ -40,7 +40,7 @@ from penstock.runtime.backward import (
     ghosts_of,
 )
 from penstock.runtime.passed_values import has_gradient
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     call_uncompiled,
     compile_graph,
     compiler_limit,

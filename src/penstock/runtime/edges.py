@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
+from penstock.ir.lane import Do, Turn
 from penstock.ir.schedule import Schedule
 from penstock.runtime.agreement import (
     FAILURE,
@@ -38,7 +39,6 @@ from penstock.runtime.agreement import (
 )
 from penstock.runtime.batch import Batch, NamedShapes
 from penstock.runtime.comm.comm import Arriving, Comm
-from penstock.runtime.lane import Do, Turn
 from penstock.runtime.module_state import (
     ModuleMemory,
     uncompiled,
@@ -57,7 +57,7 @@ from penstock.runtime.passed_values import (
     refuse_missing,
 )
 from penstock.runtime.quantized import quantized_shape
-from penstock.runtime.torch_internals import original_module
+from penstock.torch_internals import original_module
 
 
 class TensorSpec(NamedTuple):

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PenstockError, ShapeError
+from penstock.ir.lane import Lane, Turn, lane_turns, rest_frozen_stages
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.sum_plan import SumPlan
@@ -42,7 +43,6 @@ from penstock.runtime.batch import Batch, NamedShapes
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
 from penstock.runtime.gradients import Mean, StepGradients, Visits
-from penstock.runtime.lane import Lane, Turn, lane_turns, rest_frozen_stages
 from penstock.runtime.loss import Loss, reduction_of
 from penstock.runtime.messages import Messages
 from penstock.runtime.passed_values import described
@@ -53,7 +53,6 @@ from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
 from penstock.runtime.replicas import Replicas, Shards, Tied, groups_of, ties_of
 from penstock.runtime.step import Result, Walk
 from penstock.runtime.tape import Tape
-from penstock.runtime.torch_internals import original_module
 from penstock.runtime.units import (
     BatchUnits,
     StepValues,
@@ -61,6 +60,7 @@ from penstock.runtime.units import (
     joined,
     refuse_whole,
 )
+from penstock.torch_internals import original_module
 
 __all__ = ["Executor", "Loss", "Result"]
 

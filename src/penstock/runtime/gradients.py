@@ -21,7 +21,7 @@ from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch, counting
 from penstock.runtime.replicas import Replicas, Shards, Tied
-from penstock.runtime.torch_internals import multiply_all, zero_all
+from penstock.torch_internals import multiply_all, zero_all
 
 
 class StepGradients:

@@ -29,7 +29,7 @@ from penstock.runtime.batch import IGNORED_LABEL, counting, may_ignore
 from penstock.runtime.compiled import compiled_method, let_tokens_vary
 from penstock.runtime.module_state import undrawn
 from penstock.runtime.passed_values import described
-from penstock.runtime.torch_internals import has_hooks, is_compiled
+from penstock.torch_internals import has_hooks, is_compiled
 
 # ---------------------------------------------------------------- sums and means
 # Checks whether a loss is a sum or a mean over labels: both train, but only one trains as it should.

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.errors import ShapeError
+from penstock.ir.lane import LaneStep
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.edges import ArrivingBundle, Bundle, TensorSpec, TensorSpecs
-from penstock.runtime.lane import LaneStep
 from penstock.runtime.passed_values import described, has_gradient
 from penstock.runtime.quantized import Feedback, quantize, restore
 from penstock.runtime.units import BatchUnits, StepValues

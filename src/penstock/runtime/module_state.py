@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
 from penstock.runtime.passed_values import has_gradient
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     Norm,
     compiled_call,
     is_compiled,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.models.slice import Slice
-from penstock.runtime.torch_internals import original_module
+from penstock.torch_internals import original_module
 
 PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.models.slice)
 

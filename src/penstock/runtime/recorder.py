@@ -33,7 +33,7 @@ from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 from penstock.ir.verify_sums import ordered_sums
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.comm.shaped import ShapedComm
-from penstock.runtime.torch_internals import sleep_until_done
+from penstock.torch_internals import sleep_until_done
 
 CLOCK_PINGS = 8
 

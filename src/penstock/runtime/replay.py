@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
+from penstock.ir.lane import Do, LaneStep, Rests, StageVisit, Turn
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.runtime.actions import (
@@ -47,7 +48,6 @@ from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.edges import BatchEdges, Bundle
 from penstock.runtime.gradients import EarlierGradients, FixedGradients
-from penstock.runtime.lane import Do, LaneStep, Rests, StageVisit, Turn
 from penstock.runtime.loss import adding_to
 from penstock.runtime.module_state import (
     DRAWING_LOCK,
@@ -58,12 +58,12 @@ from penstock.runtime.module_state import (
     states,
 )
 from penstock.runtime.tape import RecordedWork, Results, Tape
-from penstock.runtime.torch_internals import (
+from penstock.runtime.units import BatchUnits, StepValues, cut_units
+from penstock.torch_internals import (
     local_share,
     recording_bytes,
     view_without_owning,
 )
-from penstock.runtime.units import BatchUnits, StepValues, cut_units
 
 
 def _play_nothing() -> None:

@@ -27,7 +27,7 @@ from penstock.runtime.process.machine import (
 )
 from penstock.runtime.quantized import CellFormat
 from penstock.runtime.recorder import SumTimes
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     finish_sharded_backward,
     ignore_fsdp_view_warning,
     local_share,

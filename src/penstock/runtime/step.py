@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.ir.lane import Do, Lane, LaneStep
 from penstock.ir.timeline import Timeline
 from penstock.runtime.actions import StageActions
 from penstock.runtime.backward import record_in
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.gradients import StepGradients
-from penstock.runtime.lane import Do, Lane, LaneStep
 from penstock.runtime.loss import adding_to
 from penstock.runtime.messages import Messages
 from penstock.runtime.recorder import (
@@ -30,8 +30,8 @@ from penstock.runtime.recorder import (
     collector_paused,
 )
 from penstock.runtime.replay import Recordings
-from penstock.runtime.torch_internals import sleep_until_done
 from penstock.runtime.units import BatchUnits, StepValues
+from penstock.torch_internals import sleep_until_done
 
 
 class Walk:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
+from penstock.ir.lane import LaneStep
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.models.slice import Carry, Slice
 from penstock.runtime.batch import Batch
@@ -22,9 +23,8 @@ from penstock.runtime.edges import (
     Bundle,
     UnitTokens,
 )
-from penstock.runtime.lane import LaneStep
 from penstock.runtime.passed_values import takes_slices
-from penstock.runtime.torch_internals import original_module
+from penstock.torch_internals import original_module
 
 # ---------------------------------------------------------------- units
 # Cuts the micro-batches of a batch into slices of tokens, as the schedule says, and holds what slices carry on.

@@ -74,7 +74,7 @@ from penstock.runtime.process.launch import (
     under_launcher,
 )
 from penstock.runtime.process.machine import own_gpu, use_threads
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     MODULE_OF_OPTIMIZERS,
     is_connection_error_text,
     is_memory_error_text,

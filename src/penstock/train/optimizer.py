@@ -30,7 +30,7 @@ from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_nam
 from penstock.models.split import Part, find_anatomy
 from penstock.runtime import Comm, local_share
 from penstock.runtime.gradients import scale_down
-from penstock.runtime.torch_internals import norms_of_all
+from penstock.torch_internals import norms_of_all
 from penstock.train.lora import adapted_blueprint, is_adapter
 from penstock.train.mesh import NUMBERS_PER_PARAMETER
 from penstock.train.optimizer_state import Build, Slot, State, filled, find_slots

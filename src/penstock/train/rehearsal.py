@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from penstock.runtime import Batch, Comm, ProcessComm, prove
-from penstock.runtime.proof.prove import warm_up
+from penstock.runtime.proof import warm_up
 from penstock.train.data.loader import Loader
 from penstock.train.step_executors import StepExecutors
 

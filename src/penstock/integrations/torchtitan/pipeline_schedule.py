@@ -26,8 +26,8 @@ from penstock.ir import Op, Schedule, lower
 from penstock.models.slice import Slice
 from penstock.runtime import Executor, ProcessComm, Proof, make_deferrable, prove
 from penstock.runtime.batch import Batch
-from penstock.runtime.torch_internals import ignore_fsdp_view_warning
 from penstock.runtime.units import spans_of
+from penstock.torch_internals import ignore_fsdp_view_warning
 
 _log = logging.getLogger(__name__)
 PIPELINING = "torchtitan.distributed.pipeline_parallel"

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.integrations.torchtitan import require_torchtitan
 from penstock.integrations.torchtitan.options import PenstockOptions
-from penstock.runtime.torch_internals import provide_set_timeout
+from penstock.torch_internals import provide_set_timeout
 from penstock.view.numbers import write_range, write_size, write_time
 
 require_torchtitan()  # It explains why what is imported next is missing.

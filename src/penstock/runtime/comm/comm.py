@@ -19,6 +19,12 @@ from torch import Tensor
 
 from penstock.ir.program import Program
 
+# The backends of torch.distributed.
+GLOO = "gloo"
+NCCL = "nccl"
+IPC = "penstock_ipc"  # our own, for ranks that share one GPU
+ON_GPU = (NCCL, IPC)  # those that carry messages between GPUs
+
 
 class Pending(Protocol):
     """A send or a sum that is still in progress."""

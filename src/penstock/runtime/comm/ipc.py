@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.runtime.backends import IPC
-from penstock.runtime.lane import Do, LaneStep, Turn
-from penstock.runtime.torch_internals import (
+from penstock.ir.lane import Do, LaneStep, Turn
+from penstock.runtime.comm.comm import IPC
+from penstock.torch_internals import (
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,

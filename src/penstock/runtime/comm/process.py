@@ -37,11 +37,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
+from penstock.ir.lane import lane_turns
 from penstock.ir.program import Program, links_of
-from penstock.runtime.backends import NCCL, ON_GPU
+from penstock.runtime.comm.comm import NCCL, ON_GPU
 from penstock.runtime.comm.ipc import IpcGroup, RingShape, fit_ring
-from penstock.runtime.lane import lane_turns
-from penstock.runtime.torch_internals import Store, sleep_until_done
+from penstock.torch_internals import Store, sleep_until_done
 
 TAG_TURNS = 0xFFF  # messages are numbered modulo this mask, so the tags are reused
 TAG_STRIDE = 0x7FFFF  # distance between the tags of two consecutive messages; a prime

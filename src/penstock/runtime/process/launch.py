@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
-from penstock.runtime.backends import GLOO, IPC, NCCL, ON_GPU
 from penstock.runtime.comm import ipc
+from penstock.runtime.comm.comm import GLOO, IPC, NCCL, ON_GPU
 from penstock.runtime.comm.process import (
     TORCH_EXTRA_SECONDS,
     ProcessComm,
@@ -46,7 +46,7 @@ from penstock.runtime.comm.process import (
 from penstock.runtime.process.machine import own_gpu, use_threads
 from penstock.runtime.process.mps import be_own_host, shared_gpu_backend
 from penstock.runtime.process.watchdog import ERRORS
-from penstock.runtime.torch_internals import (
+from penstock.torch_internals import (
     PrefixStore,
     Store,
     TCPStore,

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.backends import NCCL
+from penstock.runtime.comm.comm import NCCL
 from penstock.runtime.process.mps import shared_gpu_backend, workers_of_a_gpu
-from penstock.runtime.torch_internals import supports_amx
+from penstock.torch_internals import supports_amx
 
 
 @dataclass(frozen=True, slots=True)

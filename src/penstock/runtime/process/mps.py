@@ -33,7 +33,7 @@ from types import FrameType
 import torch
 
 from penstock.errors import RunError, ShapeError, UnknownNameError
-from penstock.runtime.backends import IPC, NCCL
+from penstock.runtime.comm.comm import IPC, NCCL
 
 _log = logging.getLogger(__name__)
 MPS_CONTROL = "nvidia-cuda-mps-control"

@@ -40,7 +40,7 @@ from penstock.ir.needs import needs
 from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import PendingMessage, ProcessComm
-from penstock.runtime.torch_internals import PrefixStore, Store, default_store
+from penstock.torch_internals import PrefixStore, Store, default_store
 
 MAX_RANKS_SHOWN = 32  # in the text of a failure
 COUNTER_POLL_SECONDS = 0.02

@@ -10,7 +10,7 @@ cannot deadlock, since all ranks walk the path in one order. The last stage has 
 its loss; the output gradient of any other stage is random. A real gradient would need a second
 walk back, and would say nothing about stages below a head that starts at zero.
 
-`penstock.runtime.proof.limits` explains how much may differ, and why.
+`penstock.runtime.limits` explains how much may differ, and why.
 
 Dropout is compared with equal random numbers. Slices, compiled code and recordings draw other
 numbers than a plain call. With these options dropout is switched off, and the effect of the
@@ -36,10 +36,10 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.bench import PROOF_SEED, REDRAWS, Bench, Option
 from penstock.runtime.edges import Bundle, Edge
 from penstock.runtime.executor import Executor
+from penstock.runtime.limits import DifferenceJudge, TensorDifference
 from penstock.runtime.module_state import has_compiled_layer, restored_random
 from penstock.runtime.passed_values import has_gradient
-from penstock.runtime.proof.limits import DifferenceJudge, TensorDifference
-from penstock.runtime.torch_internals import free_bytes, is_distributed
+from penstock.torch_internals import free_bytes, is_distributed
 
 _log = logging.getLogger(__name__)
 
