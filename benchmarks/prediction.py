@@ -29,7 +29,7 @@ from tables import table
 
 from penstock import Schedule, lower, make, simulate
 from penstock.cost import Profile, ProfileCost
-from penstock.measure.profile import measure
+from penstock.measure.profile import Setup, measure
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Comm, Executor, batch_of, spawn
 from penstock.schedules.transforms import slice_tokens
@@ -121,11 +121,13 @@ def work(comm: Comm, setting: Setting) -> tuple[dict[str, list[Profile]], Steps,
     times: Steps = {key: [] for key in executors}
     for turn in range(setting.turns):
         profiles["together"].append(
-            measure(subjects_of(setting.request, comm), comm, rounds=setting.rounds)
+            measure(
+                subjects_of(setting.request, comm), Setup(comm, rounds=setting.rounds)
+            )
         )
         if comm.rank == 0:
             profiles["alone"].append(
-                measure(subjects_of(setting.request), rounds=setting.rounds)
+                measure(subjects_of(setting.request), Setup(rounds=setting.rounds))
             )
         for number in range(1 + setting.steps):
             for key in random.Random(f"{turn} {number}").sample(

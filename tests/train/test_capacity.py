@@ -19,7 +19,7 @@ from penstock.config import (
     ScheduleConfig,
 )
 from penstock.formats.config_toml import apply_changes
-from penstock.measure.profile import measure
+from penstock.measure.profile import Setup, measure
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.models.family import count_parameters
 from penstock.runtime.process.machine import available_memory
@@ -81,8 +81,7 @@ def test_bytes_by_sizes_are_those_that_are_measured(sizes):
         subjects_of(
             ProfileRequest(sizes, 64, 2, where=((64, 0),), rounds=1, mean=True, depth=1)
         ),
-        rounds=1,
-        where=((64, 0),),
+        Setup(rounds=1, where=((64, 0),)),
     )
     config = replace(CONFIG, data=replace(CONFIG.data, tokens=64, batch=2))
     alone = Plan(make("1f1b", ranks=1, microbatches=1), "1f1b", (1,))

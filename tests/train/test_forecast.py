@@ -27,7 +27,7 @@ from penstock.ir.schedule import schedule_of
 from penstock.measure import probe as probe_module
 from penstock.measure.overhead import empty_schedule, measured_overhead
 from penstock.measure.probe import Probe, load_of
-from penstock.measure.profile import measure
+from penstock.measure.profile import Setup, measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.plan.candidates import Judge
 from penstock.runtime import spawn
@@ -389,9 +389,7 @@ def test_a_forecast_ranges_over_the_rounds_of_its_measurement(monkeypatch):
     monkeypatch.setattr(probe_module, "has_thread_clock", lambda: False)  # no load
     found = measure(
         subjects_of(ProfileRequest(sizes, 32)),
-        rounds=4,
-        where=((32, 0),),
-        middle=fmean,
+        Setup(rounds=4, where=((32, 0),), middle=fmean),
     )
     low, high = found.spread
     assert low < 1 < high
@@ -532,7 +530,9 @@ def test_the_layer_that_is_timed_has_the_mask_of_the_data(sizes, separate, monke
     request = ProfileRequest(
         sizes, 32, 2, separate=separate, where=((32, 0),), rounds=1, mean=True
     )
-    found = measure(subjects_of(request), rounds=1, where=request.where, middle=fmean)
+    found = measure(
+        subjects_of(request), Setup(rounds=1, where=request.where, middle=fmean)
+    )
     assert found.layer.points[0].F > 0
     whole = [
         mask for mask in masks if mask is None or mask.shape[-1] == mask.shape[-2] == 32
@@ -558,7 +558,7 @@ def test_hollow_stages_run_and_cost_something():
 )
 def test_the_forecast_counts_a_tied_weight_as_often_as_ranks_hold_it(sizes):
     measured = measure(
-        subjects_of(ProfileRequest(sizes, 16)), rounds=1, where=((16, 0),)
+        subjects_of(ProfileRequest(sizes, 16)), Setup(rounds=1, where=((16, 0),))
     )
     profile = load_profile(dump_profile(measured))
     for name, ranks in (("hanayo", 2), ("1f1b", 2), ("gpipe", 1), ("skip", 3)):

@@ -74,6 +74,8 @@ MIN_RECORDED_PASSES = 3
 
 ProgressText = Callable[[str], None]
 
+SlicePoint = tuple[int, int]  # the tokens of a slice, and of the prefix before it
+
 Middle = Callable[[Sequence[float]], float]
 
 
@@ -91,72 +93,61 @@ class Subjects:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """With which ranks, how often and where the subjects are measured."""
+    """With which ranks, how often and where the pieces of a model are measured.
 
-    comm: Comm | None
-    rounds: int
-    watch: ProgressText
-    where: tuple[SlicePoint, ...]
-    middle: Middle
-    tape: Tape | None
-    quick: bool
-    crowd: float  # processes for each processor
-
-
-def measure(
-    subjects: Subjects,
-    comm: Comm | None = None,
-    links: bool = False,
-    rounds: int = PROFILE_ROUNDS,
-    watch: ProgressText = lambda text: None,
-    where: Sequence[SlicePoint] = (),
-    middle: Middle = statistics.median,
-    tape: Tape | None = None,
-) -> Profile:
-    """Measure the profile of a model.
-
-    With a `comm`, all ranks must call this, and all get the mean of what they measured.
-    `links` asks for the link of every pair. `where` lists the slices to measure, if it is
-    known which ones will run. `middle` combines all passes over a slice: the median is best
-    to compare slices, the mean to add them up. With a `tape`, actions are recorded and
-    replayed.
+    With a `comm`, all ranks must measure, and all get the mean of what they measured. With a `tape`, actions are
+    recorded and replayed. A `quick` measurement takes few points, and together about QUICK_SECONDS unless single passes
+    take longer.
     """
-    measured = measure_rows([subjects], comm, links, rounds, watch, where, middle, tape)
-    return measured.measured[0]
+
+    comm: Comm | None = None
+    links: bool = False  # whether the link of every pair is measured
+    rounds: int = PROFILE_ROUNDS
+    watch: ProgressText = lambda text: None
+    where: tuple[SlicePoint, ...] = ()  # slices, if it is known which ones will run
+    # Combines all passes over a slice: the median is best to compare slices, the mean to add them up.
+    middle: Middle = statistics.median
+    tape: Tape | None = None
+    quick: bool = False
+    crowd: float = 1.0  # ranks for each processor
+
+    def ready(self) -> None:
+        """Wait until all ranks are about to measure the same."""
+        if self.comm is not None:
+            self.comm.barrier()
+
+    def mean(self, seconds: Tensor) -> Tensor:
+        """The mean of what the ranks have measured."""
+        if self.comm is None:
+            return seconds
+        self.comm.add(seconds, tuple(range(self.comm.ranks))).wait()
+        return seconds / self.comm.ranks
 
 
-def measure_rows(
-    subjects: Sequence[Subjects],
-    comm: Comm | None = None,
-    links: bool = False,
-    rounds: int = PROFILE_ROUNDS,
-    watch: ProgressText = lambda text: None,
-    where: Sequence[SlicePoint] = (),
-    middle: Middle = statistics.median,
-    tape: Tape | None = None,
-    quick: bool = False,
-    crowd: float = 1.0,
-) -> RowProfiles:
+def measure(subjects: Subjects, setup: Setup) -> Profile:
+    """Measure the profile of a model."""
+    return measure_rows([subjects], setup).measured[0]
+
+
+def measure_rows(subjects: Sequence[Subjects], setup: Setup) -> RowProfiles:
     """Measure the profiles of a model with several numbers of rows in a micro-batch.
 
     `subjects` has the same modules for each number of rows, the fewest rows first. Each
     round measures all of them in random order, so that what disturbs the machine for a
-    while does not favour one number of rows. A `quick` measurement takes few points, and
-    together about QUICK_SECONDS unless single passes take longer. `crowd` ranks share a
-    processor.
+    while does not favour one number of rows.
     """
     keep_freed_memory()
-    setup = Setup(comm, rounds, watch, tuple(where), middle, tape, quick, crowd)
     with collector_paused():
         embeds = _measure_block("embedding", [each.embed for each in subjects], setup)
         layers = _measure_block("layer", [each.layer for each in subjects], setup)
         heads = _measure_block("head", [each.head for each in subjects], setup)
-    watch("links")
+    setup.watch("links")
+    comm = setup.comm
     first = subjects[0]
     device = first.layer.inputs.device
     network = Network()
     if comm is not None:
-        network = measured_network(comm, links, device)
+        network = measured_network(comm, setup.links, device)
     counts = ((embeds, 1), (layers, first.layers), (heads, 1))
     low, high = spread_of([(one[0], count) for one, count in counts])
     overheads = [Overhead(0.0, 0.0) for _ in subjects]
@@ -165,7 +156,7 @@ def measure_rows(
         overheads = [measured_overhead(comm, *shape) for shape in shapes]
     facts = (
         *first.device,
-        ("recorded", tape is not None),
+        ("recorded", setup.tape is not None),
         ("launch", layers[0].launch),
         (FASTEST_ROUND, low),
         (SLOWEST_ROUND, high),
@@ -226,8 +217,8 @@ def _measure_block(
     fitted, held_out = _points_of(probes[0], setup)
     where = [*fitted, *held_out]
     seconds, rounds = _measure_points(name, probes, where, setup)
-    times = _mean_over_ranks(seconds / subjects[0].layers, setup.comm).tolist()
-    shares = _mean_over_ranks(rounds, setup.comm).tolist()
+    times = setup.mean(seconds / subjects[0].layers).tolist()
+    shares = setup.mean(rounds).tolist()
     memory = None
     blocks = []
     for probe, rows in zip(probes, times, strict=True):
@@ -273,12 +264,10 @@ def _switch_of(probe: Probe, measured: Block, setup: Setup) -> float:
     if setup.tape is not None or probe.device.type != "cpu":
         return 0.0
     setup.watch("layer: forwards after backwards")
-    ready = setup.comm.barrier if setup.comm is not None else lambda: None
     subject = probe.subject
     pair = sum(measured.fit(op).curve.of(subject.tokens, 0) for op in (Op.F, Op.B))
-    share = switch_share(probe, subject.layers * pair, ready)
-    mean = _mean_over_ranks(torch.tensor([share], dtype=torch.float64), setup.comm)
-    return float(mean)
+    share = switch_share(probe, subject.layers * pair, setup.ready)
+    return float(setup.mean(torch.tensor([share], dtype=torch.float64)))
 
 
 def _points_of(
@@ -317,7 +306,6 @@ def _measure_points(
         seconds_per_point = share / (len(visits) * setup.rounds)
     passes = [1] * len(visits)
     numbers = range(len(visits))
-    ready = setup.comm.barrier if setup.comm is not None else lambda: None
     for turn in range(1 + setup.rounds):
         begun = [(probe.processor_seconds, probe.elapsed_seconds) for probe in probes]
         seconds_of_round = 0.0
@@ -327,7 +315,7 @@ def _measure_points(
             setup.watch(
                 f"{name}: round {turn} of {setup.rounds}, {tokens} tokens after {prefix}"
             )
-            times = probe.times(tokens, prefix, passes[number], ready)
+            times = probe.times(tokens, prefix, passes[number], setup.ready)
             seconds_of_round += statistics.fmean(map(sum, times))
             if turn:
                 measured[number] += times
@@ -344,13 +332,6 @@ def _measure_points(
     shares = torch.tensor(by_round, dtype=torch.float64) / seconds.sum()
     shape = (len(probes), len(points), len(PassTimes._fields))
     return seconds.reshape(shape), shares
-
-
-def _mean_over_ranks(seconds: Tensor, comm: Comm | None) -> Tensor:
-    if comm is None:
-        return seconds
-    comm.add(seconds, tuple(range(comm.ranks))).wait()
-    return seconds / comm.ranks
 
 
 # ---------------------------------------------------------------- points
@@ -386,8 +367,6 @@ HELD_OUT_SHARES = ((0.0, 0.25), (0.25, 0.75))
 QUICK_PARTS = (1, 2, 4, 16)
 
 QUICK_HELD_OUT_PARTS = (6, 3)
-
-SlicePoint = tuple[int, int]  # the tokens of a slice, and of the prefix before it
 
 
 def measuring_points(

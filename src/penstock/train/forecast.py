@@ -8,14 +8,12 @@ config, plan ──► embedding, layer, head    timed by as many processes at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
-from math import gcd
 from pathlib import Path
 
-from penstock.config import Config, is_recording
+from penstock.config import Config
 from penstock.cost import Cost, Profile, RowProfiles
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import slowest_sum_link
@@ -26,7 +24,7 @@ from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.plan.candidates import Judge
-from penstock.train.placement import Placement, precision_on
+from penstock.train.placement import Placement
 from penstock.train.step_paths import step_paths
 
 PROFILE = "profile.json"  # in the folder of a run
@@ -38,7 +36,6 @@ MANY_ROUNDS = 12
 QUICK_OPERATIONS = 5e9
 # The largest pass that is timed in full, in operations; of a larger one we time a sample.
 MAX_TIMED_OPERATIONS = {"cpu": 5e10, "cuda": 5e13}
-MIN_SAMPLE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,80 +147,44 @@ def profile_of_process(profile: Profile, config: Config, processors: int) -> Pro
 
 # ---------------------------------------------------------------- measuring
 def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
-    """Time the pieces of a run's model, in as many processes as will run."""
-    import torch  # noqa: PLC0415
-
+    """Time the pieces of a run's model, in as many processes as will run, or a sample of what takes too long."""
     from penstock.models.family import flops_per_token  # noqa: PLC0415  # torch
-    from penstock.train.compiling import chunk_of, is_compiling  # noqa: PLC0415
-    from penstock.train.launch import model_sizes  # noqa: PLC0415
-    from penstock.train.profile import ProfileRequest, profile_model  # noqa: PLC0415
+    from penstock.train.profile import (  # noqa: PLC0415
+        affordable,
+        profile_model,
+        request_of,
+    )
 
     tokens = config.data.tokens
-    cuts = cuts_of(config, plan)
-    sizes = model_sizes(config)
     depth = max(plan.partition)
-    flops = flops_per_token(sizes, tokens) / sizes.layers * depth
-    limit = MAX_TIMED_OPERATIONS[placement.device]
-    rows, shortening = sample_size(flops, config.rows, tokens, cuts, limit)
-    sampled = (rows, shortening) != (config.rows, 1)
-    quick = placement.device == "cpu" and flops * rows * tokens <= QUICK_OPERATIONS
-    rounds = MANY_ROUNDS if quick else FEW_ROUNDS
-    precision = precision_on(config, placement.device)
     slices = set()
-    for boundaries in cuts:
+    for boundaries in cuts_of(config, plan):
         for begin, end in pairwise(boundaries):
-            slices.add(((end - begin) // shortening, begin // shortening))
-    request = ProfileRequest(
-        sizes,
-        tokens // shortening,
-        rows,
-        placement.device,
-        threads=placement.threads,
-        rounds=1 if sampled else rounds,
-        autocast=precision if precision != "float32" else None,
-        depth=1 if sampled else depth,
+            slices.add((end - begin, begin))
+    request = request_of(config, placement, config.rows)
+    assert not isinstance(request.model, Path)
+    flops = flops_per_token(request.model, tokens) / request.model.layers * depth
+    quick = (
+        placement.device == "cpu" and flops * config.rows * tokens <= QUICK_OPERATIONS
+    )
+    whole = replace(
+        request,
+        rounds=MANY_ROUNDS if quick else FEW_ROUNDS,
+        depth=depth,
         where=tuple(sorted(slices)),
         mean=True,
-        separate=config.data.apart,
-        graphs=is_recording(config, placement.device == "cuda"),
-        compiled=is_compiling(config, torch.device(placement.device)),
-        loss_chunk=chunk_of(config),
-        optimizer=config.optimizer,
-        lora=config.lora,
-        inside=config.run.recomputed_inside,
     )
+    choices = range(1, config.rows + 1)
+    request, counts = affordable(whole, choices, MAX_TIMED_OPERATIONS)
+    request = replace(request, rows=counts[-1])
+    sampled = request != whole
+    if sampled:
+        request = replace(request, rounds=1, depth=1)
     profile = profile_model(request, placement.measurers)
     assert profile is not None, (
         "only torchrun returns None, and there we do not forecast"
     )
-    if sampled:
-        profile = enlarge(profile, config.rows, tokens)
-    return profile
-
-
-def sample_size(
-    flops: float, rows: int, tokens: int, cuts: Iterable[tuple[int, ...]], most: float
-) -> tuple[int, int]:
-    """Choose a sample of a micro-batch that takes at most `most` operations.
-
-    Return its number of rows, and the factor by which its sequences are shorter. `flops`
-    is the number of operations per token. All cuts stay between two tokens.
-
-    >>> sample_size(1e6, 4, 1024, [(0, 512, 1024)], 1e9), sample_size(1e6, 2, 1024, [(0, 1024)], 1e12)
-    ((1, 2), (2, 1))
-    """
-    if flops * rows * tokens <= most:
-        return rows, 1
-    fewer = max(1, min(rows, int(most / (flops * tokens))))
-    divisor = gcd(*(cut for boundaries in cuts for cut in boundaries))
-    shortening = 1
-    while (
-        flops * fewer * tokens / shortening > most
-        and tokens // shortening > MIN_SAMPLE_TOKENS
-        and divisor % (2 * shortening) == 0
-    ):
-        shortening *= 2
-    return fewer, shortening
+    return enlarge(profile, config.rows, tokens) if sampled else profile
 
 
 def cuts_of(config: Config, plan: Plan) -> set[tuple[int, ...]]:

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from penstock.measure.profile import (
     PROFILE_ROUNDS,
     QUICK_ROUNDS,
     ProgressText,
+    Setup,
     SlicePoint,
     Subjects,
     measure_rows,
@@ -200,27 +202,33 @@ def whole_sequence(request: ProfileRequest) -> tuple[SlicePoint, ...]:
 
 
 def affordable(
-    request: ProfileRequest, rows: Sequence[int]
+    request: ProfileRequest,
+    rows: Sequence[int],
+    most: Mapping[str, float] = MAX_QUICK_OPERATIONS,
 ) -> tuple[ProfileRequest, list[int]]:
-    """Leave out larger micro-batches, then a layer, then tokens, until a pass is quick enough."""
+    """Leave out larger micro-batches, then a layer, then tokens, until a pass has at most so many operations.
+
+    Slices become shorter with their sequence, so all their cuts must stay between two tokens.
+    """
     sizes = request.model
     assert not isinstance(sizes, Path)
-    most = MAX_QUICK_OPERATIONS[_parse_device(request.device).type]
+    limit = most[_parse_device(request.device).type]
 
     def is_quick(request: ProfileRequest, count: int) -> bool:
         depth = min(request.depth, sizes.layers)
         flops = flops_per_token(sizes, request.tokens) / sizes.layers * depth
-        return flops * count * request.tokens <= most
+        return flops * count * request.tokens <= limit
 
     fewest = min(rows)
     if not is_quick(request, fewest):
         request = replace(request, depth=1)
     while (
         not is_quick(request, fewest)
-        and request.tokens % 2 == 0
+        and all(number % 2 == 0 for number in chain((request.tokens,), *request.where))
         and request.tokens // 2 >= MIN_QUICK_TOKENS
     ):
-        request = replace(request, tokens=request.tokens // 2)
+        where = tuple((length // 2, prefix // 2) for length, prefix in request.where)
+        request = replace(request, tokens=request.tokens // 2, where=where)
     counts = [count for count in rows if is_quick(request, count)]
     return request, counts or [fewest]
 
@@ -303,8 +311,7 @@ def measure_rows_of(
             "graphs record the launches of a GPU, but this profile is of a CPU; "
             "leave them out"
         )
-    return measure_rows(
-        subjects,
+    setup = Setup(
         comm,
         request.links,
         request.rounds,
@@ -315,6 +322,7 @@ def measure_rows_of(
         request.quick,
         crowd_of(subjects[0].layer.inputs.device, ranks),
     )
+    return measure_rows(subjects, setup)
 
 
 def crowd_of(device: torch.device, ranks: int) -> float:
