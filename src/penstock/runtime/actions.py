@@ -4,7 +4,7 @@
     B   gradient of y (or the loss itself)             ──autograd──►  x.grad  adds to the gradients of the weights
     I   the same walk, but linear layers leave their weight gradients to W
 
-Where stages pass several tensors, x and y are a `Bundle` of them. A sliced micro-batch has one x per slice.
+x and y are tuples of tensors, because stages may pass several. A sliced micro-batch has one x per slice.
 `penstock.models.slice` says what a stage carries from slice to slice, and how the gradient of that comes back.
 `penstock.runtime.replay` is the second implementation: it plays recordings.
 """
@@ -26,7 +26,12 @@ from penstock.ir.schedule import Schedule
 from penstock.models.layer import place_at
 from penstock.models.slice import Slice
 from penstock.runtime.backward import CastWeights, DeferralReport, Ledger, record_in
-from penstock.runtime.edges import Bundle, bundle_of
+from penstock.runtime.edges import (
+    backward_roots,
+    leaves,
+    outside,
+    take_gradients,
+)
 from penstock.runtime.loss import (
     ChunkedLoss,
     Loss,
@@ -56,6 +61,7 @@ from penstock.runtime.passed_values import (
     PIECE,
     ForwardParameters,
     Passed,
+    Value,
     described,
     forward_parameters,
     named_arguments,
@@ -151,8 +157,8 @@ class FirstStepChecks:
 class KeptForward:
     """What a forward keeps for its backward."""
 
-    x: Tensor | Bundle
-    y: Tensor | Bundle | None  # None: the backward computes it again
+    x: Value
+    y: Value | None  # None: the backward computes it again
     ledger: Ledger | None
     buffers: list[Tensor]  # receive buffers of x and of the gradient of y
     piece: Slice | None = None
@@ -220,25 +226,19 @@ class ComputedActions:
             ledger = self.new_ledger(step)
             record_in(ledger)
             y = self.apply(step, x, piece)
-            buffers = self.values.take_buffers(step)
+            buffers = self.values.take_buffers()
             kept = KeptForward(x, y, ledger, buffers, piece)
             self.kept[step.value] = kept
             self.values.publish(step, y)
             if self.values.added:
                 kept.added = self.count_added(step)
 
-    def stage_input(self, step: LaneStep) -> Tensor | Bundle:
+    def stage_input(self, step: LaneStep) -> Value:
         """The tokens, or what the stage before has passed on."""
         if step.source < 0:
-            return self.units.inputs[step.unit]
+            return (self.units.inputs[step.unit],)
         trains = self.training and step.value not in self.stages.rests.closed
-        if self.units.edges.many:
-            edge = self.units.edges.incoming[step.value]
-            return self.values.bundle(step.source).leaves(edge, trains)
-        x = self.values.tensor(step.source).detach()
-        if trains:
-            x.requires_grad_()
-        return x
+        return leaves(self.values.held[step.source], trains)
 
     def count_added(self, step: LaneStep) -> Tensor:
         """The losses that layers have added in a forward, by their share in the step."""
@@ -250,7 +250,7 @@ class ComputedActions:
         """The sum of the added losses, times the share of this unit in all labels."""
         return take_sum(self.values.added) * self.units.share(step.unit)
 
-    def evaluate(self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None) -> None:
+    def evaluate(self, step: LaneStep, x: Value, piece: Slice | None) -> None:
         """Run a forward that has no backward."""
         self.values.publish(step, self.apply(step, x, piece))
         if self.values.added:
@@ -260,7 +260,7 @@ class ComputedActions:
             self.units.carries.drop(step)
 
     def forward_without_graph(
-        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
+        self, step: LaneStep, x: Value, piece: Slice | None
     ) -> None:
         """Run a forward up to which nothing trains, so that its backward has nothing to do."""
         with torch.no_grad():
@@ -268,16 +268,13 @@ class ComputedActions:
         self.values.publish(step, y)
         if self.values.added:
             self.count_added(step)
-        buffers = self.values.take_buffers(step)
-        if isinstance(y, Bundle):
-            # Nothing comes back to this stage, so what goes through it may still be on its way when its backward
-            # would give the buffers back.
-            places = y.places()
-            buffers = [b for b in buffers if b.data_ptr() not in places]
+        # Nothing comes back to this stage, so what goes through it may still be on its way when its backward
+        # would give the buffers back.
+        buffers = outside(self.values.take_buffers(), y)
         self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
 
     def forward_to_recompute(
-        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
+        self, step: LaneStep, x: Value, piece: Slice | None
     ) -> None:
         """Run a forward that keeps only its input, the random numbers it drew, and the buffers it began with."""
         with DRAWING_LOCK:
@@ -287,21 +284,21 @@ class ComputedActions:
         if self.values.added:
             self.count_added(step)
         ledger = self.new_ledger(step)
-        buffers = self.values.take_buffers(step)
+        buffers = self.values.take_buffers()
         kept = KeptForward(x, None, ledger, buffers, piece, drawn, before)
         self.kept[step.value] = kept
 
     def apply_once(
-        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
-    ) -> tuple[Tensor | Bundle, Drawn | None]:
+        self, step: LaneStep, x: Value, piece: Slice | None
+    ) -> tuple[Value, Drawn | None]:
         """The output without a graph, and the random numbers that were drawn for it."""
         with torch.no_grad():
             if not self.restores_randomness:
                 return self.apply(step, x, piece), None
             with DRAWING_LOCK:
-                before = states(x.device)
+                before = states(x[0].device)
                 y = self.apply(step, x, piece)
-                return y, drawn_since(before, x.device)
+                return y, drawn_since(before, x[0].device)
 
     def new_ledger(self, step: LaneStep) -> Ledger | None:
         """A ledger for the weight gradients of a backward; None if autograd adds them up."""
@@ -310,9 +307,7 @@ class ComputedActions:
             return None
         return Ledger(self.stages.common, step.split, casts)
 
-    def apply(
-        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
-    ) -> Tensor | Bundle:
+    def apply(self, step: LaneStep, x: Value, piece: Slice | None) -> Value:
         """The output of a stage.
 
         On the last stage that is the micro-batch's share of the loss: of the mean over all valid tokens.
@@ -328,74 +323,56 @@ class ComputedActions:
                 held.enter_context(lock)
             return self.apply_autocast(step, x, piece)
 
-    def apply_autocast(
-        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
-    ) -> Tensor | Bundle:
+    def apply_autocast(self, step: LaneStep, x: Value, piece: Slice | None) -> Value:
         """The same under autocast, if the user asked for it."""
         if self.stages.autocast is None:
             return self.compute(step, x, piece)
-        with torch.autocast(x.device.type, self.stages.autocast):
+        with torch.autocast(x[0].device.type, self.stages.autocast):
             return self.compute(step, x, piece)
 
-    def compute(
-        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
-    ) -> Tensor | Bundle:
+    def compute(self, step: LaneStep, x: Value, piece: Slice | None) -> Value:
         """Call the module and, on the last stage, the loss."""
         rows = len(self.units.batch.inputs[step.microbatch])
         place_at(step.microbatch * rows, 0 if piece is None else piece.begin)
-        module = self.stages.modules[step.stage]
-        if step.last and isinstance(self.stages.loss, ChunkedLoss):
-            share = self.chunked_share(step, module, x, piece, self.stages.loss)
-            if share is not None:
-                return share
-        if self.units.edges.many:
-            return self.compute_bundle(step, module, x, piece)
-        arguments = {} if piece is None else {PIECE: piece}
-        assert isinstance(x, Tensor)
-        y = call_stage(module, (x,), arguments, step.stage, str(step.instruction))
-        if step.last:
-            return self.loss_share(step, y)
-        if not isinstance(y, Tensor):
-            raise not_tensors_error(step, module, y)
-        return y
-
-    def compute_bundle(
-        self, step: LaneStep, module: nn.Module, x: Tensor | Bundle, piece: Slice | None
-    ) -> Tensor | Bundle:
-        """Call the module with all that it asks for, and pass on all that later stages ask for."""
-        values: tuple[Tensor, ...] = (x,) if isinstance(x, Tensor) else x.values
-        travelling = {} if isinstance(x, Tensor) else x.named
+        stages = self.stages
+        module = stages.modules[step.stage]
+        edges = self.units.edges
+        travelling: dict[str, Tensor] = {}
+        before = edges.incoming.get(step.forward)
+        if before is not None:
+            x, travelling = before.arguments(x)
         given = self.units.named(step)
-        parameters = self.stages.parameters[step.stage]
         arguments: dict[str, Any] = {}
-        arguments |= named_arguments(parameters, len(values), travelling, given)
+        if travelling or given:
+            parameters = stages.parameters[step.stage]
+            arguments |= named_arguments(parameters, len(x), travelling, given)
+        if step.last and isinstance(stages.loss, ChunkedLoss) and not arguments:
+            share = self.chunked_share(step, module, x, piece, stages.loss)
+            if share is not None:
+                return (share,)
         if piece is not None:
             arguments[PIECE] = piece
-        y = call_stage(module, values, arguments, step.stage, str(step.instruction))
+        returned = call_stage(module, x, arguments, step.stage, str(step.instruction))
         if step.last:
-            return self.loss_share(step, y)
-        passed = passed_by(y)
-        bundle = None
-        if passed is not None:
-            edge = self.units.edges.outgoing[step.forward]
-            bundle = bundle_of(passed, edge, travelling)
-        if bundle is None:
-            raise not_tensors_error(step, module, y)
-        return bundle
+            return (self.loss_share(step, returned),)
+        y = edges.outgoing[step.forward].value_of(returned, travelling)
+        if y is None:
+            raise not_tensors_error(step, module, returned)
+        return y
 
     def chunked_share(
         self,
         step: LaneStep,
         module: nn.Module,
-        x: Tensor | Bundle,
+        x: Value,
         piece: Slice | None,
         loss: ChunkedLoss,
     ) -> Tensor | None:
         """The share of the loss without all logits in memory; None if they are needed."""
-        if not isinstance(x, Tensor) or self.values.outputs is not None:
+        if len(x) > 1 or self.values.outputs is not None:
             return None
         labels, valid = self.units.labels[step.unit], self.units.batch.valid
-        return loss.share(module, x, piece, labels, valid)
+        return loss.share(module, x[0], piece, labels, valid)
 
     def loss_share(self, step: LaneStep, y: Any) -> Tensor:
         """The loss of one unit, divided by the number of valid tokens of the whole step."""
@@ -434,39 +411,28 @@ class ComputedActions:
             kept.y = self.apply_again(step, kept)
         if kept.ledger is not None:
             kept.ledger.begin_backward()
-        if not kept.y.requires_grad and (
-            kept.added is None or not kept.added.requires_grad
-        ):
+        roots, gradients = self.output_gradients(step, kept, kept.y)
+        if not roots:
             self.refuse_detached(step, kept)
             self.skip_backward(step, kept)
             return
-        self.walk_graph(step, kept, *self.output_gradients(step, kept))
+        self.walk_graph(step, kept, roots, gradients)
         self.finish_backward(step, kept)
 
     def output_gradients(
-        self, step: LaneStep, kept: KeptForward
+        self, step: LaneStep, kept: KeptForward, y: Value
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that the backward begins from, and their gradients."""
-        y = kept.y
-        if isinstance(y, Bundle):
-            roots, gradients = y.roots(self.values.bundle(step.source))
+        """The tensors that the backward begins from, and their gradients: 1 for a loss."""
+        if step.last:
+            given: Value = (torch.ones_like(y[0]),)
         else:
-            assert y is not None
-            roots = [y]
-            gradients = [self.output_gradient(step, y)]
-            if not y.requires_grad:  # only the added loss does
-                roots, gradients = [], []
+            given = self.values.held[step.source]
+        roots, gradients = backward_roots(y, given)
         if kept.added is not None and kept.added.requires_grad:
             roots.append(kept.added)
             gradients.append(torch.ones_like(kept.added))
             kept.added = None
         return roots, gradients
-
-    def output_gradient(self, step: LaneStep, y: Tensor) -> Tensor:
-        """The gradient of y: 1 for the loss, else what the next stage has computed."""
-        if step.last:
-            return torch.ones_like(y)
-        return self.values.tensor(step.source).to(y.dtype)
 
     def walk_graph(
         self,
@@ -496,38 +462,22 @@ class ComputedActions:
 
     def finish_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Hold the gradient of x for the stage before, and give back buffers."""
-        if isinstance(kept.x, Bundle):
-            self.finish_bundle(step, kept, kept.x)
-            return
-        gradient = kept.x.grad
-        kept.x.grad = None
-        kept.buffers += self.values.take_buffers(step)
-        if gradient is not None:
-            self.values.held[step.value] = gradient
-            # Autograd may have written it into a receive buffer, which is still to be sent.
-            place = gradient.data_ptr()
-            kept.buffers = [b for b in kept.buffers if b.data_ptr() != place]
-        if not step.split:
-            self.give_back_buffers(kept)
-
-    def finish_bundle(self, step: LaneStep, kept: KeptForward, x: Bundle) -> None:
-        """The same for several tensors. Buffers that a gradient lies in are still to be sent."""
-        kept.buffers += self.values.take_buffers(step)
+        kept.buffers += self.values.take_buffers()
         if step.forward not in self.stages.rests.closed:
-            gradients = x.take_gradients()
+            gradients = take_gradients(kept.x)
             self.values.held[step.value] = gradients
-            places = gradients.places()
-            kept.buffers = [b for b in kept.buffers if b.data_ptr() not in places]
+            # Autograd may have written them into receive buffers, which are still to be sent.
+            kept.buffers = outside(kept.buffers, gradients)
         if not step.split:
             self.give_back_buffers(kept)
 
-    def apply_again(self, step: LaneStep, kept: KeptForward) -> Tensor | Bundle:
+    def apply_again(self, step: LaneStep, kept: KeptForward) -> Value:
         """Run the forward again to get its graph, with the random numbers and buffers of the first time."""
         record_in(kept.ledger)
         if kept.piece is not None:
             kept.piece.again = True
         with (
-            drawing_again(kept.drawn, kept.x.device, step.instruction),
+            drawing_again(kept.drawn, kept.x[0].device, step.instruction),
             buffers_as_before(self.stages.buffers[step.stage], kept.before),
         ):
             y = self.apply(step, kept.x, kept.piece)
@@ -540,13 +490,13 @@ class ComputedActions:
         """Raise an error if the output should depend on something that trains, but does not."""
         module = self.stages.modules[step.stage]
         trains = any(parameter.requires_grad for parameter in module.parameters())
-        if kept.x.requires_grad or trains:
+        if trains or any(x.requires_grad for x in kept.x):
             raise detached_error(step, module)
 
     def skip_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Finish a backward that has nothing to compute."""
         kept.y = None
-        kept.buffers += self.values.take_buffers(step)
+        kept.buffers += self.values.take_buffers()
         if kept.piece is not None:
             kept.piece.carry.back(kept.piece)
             self.close_slice(step, kept.piece)

@@ -31,7 +31,13 @@ from penstock.models.slice import Carry, Slice
 from penstock.runtime.actions import call_stage, needs_gradients
 from penstock.runtime.batch import Batch, counting
 from penstock.runtime.comm.thread import Hub, ThreadComm
-from penstock.runtime.edges import Bundle, Edge, TensorSpecs, bundle_of
+from penstock.runtime.edges import (
+    Edge,
+    TensorSpecs,
+    backward_roots,
+    leaves,
+    take_gradients,
+)
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss import (
     Reduction,
@@ -51,10 +57,10 @@ from penstock.runtime.module_state import (
 from penstock.runtime.passed_values import (
     PIECE,
     Passed,
+    Value,
     forward_parameters,
     has_gradient,
     named_arguments,
-    passed_by,
 )
 from penstock.torch_internals import (
     changes,
@@ -262,20 +268,19 @@ class End(nn.Module):
         super().__init__()
         self.edge = edge
         self.caught: dict[int, dict[int, Tensor]] = {}
-        self.many = False
 
     def catch(self, piece: Slice | None, number: int, tensor: Tensor) -> None:
         """Keep a tensor; the last one counts, since a recorded stage runs more than once."""
         begin = 0 if piece is None else piece.begin
         self.caught.setdefault(number, {})[begin] = tensor.detach()
 
-    def joined(self) -> Tensor | Bundle:
+    def joined(self) -> Value:
         """The tensors of all slices, joined into one."""
         tensors = []
         for _, pieces in sorted(self.caught.items()):
             parts = [pieces[begin] for begin in sorted(pieces)]
             tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-        return Bundle(tensors) if self.many else tensors[0]
+        return tuple(tensors)
 
 
 def _cut(x: Tensor, piece: Slice | None) -> Tensor:
@@ -284,31 +289,26 @@ def _cut(x: Tensor, piece: Slice | None) -> Tensor:
 
 
 class Feed(End):
-    """Supplies the stage's input, and catches its gradient. It has bundles itself; a tensor comes from the batch."""
+    """Supplies the stage's input, and catches its gradient. It has the input itself, and not from the batch."""
 
-    def __init__(self, x: Tensor | Bundle, edge: Edge | None) -> None:
+    def __init__(self, value: Value, edge: Edge | None) -> None:
         super().__init__(edge)
-        self.bundle = x if isinstance(x, Bundle) else None
-        self.many = self.bundle is not None
+        self.value = value
         # Autograd only visits this stage if it has a parameter.
         self.anchor = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Any:
         """Return the input as it is."""
-        if self.bundle is None:
-            return self.supply(x, 0, piece)
         assert self.edge is not None
         tensors = []
         number = 0  # of those that have gradients
-        for tensor in self.bundle.tensors:
+        for tensor in self.value:
             given = _cut(tensor, piece)
             if has_gradient(given.dtype):
                 given = self.supply(given, number, piece)
                 number += 1
             tensors.append(given)
-        count = self.edge.values
-        named = dict(zip(self.edge.names, tensors[count:], strict=True))
-        return Passed(tuple(tensors[:count]), named)
+        return Passed(*self.edge.arguments(tuple(tensors)))
 
     def supply(self, x: Tensor, number: int, piece: Slice | None) -> Tensor:
         """A tensor whose gradient is caught."""
@@ -321,12 +321,11 @@ class Feed(End):
 
 
 class OutputSink(End):
-    """Catches the stage's output. For bundles it is also the loss, since their gradients are not in the batch."""
+    """Catches the stage's output, and makes of it the loss whose gradients are the given ones."""
 
-    def __init__(self, target: Tensor | Bundle, edge: Edge | None) -> None:
+    def __init__(self, gradients: Value, edge: Edge | None) -> None:
         super().__init__(edge)
-        self.gradients = target if isinstance(target, Bundle) else None
-        self.many = self.gradients is not None
+        self.gradients = gradients
 
     @property
     def asked_names(self) -> tuple[str, ...]:
@@ -336,25 +335,22 @@ class OutputSink(End):
     def forward(
         self, *values: Any, piece: Slice | None = None, **named: Tensor
     ) -> Tensor:
-        """Return the output as it is, or a number whose gradient is the given one."""
+        """Return a number whose gradients are the given ones."""
         tensors: list[Tensor] = [*values, *(named[name] for name in self.asked_names)]
         for number, x in enumerate(tensors):
             self.catch(piece, number, x)
-        if self.gradients is None:
-            return tensors[0]
         total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
         differentiable = [x for x in tensors if has_gradient(x.dtype)]
-        for x, gradient in zip(differentiable, self.gradients.tensors, strict=True):
-            total = total + weighted_sum(x, _cut(gradient, piece))
+        for x, gradient in zip(differentiable, self.gradients, strict=True):
+            given = _cut(gradient, piece)
+            product = x.to(given.dtype) * given.conj()
+            total = total + (product.real if product.is_complex() else product).sum()
         return total
 
 
-def weighted_sum(y: Tensor, gradient: Tensor) -> Tensor:
-    """A loss whose gradient is the given one; what is a number already stays as it is."""
-    if y.dim() == 0:
-        return y
-    product = y.to(gradient.dtype) * gradient.conj()
-    return (product.real if product.is_complex() else product).sum()
+def loss_of_sink(total: Tensor, labels: Tensor) -> Tensor:
+    """The loss that an `OutputSink` has made already."""
+    return total
 
 
 # ---------------------------------------------------------------- a stage on its own
@@ -380,8 +376,8 @@ ONE_AT_A_TIME = threading.Lock()
 class Sample:
     """What a stage gets for one micro-batch."""
 
-    x: Tensor | Bundle
-    target: Tensor | Bundle  # the labels on the last stage, else the gradients of y
+    x: Value
+    target: Value  # the labels on the last stage, else the gradients of y
     tokens: Tensor  # the input of the micro-batch
     starts: Tensor | None = None
     named: Mapping[str, Tensor] = field(default_factory=dict)  # the batch's
@@ -391,10 +387,8 @@ class Sample:
         return replace(self, x=_rolled(self.x), target=_rolled(self.target))
 
 
-def _rolled(x: Any) -> Any:
-    if isinstance(x, Bundle):
-        return Bundle([_rolled(tensor) for tensor in x.tensors], x.count, x.names)
-    return x.roll(1, min(1, x.dim() - 1)) if x.dim() else x
+def _rolled(value: Value) -> Value:
+    return tuple(x.roll(1, min(1, x.dim() - 1)) if x.dim() else x for x in value)
 
 
 class Bench:
@@ -419,7 +413,6 @@ class Bench:
         position = executor.program.schedule.microbatches[microbatch].path.index(stage)
         self.incoming = None if self.first else edges[position - 1]
         self.outgoing = None if self.last else edges[position]
-        self.many = executor.cut(batch).edges.many
         self.options = self._options()
         self.samples: list[Sample] = []
         self.device = batch.inputs[microbatch].device
@@ -460,28 +453,22 @@ class Bench:
         }
         return frozenset(option for option, on in applies.items() if on)
 
-    def receive(self, source: int, edge: Edge, device: torch.device) -> Tensor | Bundle:
+    def receive(self, source: int, edge: Edge, device: torch.device) -> Value:
         """What the stage before has sent from another rank."""
         comm = self.executor.comm
         arriving = [comm.receive(s.shape, s.dtype, source) for s in edge.tensors]
-        tensors = [one.wait().to(device) for one in arriving]
-        if self.many:
-            return Bundle(tensors, edge.values, edge.names)
-        return tensors[0]
+        return tuple(one.wait().to(device) for one in arriving)
 
-    def send(self, x: Tensor | Bundle, target: int, edge: Edge) -> None:
+    def send(self, x: Value, target: int, edge: Edge) -> None:
         """Send what the stage has made to another rank."""
-        tensors = x.tensors if isinstance(x, Bundle) else (x,)
-        for tensor, spec in zip(tensors, edge.tensors, strict=True):
+        for tensor, spec in zip(x, edge.tensors, strict=True):
             self.executor.comm.send(tensor.to(spec.dtype), target).wait()
 
-    def forward(
-        self, x: Tensor | Bundle, batch: Batch, number: int, edge: Edge
-    ) -> Tensor | Bundle:
+    def forward(self, x: Value, batch: Batch, number: int, edge: Edge) -> Value:
         """Run a plain forward of any micro-batch that leaves nothing behind."""
         named = batch.named[number] if batch.named else {}
         starts = batch.starts[number] if batch.starts else None
-        sample = Sample(x, batch.labels[number], batch.inputs[number], starts, named)
+        sample = Sample(x, (), batch.inputs[number], starts, named)
         with ONE_AT_A_TIME:
             try:
                 with (
@@ -495,9 +482,9 @@ class Bench:
 
     def call_without_graph(
         self, module: nn.Module, sample: Sample, edge: Edge
-    ) -> Tensor | Bundle:
+    ) -> Value:
         """Call a module, without gradients if it can run so. A forward that hooks a tensor cannot."""
-        y: Tensor | Bundle
+        y: Value
         try:
             with torch.no_grad():
                 y = self.call(module, sample.x, sample, edge)
@@ -510,24 +497,22 @@ class Bench:
         self.memory.restore()
         with torch.enable_grad():
             y = self.call(module, self._plain_input(sample), sample, edge)
-        if isinstance(y, Bundle):
-            return Bundle([x.detach() for x in y.tensors], y.count, y.names)
-        return y.detach()
+        return tuple(x.detach() for x in y)
 
-    def set_input(self, x: Tensor | Bundle, batch: Batch, number: int) -> None:
+    def set_input(self, x: Value, batch: Batch, number: int) -> None:
         """Set what the stage gets.
 
         Inner stages get random gradients: real ones, through a head that starts at zero,
         would not reach all weights.
         """
-        target: Tensor | Bundle = batch.labels[number]
+        target: Value = (batch.labels[number],)
         if self.outgoing is not None:
             generator = torch.Generator().manual_seed(PROOF_SEED + self.stage)
             gradients = []
             for shape, dtype, _ in self.outgoing.gradients:
                 gradient = torch.randn(shape, generator=generator, dtype=dtype)
-                gradients.append(gradient.to(x.device))
-            target = Bundle(gradients) if self.many else gradients[0]
+                gradients.append(gradient.to(x[0].device))
+            target = tuple(gradients)
         named = batch.named[number] if batch.named else {}
         starts = batch.starts[number] if batch.starts else None
         sample = Sample(x, target, batch.inputs[number], starts, named)
@@ -542,8 +527,7 @@ class Bench:
             return 1
         count = 0
         for sample in self.samples:
-            assert isinstance(sample.target, Tensor)
-            count += int(counting(sample.target).sum())
+            count += int(counting(sample.target[0]).sum())
         return max(count, 1)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -573,52 +557,40 @@ class Bench:
             uncompiled(self.module) as plain,
             noisy(plain, noise, noise_seed),
         ):
-            outputs: list[Tensor | Bundle] = []
+            outputs: list[Value] = []
             losses: list[Tensor] = []
-            input_gradients: list[Tensor | Bundle] = []
+            input_gradients: list[Value] = []
             for sample in self.samples:
                 x = self._plain_input(sample)
                 with self.autocast(autocast), collected_losses() as added:
                     y = self.call(plain, x, sample, self.outgoing)
                     if self.last:
-                        loss = self._loss(y, sample.target)
+                        loss = self._loss(y, sample.target[0])
                     share = take_sum(added) * self.added_share if added else None
                 if self.last:
                     _backward([loss], [torch.ones_like(loss)], share)
                     losses.append(loss.detach().double())
                     del loss
-                elif isinstance(y, Bundle):
-                    assert isinstance(sample.target, Bundle)
-                    _backward(*y.roots(sample.target), share)
-                    outputs.append(Bundle([one.detach() for one in y.tensors]))
                 else:
-                    assert isinstance(sample.target, Tensor)
-                    _backward([y], [sample.target.to(y.dtype)], share)
-                    outputs.append(y.detach())
+                    _backward(*backward_roots(y, sample.target), share)
+                    outputs.append(tuple(one.detach() for one in y))
                 if share is not None and self.last:
                     losses.append(share.detach().double())
                 del share
-                if isinstance(x, Bundle):
-                    input_gradients.append(x.take_gradients())
-                elif x.grad is not None:
-                    input_gradients.append(x.grad)
+                input_gradients.append(take_gradients(x))
                 del y
             total = torch.stack(losses).sum() if losses else torch.zeros(())
             return self._results(total, outputs, input_gradients)
 
-    def _plain_input(self, sample: Sample) -> Tensor | Bundle:
+    def _plain_input(self, sample: Sample) -> Value:
         """A copy of the input of a plain call, which gathers gradients unless it is the first stage's."""
-        if isinstance(sample.x, Bundle):
-            assert self.incoming is not None
-            copies = Bundle([x.detach().clone() for x in sample.x.tensors])
-            return copies.leaves(self.incoming, trains=True)
-        x = sample.x.detach().clone()
-        return x if self.first else x.requires_grad_()
+        copies = tuple(x.detach().clone() for x in sample.x)
+        return leaves(copies, trains=not self.first)
 
     def call(
         self,
         module: nn.Module,
-        x: Tensor | Bundle,
+        x: Value,
         sample: Sample,
         outgoing: Edge | None,
     ) -> Any:
@@ -631,19 +603,14 @@ class Bench:
         if sample.starts is not None:
             tokens = sample.tokens.shape[1]
             sliced[PIECE] = Carry(tokens, sample.starts).open(0, tokens)
-        if not self.many:
-            assert isinstance(x, Tensor)
-            return call_stage(module, (x,), sliced, self.stage, doing)
-        values = (x,) if isinstance(x, Tensor) else x.values
-        travelling = {} if isinstance(x, Tensor) else x.named
+        values = x
+        travelling: dict[str, Tensor] = {}
+        if self.incoming is not None:
+            values, travelling = self.incoming.arguments(x)
         parameters = forward_parameters(module)
         named = named_arguments(parameters, len(values), travelling, sample.named)
         y = call_stage(module, values, {**named, **sliced}, self.stage, doing)
-        if outgoing is None:
-            return y
-        passed = passed_by(y)
-        assert passed is not None
-        return bundle_of(passed, outgoing, travelling)
+        return y if outgoing is None else outgoing.value_of(y, travelling)
 
     @property
     def added_share(self) -> float:
@@ -696,9 +663,8 @@ class Bench:
             schedule, modules = self._solo_schedule(self.module, options)
             self._solo_executor(schedule, modules, options).evaluate(self._batch())
 
-    def _loss(self, y: Any, labels: Tensor | Bundle) -> Tensor:
+    def _loss(self, y: Any, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the mean loss of all labels."""
-        assert isinstance(labels, Tensor)
         if isinstance(y, Passed):
             y = y.returned
         loss = plain_loss(self.executor.stages.loss)(y, labels)
@@ -707,18 +673,14 @@ class Bench:
         return loss.reshape(()) / self.label_count
 
     def _batch(self) -> Batch:
-        """The samples as a batch of an executor.
-
-        Bundles are not part of it: the feeds and sinks of the samples have them.
-        """
+        """The samples as a batch of an executor. What goes between stages is with the feeds and sinks."""
         inputs: list[Tensor] = []
         targets: list[Tensor] = []
         for sample in self.samples:
-            x, target = sample.x, sample.target
-            inputs.append(sample.tokens if isinstance(x, Bundle) else x)
-            if isinstance(target, Bundle):
-                target = torch.zeros_like(sample.tokens)
-            targets.append(target)
+            inputs.append(sample.x[0] if self.first else sample.tokens)
+            targets.append(
+                sample.target[0] if self.last else torch.zeros_like(sample.tokens)
+            )
         all_starts = [sample.starts for sample in self.samples]
         starts = tuple(start for start in all_starts if start is not None)
         named = tuple(sample.named for sample in self.samples if sample.named)
@@ -736,7 +698,7 @@ class Bench:
             lower(schedule),
             modules,
             ThreadComm(Hub(1), 0),
-            executor.stages.loss if self.last else weighted_sum,
+            executor.stages.loss if self.last else loss_of_sink,
             recompute=frozenset(recompute),
             autocast=executor.stages.autocast if Option.AUTOCAST in options else None,
             tied={},  # the other holders of a tied weight are not part of this run
@@ -824,8 +786,8 @@ class Bench:
     def _results(
         self,
         loss: Tensor,
-        outputs: Sequence[Tensor | Bundle],
-        input_gradients: Sequence[Tensor | Bundle],
+        outputs: Sequence[Value],
+        input_gradients: Sequence[Value],
     ) -> Results:
         """The outputs or the loss, the gradients that the parameters have now, and what was added to buffers."""
         results: Results = {}
@@ -861,19 +823,13 @@ def _added(before: Tensor | None, now: Tensor | None) -> Tensor:
     return now.detach() - before
 
 
-def _joined(
-    name: str, samples: Sequence[Tensor | Bundle], specs: TensorSpecs
-) -> Results:
+def _joined(name: str, samples: Sequence[Value], specs: TensorSpecs) -> Results:
     """The tensors of all samples by name, joined along their rows."""
-    bundles = [x for x in samples if isinstance(x, Bundle)]
-    if not bundles:
-        tensors = [x for x in samples if isinstance(x, Tensor)]
-        return {name: torch.cat(tensors) if tensors else None}
     results: Results = {}
     for number in range(len(specs)):
-        tensors = [bundle.tensors[number] for bundle in bundles]
+        tensors = [value[number] for value in samples]
         joined = torch.cat([x if x.dim() else x.reshape(1) for x in tensors])
-        results[f"{name}, tensor {number}"] = joined
+        results[name if len(specs) == 1 else f"{name}, tensor {number}"] = joined
     return results
 
 

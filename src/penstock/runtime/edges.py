@@ -38,7 +38,7 @@ from penstock.runtime.agreement import (
     share_facts,
 )
 from penstock.runtime.batch import Batch, NamedShapes
-from penstock.runtime.comm.comm import Arriving, Comm
+from penstock.runtime.comm.comm import Comm
 from penstock.runtime.module_state import (
     ModuleMemory,
     uncompiled,
@@ -48,7 +48,7 @@ from penstock.runtime.module_state import (
 from penstock.runtime.passed_values import (
     PIECE,
     LayerChain,
-    Passed,
+    Value,
     described,
     forward_parameters,
     has_gradient,
@@ -93,15 +93,11 @@ TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What one stage of a path passes to the next.
-
-    `plain` says that it is one tensor that can have a gradient, returned as it is.
-    """
+    """What one stage of a path passes to the next."""
 
     values: int  # tensors for the first arguments of the next stage
     names: tuple[str, ...]  # of the tensors after these
     tensors: TensorSpecs
-    plain: bool
 
     @property
     def gradients(self) -> TensorSpecs:
@@ -125,6 +121,26 @@ class Edge:
             shape = (spec.shape[0], piece, *spec.shape[2:])
             tensors.append(spec._replace(shape=shape))
         return replace(self, tensors=tuple(tensors))
+
+    def arguments(self, value: Value) -> tuple[Value, dict[str, Tensor]]:
+        """The first arguments of the next stage, and the tensors with names."""
+        named = dict(zip(self.names, value[self.values :], strict=True))
+        return value[: self.values], named
+
+    def value_of(
+        self, returned: object, travelling: Mapping[str, Tensor]
+    ) -> Value | None:
+        """What a stage passes on: what it returned, and what travels along; None if the edge has something else."""
+        passed = passed_by(returned)
+        if passed is None or len(passed.values) != self.values:
+            return None
+        tensors = list(passed.values)
+        for name in self.names:
+            tensor = passed.named.get(name, travelling.get(name))
+            if tensor is None:
+                return None
+            tensors.append(tensor)
+        return tuple(tensors)
 
 
 class StageFact(NamedTuple):
@@ -248,7 +264,7 @@ class EdgeFinder:
             if not fact.hidden_width:
                 return None
             spec = self.spec((*kind.shape[:2], fact.hidden_width), fact.hidden_dtype)
-            edges.append(Edge(1, (), (spec,), plain=True))
+            edges.append(Edge(1, (), (spec,)))
         return tuple(edges)
 
     def spec(self, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
@@ -297,9 +313,9 @@ class EdgeFinder:
 
     def from_json(self, raw: list[Any]) -> Edge:
         """An edge that another rank has found."""
-        values, names, tensors, plain = raw
+        values, names, tensors = raw
         specs = [self.spec(shape, getattr(torch, dtype)) for shape, dtype in tensors]
-        return Edge(values, tuple(names), tuple(specs), plain)
+        return Edge(values, tuple(names), tuple(specs))
 
     def asked_after(self, kind: EdgeKind, position: int) -> set[str]:
         """The names that later stages of a path ask for."""
@@ -348,8 +364,7 @@ class StageTrial:
         names = [name for name, x in known.items() if x is not None and name in asked]
         tensors = [*passed.values, *(known[name] for name in names)]
         specs = [self.finder.spec(x.shape, x.dtype) for x in tensors if x is not None]
-        plain = isinstance(returned, Tensor) and has_gradient(returned.dtype)
-        return Edge(len(passed.values), tuple(names), tuple(specs), plain and not names)
+        return Edge(len(passed.values), tuple(names), tuple(specs))
 
     def check_last(self, batch: Batch, number: int) -> None:
         """Raise an error if the last stage of a path does not get what its forward asks for.
@@ -524,7 +539,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 def _as_json(edge: Edge) -> list[Any]:
     tensors = [(spec.shape, _name_of(spec.dtype)) for spec in edge.tensors]
-    return [edge.values, edge.names, tensors, edge.plain]
+    return [edge.values, edge.names, tensors]
 
 
 def _failure_text(stage: int, module: nn.Module, error: Exception) -> str:
@@ -546,14 +561,13 @@ class BatchEdges:
     """The edges of a batch: by micro-batch and position on its path, and what each value of a lane consists of."""
 
     edges: Sequence[tuple[Edge, ...]]
-    many: bool  # some stage passes anything else than one tensor
     specs: Specs
     incoming: Mapping[int, Edge]  # by forward
     outgoing: Mapping[int, Edge]  # by forward
     unit_bytes: tuple[int, ...]  # of the largest message of each unit, between ranks
 
 
-NO_EDGES = BatchEdges((), False, {}, {}, {}, ())
+NO_EDGES = BatchEdges((), {}, {}, {}, ())
 
 
 def edges_of_lane(
@@ -600,9 +614,8 @@ def edges_of_lane(
                     specs[step.value] = before.gradients
                 if step.source >= 0 and after is not None:
                     specs[step.source] = after.gradients
-    many = not all(edge.plain for path in edges for edge in path)
     unit_bytes = _unit_bytes(schedule, edges, tokens)
-    return BatchEdges(edges, many, specs, incoming, outgoing, unit_bytes)
+    return BatchEdges(edges, specs, incoming, outgoing, unit_bytes)
 
 
 def _unit_bytes(
@@ -625,8 +638,8 @@ def _unit_bytes(
     return tuple(largest)
 
 
-# ---------------------------------------------------------------- bundle
-# Several tensors on their way from one stage to the next, or their gradients on the way back.
+# ---------------------------------------------------------------- values
+# The tensors of an edge on their way from one stage to the next, or their gradients on the way back.
 #
 # forward    x ──────► stage ──► y        tensors that the stage does not return, but a later one asks for,
 #            skip ─────────────► skip     go through it untouched
@@ -634,94 +647,40 @@ def _unit_bytes(
 #            dskip ◄─── + ◄──── dskip     and passes it on, autograd adds the two gradients
 
 
-class Bundle:
-    """The tensors of an edge: values for the first arguments, then those with names; or gradients of some of them."""
-
-    __slots__ = ("count", "names", "tensors")
-
-    def __init__(
-        self, tensors: Sequence[Tensor], count: int = 0, names: tuple[str, ...] = ()
-    ) -> None:
-        self.tensors = tuple(tensors)
-        self.count = count
-        self.names = names
-
-    @property
-    def values(self) -> tuple[Tensor, ...]:
-        """The first arguments of the next stage."""
-        return self.tensors[: self.count]
-
-    @property
-    def named(self) -> dict[str, Tensor]:
-        """The tensors with names."""
-        return dict(zip(self.names, self.tensors[self.count :], strict=True))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors."""
-        return self.tensors[0].device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any of its tensors depends on something that trains."""
-        return any(x.requires_grad for x in self.tensors)
-
-    def leaves(self, edge: Edge, trains: bool) -> Bundle:
-        """The tensors as inputs of the next stage, without the graph that made them."""
-        leaves = []
-        for tensor in self.tensors:
-            x = tensor.detach()
-            if trains and has_gradient(x.dtype):
-                x.requires_grad_()
-            leaves.append(x)
-        return Bundle(leaves, edge.values, edge.names)
-
-    def take_gradients(self) -> Bundle:
-        """The gradients of all that can have one, zero where nothing used them; they are forgotten here."""
-        gradients = []
-        for x in self.tensors:
-            if has_gradient(x.dtype):
-                gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
-                x.grad = None
-        return Bundle(gradients)
-
-    def roots(self, gradients: Bundle) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors from which a backward begins, and their gradients."""
-        differentiable = [x for x in self.tensors if has_gradient(x.dtype)]
-        roots = []
-        given = []
-        for x, gradient in zip(differentiable, gradients.tensors, strict=True):
-            if x.requires_grad:
-                roots.append(x)
-                given.append(gradient.to(x.dtype))
-        return roots, given
-
-    def copy(self) -> Bundle:
-        """The same tensors in memory of their own."""
-        return Bundle([x.clone() for x in self.tensors], self.count, self.names)
-
-    def places(self) -> set[int]:
-        """The addresses of its tensors."""
-        return {x.data_ptr() for x in self.tensors}
+def leaves(value: Value, trains: bool) -> Value:
+    """The tensors as inputs of the next stage, without the graph that made them."""
+    inputs = []
+    for tensor in value:
+        x = tensor.detach()
+        if trains and has_gradient(x.dtype):
+            x.requires_grad_()
+        inputs.append(x)
+    return tuple(inputs)
 
 
-class ArrivingBundle:
-    """The tensors of a value that another rank is sending."""
+def take_gradients(value: Value) -> Value:
+    """The gradients of all that can have one, zero where nothing used them; they are forgotten here."""
+    gradients = []
+    for x in value:
+        if has_gradient(x.dtype):
+            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
+            x.grad = None
+    return tuple(gradients)
 
-    __slots__ = ("tensors",)
 
-    def __init__(self, tensors: Sequence[Arriving]) -> None:
-        self.tensors = tensors
+def backward_roots(value: Value, gradients: Value) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors from which a backward begins, and their gradients."""
+    differentiable = [x for x in value if has_gradient(x.dtype)]
+    roots = []
+    given = []
+    for x, gradient in zip(differentiable, gradients, strict=True):
+        if x.requires_grad:
+            roots.append(x)
+            given.append(gradient.to(x.dtype))
+    return roots, given
 
 
-def bundle_of(passed: Passed, edge: Edge, given: Mapping[str, Tensor]) -> Bundle | None:
-    """What a stage passes on: what it returned, and what travels along; None if that is not what the edge has."""
-    if len(passed.values) != edge.values:
-        return None
-    tensors = list(passed.values)
-    for name in edge.names:
-        value = passed.named.get(name, given.get(name))
-        if value is None:
-            return None
-        tensors.append(value)
-    return Bundle(tensors, edge.values, edge.names)
+def outside(buffers: Sequence[Tensor], value: Value) -> list[Tensor]:
+    """The receive buffers in which no tensor of a value lies."""
+    places = {x.data_ptr() for x in value}
+    return [buffer for buffer in buffers if buffer.data_ptr() not in places]

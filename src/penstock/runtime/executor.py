@@ -14,7 +14,6 @@ Each rank sees only its own stages, so before the first step the ranks agree on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -316,8 +315,6 @@ class Executor:
                 self.compare_batches(batch)
             found = self.finder.find(batch)
             edges = edges_of_lane(schedule, self.turns, found, units.tokens)
-            if batch.named:
-                edges = replace(edges, many=True)
             while len(self.known_edges) >= MAX_KNOWN_SHAPES:
                 self.known_edges.pop(next(iter(self.known_edges)))
             self.known_edges[shape] = edges

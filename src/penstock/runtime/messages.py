@@ -24,7 +24,7 @@ from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.errors import ShapeError
 from penstock.ir.lane import LaneStep
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
-from penstock.runtime.edges import ArrivingBundle, Bundle, TensorSpec, TensorSpecs
+from penstock.runtime.edges import TensorSpec
 from penstock.runtime.passed_values import described, has_gradient
 from penstock.runtime.quantized import Feedback, quantize, restore
 from penstock.runtime.units import BatchUnits, StepValues
@@ -51,8 +51,8 @@ class Messages:
         self.feedback = feedback
         self.receives = receives
         self.specs = units.edges.specs
-        self.many = units.edges.many
         self.values = values
+        self.arriving: dict[int, list[Arriving]] = {}  # by value
         self.training = training
         self.autocast = autocast
         self.sends: deque[Pending] = deque()
@@ -78,33 +78,19 @@ class Messages:
             step = self.receives[self.posted]
             self.posted += 1
             if self.training or not step.goes_back:
-                specs = self.specs[step.value]
-                if self.many:
-                    self.values.held[step.value] = ArrivingBundle(
-                        [
-                            self.comm.receive(s.sent_shape, s.sent_as, step.peer)
-                            for s in specs
-                        ]
-                    )
-                else:
-                    spec = specs[0]
-                    arriving = self.comm.receive(
-                        spec.sent_shape, spec.sent_as, step.peer
-                    )
-                    self.values.held[step.value] = arriving
+                self.arriving[step.value] = [
+                    self.comm.receive(spec.sent_shape, spec.sent_as, step.peer)
+                    for spec in self.specs[step.value]
+                ]
 
     def send(self, step: LaneStep) -> None:
         """Send a value without waiting."""
-        specs = self.specs[step.value]
-        if not self.many:
-            self.send_tensor(step, self.values.tensor(step.value), specs[0])
-            return
-        tensors = self.values.bundle(step.value).tensors
-        for place, (x, spec) in enumerate(zip(tensors, specs, strict=True)):
+        value, specs = self.values.held[step.value], self.specs[step.value]
+        for place, (x, spec) in enumerate(zip(value, specs, strict=True)):
             self.send_tensor(step, x, spec, place)
 
     def send_tensor(
-        self, step: LaneStep, x: Tensor, spec: TensorSpec, place: int = 0
+        self, step: LaneStep, x: Tensor, spec: TensorSpec, place: int
     ) -> None:
         """Send a tensor; if too many sends are in flight, wait for the oldest first."""
         if len(self.sends) >= MAX_SENDS_IN_FLIGHT:
@@ -126,66 +112,33 @@ class Messages:
             return quantize(x)
         return feedback.quantize(x, (step.value, place))
 
-    def arrived(
-        self,
-        source: int,
-        arriving: Arriving | ArrivingBundle | Bundle,
-        places: Sequence[Tensor] | None = None,
-    ) -> Tensor | Bundle:
-        """Wait for a value, and give it the type that the stages compute with.
+    def wait_for(self, source: int, places: Sequence[Tensor] | None) -> None:
+        """Wait for a value that another rank sends, and give it the type that the stages compute with.
 
         An action that is played from a recording reads its input at certain `places`. The value arrives there if the
         `Comm` can do that. Otherwise the action copies it, and converts it then.
         """
-        if isinstance(arriving, Bundle):
-            return arriving
-        specs = self.specs[source]
-        if isinstance(arriving, ArrivingBundle):
-            return self.arrived_bundle(arriving, specs, places or ())
-        spec = specs[0]
-        place = _place_for(spec, 0, places or ())
-        received = arriving.wait(place)
-        if received is place:
-            return received
-        whole = places is not None and not spec.quantized
-        if whole or received.dtype is spec.dtype:
-            self.values.received = self.training
-            return received
-        value = unpacked(received, spec)
-        self.comm.give_back(received)
-        return value
-
-    def arrived_bundle(
-        self, arriving: ArrivingBundle, specs: TensorSpecs, places: Sequence[Tensor]
-    ) -> Bundle:
-        """Wait for all tensors of a value, and note which of them lie in receive buffers."""
-        tensors = []
-        buffers = self.values.buffers
-        for number, (one, spec) in enumerate(zip(arriving.tensors, specs, strict=True)):
-            place = _place_for(spec, number, places)
+        value = []
+        tensors = zip(self.arriving.pop(source), self.specs[source], strict=True)
+        for number, (one, spec) in enumerate(tensors):
+            place = None
+            if places is not None and spec.travels_as_it_is:
+                place = places[number]
             received = one.wait(place)
-            if received is place:
-                tensors.append(received)
-            elif received.dtype is spec.dtype:
-                tensors.append(received)
-                if self.training:
-                    buffers.append(received)
+            converts = places is not None and not spec.quantized
+            if received is place or converts or received.dtype is spec.dtype:
+                value.append(received)
+                if received is not place and self.training:
+                    self.values.buffers.append(received)
             else:
-                tensors.append(unpacked(received, spec))
+                value.append(unpacked(received, spec))
                 self.comm.give_back(received)
-        return Bundle(tensors)
+        self.values.held[source] = tuple(value)
 
     def finish(self) -> None:
         """Wait for all sends."""
         while self.sends:
             self.sends.popleft().wait()
-
-
-def _place_for(
-    spec: TensorSpec, number: int, places: Sequence[Tensor]
-) -> Tensor | None:
-    """Where a tensor with this number can arrive; None if there is no place, or it travels in another type."""
-    return places[number] if places and spec.travels_as_it_is else None
 
 
 def unpacked(received: Tensor, spec: TensorSpec) -> Tensor:

@@ -17,7 +17,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from penstock.errors import ShapeError
 from penstock.models.slice import Slice
 from penstock.torch_internals import original_module
+
+Value: TypeAlias = tuple[Tensor, ...]  # what one stage passes to the next, or gradients
 
 PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.models.slice)
 

@@ -27,18 +27,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ProofError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.agreement import share_facts
 from penstock.runtime.batch import Batch
 from penstock.runtime.bench import PROOF_SEED, REDRAWS, Bench, Option
-from penstock.runtime.edges import Bundle, Edge
+from penstock.runtime.edges import Edge
 from penstock.runtime.executor import Executor
 from penstock.runtime.limits import DifferenceJudge, TensorDifference
 from penstock.runtime.module_state import has_compiled_layer, restored_random
-from penstock.runtime.passed_values import has_gradient
+from penstock.runtime.passed_values import Value, has_gradient
 from penstock.torch_internals import free_bytes, is_distributed
 
 _log = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ def _inputs(
     edges: Sequence[tuple[Edge, ...]],
     chosen: dict[int, int],
     benches: dict[int, Bench],
-) -> Iterator[tuple[int, Tensor | Bundle]]:
+) -> Iterator[tuple[int, Value]]:
     """The stages of this rank and their inputs.
 
     The inputs come from one chain of plain forwards after another, in the same order on all
@@ -333,8 +333,8 @@ def _inputs(
         path = schedule.microbatches[number].path
         wanted = [place for place, stage in enumerate(path) if chosen[stage] == number]
         end = wanted[-1]
-        x: Tensor | Bundle = batch.inputs[number]
-        device = x.device
+        x: Value = (batch.inputs[number],)
+        device = x[0].device
         for place, stage in enumerate(path[: end + 1]):
             rank = schedule.stages[stage].rank
             if rank != comm.rank:
@@ -498,14 +498,14 @@ def warm_up(executor: Executor, batch: Batch, evaluates: bool = True) -> None:
         for stage in own:
             number = chosen[stage]
             bench = Bench(executor, stage, number, batch)
-            x: Tensor | Bundle = batch.inputs[number]
+            x: Value = (batch.inputs[number],)
             if bench.incoming is not None:
-                x = _random_input(bench, bench.incoming, x.device)
+                x = _random_input(bench.incoming, x[0].device)
             bench.set_input(x, batch, number)
             bench.run_all(evaluates)
 
 
-def _random_input(bench: Bench, edge: Edge, device: torch.device) -> Tensor | Bundle:
+def _random_input(edge: Edge, device: torch.device) -> Value:
     """Random numbers like those that another stage passes on; whole numbers are zero."""
     dice = torch.Generator().manual_seed(PROOF_SEED)
     tensors = []
@@ -514,4 +514,4 @@ def _random_input(bench: Bench, edge: Edge, device: torch.device) -> Tensor | Bu
         if has_gradient(dtype):
             x = torch.randn(shape, generator=dice, dtype=dtype)
         tensors.append(x.to(device))
-    return Bundle(tensors, edge.values, edge.names) if bench.many else tensors[0]
+    return tuple(tensors)

@@ -1,9 +1,8 @@
 """Actions that are recorded once and then played: on a GPU one launch replaces hundreds (CUDA graphs).
 
 Before the first step, the actions of a rank are recorded in the order of its lane, on tensors whose memory never
-moves. To play an action, what has arrived from other ranks is copied there first, tensor by tensor if stages pass
-several. All recordings share one memory:
-they are played in the order in which they were recorded, so an action may use what an earlier one has freed. Recorded
+moves. To play an action, what has arrived from other ranks is copied there first. All recordings share one memory: they
+are played in the order in which they were recorded, so an action may use what an earlier one has freed. Recorded
 actions need about as much memory as others.
 
     lane       F0   F1   B0   F2   B1  ...        each action has its own recording
@@ -46,7 +45,6 @@ from penstock.runtime.actions import (
 )
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
-from penstock.runtime.edges import BatchEdges, Bundle
 from penstock.runtime.gradients import EarlierGradients, FixedGradients
 from penstock.runtime.loss import adding_to
 from penstock.runtime.module_state import (
@@ -105,9 +103,9 @@ class PlayedActions:
 
     def keep_result(self, step: LaneStep, tensors: Sequence[Tensor]) -> None:
         """Keep the result of an action for others: where it is, or as a copy."""
-        result = as_value(tensors, self.units.edges)
-        copies = self.recordings.copies_result(step)
-        self.values.held[step.value] = _copy(result) if copies else result
+        if self.recordings.copies_result(step):
+            tensors = [x.clone() for x in tensors]
+        self.values.held[step.value] = tuple(tensors)
 
     def inputs_of(self, step: LaneStep) -> list[Tensor]:
         """The inputs that a forward needs copied.
@@ -119,7 +117,7 @@ class PlayedActions:
         if step.source < 0:
             inputs.append(self.units.inputs[step.unit])
         elif step.source not in self.recordings.in_place:
-            inputs += self.values.tensors(step.source)
+            inputs += self.values.held[step.source]
         if step.last:
             inputs.append(self.units.labels[step.unit])
         named = self.units.named(step)
@@ -146,7 +144,7 @@ class PlayedActions:
         """Play a backward."""
         if step.value not in self.recordings.stages.rests.idle:
             arrives = not step.last and step.source not in self.recordings.in_place
-            inputs = self.values.tensors(step.source) if arrives else ()
+            inputs = self.values.held[step.source] if arrives else ()
             with self.first_randomness(step):
                 gradients = self.recordings.play(step, *inputs)
             if gradients:
@@ -169,7 +167,7 @@ class PlayedActions:
 
     def give_back_input(self, step: LaneStep) -> None:
         """Give back the receive buffers of an input, which has been copied."""
-        for buffer in self.values.take_buffers(step):
+        for buffer in self.values.take_buffers():
             self.give_back(buffer)
 
 
@@ -361,7 +359,7 @@ class RecordingSession:
             if arrives:
                 if not places:
                     places.extend(self.empty_value(step.source))
-                actions.values.held[step.source] = as_value(places, self.units.edges)
+                actions.values.held[step.source] = tuple(places)
             return _run(actions, step)
 
         def prepare() -> None:
@@ -443,7 +441,7 @@ class RecordingSession:
         for step in steps if inputs else ():
             if step.source >= 0:
                 zeros = [x.zero_() for x in self.empty_value(step.source)]
-                values.held[step.source] = as_value(zeros, units.edges)
+                values.held[step.source] = tuple(zeros)
         return ComputedActions(
             self.stages, units, values, _nothing_to_give, restores_randomness=False
         )
@@ -483,7 +481,7 @@ class RecordingSession:
         results, play = self.record_work(partial(_run, actions, step), step)
         inputs: list[Tensor] = []
         if step.do is not Do.WEIGHTS and step.source >= 0:
-            inputs += actions.values.tensors(step.source)
+            inputs += actions.values.held[step.source]
         return _with_batch(actions, step, inputs, results, play, copiers)
 
     def record_work(
@@ -544,7 +542,7 @@ def _run(actions: ComputedActions, step: LaneStep) -> Results:
     record_in(None)
     results: list[Tensor] = []
     if step.do is not Do.WEIGHTS and step.value in values.held:
-        results += [x.detach() for x in values.tensors(step.value)]
+        results += [x.detach() for x in values.held[step.value]]
     results += values.losses
     values.losses.clear()
     return tuple(results)
@@ -566,10 +564,7 @@ def _drop_graphs(actions: ComputedActions) -> None:
     """Detach all values: their autograd nodes belong to the stream of the recording and must not live on."""
     held = actions.values.held
     for number, value in held.items():
-        if isinstance(value, Tensor):
-            held[number] = value.detach()
-        elif isinstance(value, Bundle):
-            held[number] = Bundle([x.detach() for x in value.tensors])
+        held[number] = tuple(x.detach() for x in value)
 
 
 def _with_batch(
@@ -605,15 +600,6 @@ def first_forwards(steps: Iterable[LaneStep]) -> set[int]:
             earliest = first.get(step.microbatch, step.value)
             first[step.microbatch] = min(earliest, step.value)
     return set(first.values())
-
-
-def as_value(tensors: Sequence[Tensor], edges: BatchEdges) -> Tensor | Bundle:
-    """The tensors of one value, as the actions of a batch with these edges hold it."""
-    return Bundle(tensors) if edges.many else tensors[0]
-
-
-def _copy(value: Tensor | Bundle) -> Tensor | Bundle:
-    return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
 def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:

@@ -119,10 +119,9 @@ class Walk:
             step = turn.step
             if step is not None and (training or step.do is Do.FORWARD):
                 lane.position = number
-                value = held.get(step.source)
-                if value is not None and not isinstance(value, Tensor):
+                if step.source in messages.arriving:
                     places = recordings.places(step) if recordings else None
-                    held[step.source] = messages.arrived(step.source, value, places)
+                    messages.wait_for(step.source, places)
                 began = perf_counter()
                 if self.clock is not None:
                     self.run_timed(self.clock, step, act[step.do])

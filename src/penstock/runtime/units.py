@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,8 @@ from penstock.ir.lane import LaneStep
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.models.slice import Carry, Slice
 from penstock.runtime.batch import Batch
-from penstock.runtime.comm.comm import Arriving
-from penstock.runtime.edges import (
-    NO_EDGES,
-    ArrivingBundle,
-    BatchEdges,
-    Bundle,
-    UnitTokens,
-)
-from penstock.runtime.passed_values import takes_slices
+from penstock.runtime.edges import NO_EDGES, BatchEdges, UnitTokens
+from penstock.runtime.passed_values import Value, takes_slices
 from penstock.torch_internals import original_module
 
 # ---------------------------------------------------------------- units
@@ -203,10 +196,7 @@ class Carries:
 # ---------------------------------------------------------------- step values
 # The values that one rank holds during a step: hidden states, gradients between stages, losses and outputs.
 #
-# Values have the number of the action that makes them. A value that another rank makes is `Arriving` until
-# the first action that needs it waits for it. A value of several tensors is a `Bundle`.
-
-Held: TypeAlias = Tensor | Arriving | Bundle | ArrivingBundle
+# Values have the number of the action that makes them.
 
 
 class StepValues:
@@ -215,54 +205,27 @@ class StepValues:
     With `keeps_outputs`, what the last stages of the paths return is kept too, by unit and without its graph.
     """
 
-    __slots__ = ("added", "buffers", "held", "losses", "outputs", "received")
+    __slots__ = ("added", "buffers", "held", "losses", "outputs")
 
     def __init__(self, keeps_outputs: bool = False) -> None:
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, Value] = {}
         self.losses: list[Tensor] = []
         self.added: list[Tensor] = []  # by layers, in the forward that runs now
         self.outputs: dict[int, object] | None = {} if keeps_outputs else None
-        # Whether the next action's input lies in a receive buffer, or the buffers if it has several tensors.
-        self.received = False
-        self.buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []  # in which the next action's input lies
 
-    def tensor(self, value: int) -> Tensor:
-        """A value of one tensor that has arrived."""
-        tensor = self.held[value]
-        assert isinstance(tensor, Tensor)
-        return tensor
-
-    def bundle(self, value: int) -> Bundle:
-        """A value of several tensors that has arrived."""
-        bundle = self.held[value]
-        assert isinstance(bundle, Bundle)
-        return bundle
-
-    def tensors(self, value: int) -> tuple[Tensor, ...]:
-        """The tensors of a value that has arrived, however many it has."""
-        held = self.held[value]
-        return (held,) if isinstance(held, Tensor) else self.bundle(value).tensors
-
-    def publish(self, step: LaneStep, y: Tensor | Bundle) -> None:
+    def publish(self, step: LaneStep, y: Value) -> None:
         """Keep the output of a forward for the next stage, or as a share of the loss."""
         if step.last:
-            assert isinstance(y, Tensor)
-            self.losses.append(y.detach())
+            self.losses.append(y[0].detach())
         else:
             self.held[step.value] = y
 
-    def take_buffers(self, step: LaneStep) -> list[Tensor]:
-        """The buffers that hold this action's input, if the input was received.
-
-        The action that takes the buffers has to give them back.
-        """
-        if self.buffers:
-            buffers = self.buffers
-            self.buffers = []
-            return buffers
-        received = self.received
-        self.received = False
-        return [self.tensor(step.source)] if received else []
+    def take_buffers(self) -> list[Tensor]:
+        """The receive buffers that hold this action's input. The action that takes them has to give them back."""
+        buffers = self.buffers
+        self.buffers = []
+        return buffers
 
 
 def detached(output: object) -> object:
