@@ -30,7 +30,7 @@ from penstock.formats.torch_comms import torch_rows
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.view import Series, chart, gantt, page, plain, report_page, svg, trace
-from penstock.view.front import Dot, Front, front_figure
+from penstock.view.chart import Dot, Front, front_figure
 from penstock.view.numbers import size_scale, time_scale
 
 TOLERANCE = 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock import UnitCost, make, simulate
-from penstock.cli.landscape_page import landscape_page
+from penstock.cli.landscape import landscape_page
 from penstock.cost import ModelCost, Network, PartCost, Seconds
 from penstock.cost.waiting import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError

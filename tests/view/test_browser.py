@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
-from penstock.cli.landscape_page import landscape_page
+from penstock.cli.landscape import landscape_page
 from penstock.plan.pricing import unit_question
 from penstock.plan.search import search
 from penstock.plan.space import Limits
 from penstock.view import Series, page, report_page
-from penstock.view.landscape import render_landscape
+from penstock.view.report import render_landscape
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 
 from commands import called
 from penstock import Network, UnitCost, make, simulate
-from penstock.cli.landscape_page import landscape_page
+from penstock.cli.landscape import landscape_page
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.profile import Point, block
 from penstock.ir.timeline import PAPER_UNITS
@@ -34,9 +34,9 @@ from penstock.plan.search import CANNOT_WIN, Landscape, search
 from penstock.plan.space import Limits
 from penstock.plan.workload import Fixed, Workload
 from penstock.view import svg
-from penstock.view.front import Dot, Front, front_figure
-from penstock.view.landscape import render_landscape
+from penstock.view.chart import Dot, Front, front_figure
 from penstock.view.numbers import Scale, name_time, write_size, write_time
+from penstock.view.report import render_landscape
 
 TOKENS = 64
 VOID_TAGS = {"meta", "link", "br"}
@@ -433,8 +433,8 @@ def test_times_and_sizes_have_units() -> None:
     assert facts["step"].endswith(" ms")
     assert facts["speed"].endswith("tokens/s")
     assert facts["fullest device"].endswith(" MiB")
-    assert "step, ms" in page.heads
-    assert "peak, MiB" in page.heads
+    assert "step, ms" in page.best.heads
+    assert "peak, MiB" in page.best.heads
     assert page.front.across.endswith("in MiB")
     assert page.front.up.endswith("in ms")
 
@@ -444,11 +444,11 @@ def test_the_table_has_the_best_twenty_rows() -> None:
     page = landscape_page(landscape, question)
     hidden = len(landscape.rows) - 20
     assert hidden > 0
-    assert len(page.rows) == 20
-    assert f"{hidden:,} more plans fit" in page.rows_note
-    times = [float(row[3].replace(",", "")) for row in page.rows]
+    assert len(page.best.rows) == 20
+    assert f"{hidden:,} more plans fit" in page.best.note
+    times = [float(row[3].replace(",", "")) for row in page.best.rows]
     assert times[1:] == sorted(times[1:])
-    assert page.rows[0][3] + " ms" == write_time(landscape.best.candidate.step)
+    assert page.best.rows[0][3] + " ms" == write_time(landscape.best.candidate.step)
 
 
 def test_labels_cover_neither_dots_nor_numbers_nor_each_other():

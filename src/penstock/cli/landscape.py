@@ -1,28 +1,51 @@
-"""Shows what a search for a plan found: its progress, a table with notes, and JSON."""
+"""Shows what a search for a plan found: its progress, a table with notes, JSON, and a page."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isfinite, isnan
 
 from rich.status import Status
 
 from penstock.cli.tables import console, print_table
+from penstock.ir.timeline import Timeline
 from penstock.plan.candidates import title
+from penstock.plan.overview import (
+    NOT_TRIED,
+    Map,
+    MapFinding,
+    MapPlace,
+    Rival,
+    best_by_placement,
+    divisions,
+    divisions_by_placement,
+    fastest_fixed,
+    front,
+    plain_1f1b,
+    rivals,
+)
 from penstock.plan.planner import unused_settings
 from penstock.plan.pricing import Question
-from penstock.plan.search import Landscape, Row, SearchProgress, row_title
+from penstock.plan.search import CANNOT_WIN, Landscape, Row, SearchProgress, row_title
 from penstock.plan.space import skipped_share
 from penstock.plan.workload import Cell
 from penstock.schedules.coverage import visits_all_parts
+from penstock.view.chart import Dot, Front
 from penstock.view.numbers import (
+    FORWARDS,
+    MICROBATCHES,
+    Scale,
+    count_of,
     name_size,
     name_time,
+    rate_scale,
     size_scale,
     time_scale,
     write_range,
 )
+from penstock.view.report import HeatCell, HeatMap, LandscapePage, Mark, TextTable
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
@@ -108,7 +131,7 @@ def _row_facts(row: Row, question: Question) -> dict[str, object]:
 
 def finite_or_none(number: float) -> float | None:
     """Return a number as JSON can store it: null if it is infinite or was not computed."""
-    return number if math.isfinite(number) else None
+    return number if isfinite(number) else None
 
 
 # ---------------------------------------------------------------- the table
@@ -132,7 +155,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
             times.number(candidate.step),
             f"{candidate.bubble:.1%}",
             sizes.number(candidate.peak, 3),
-            "-" if math.isnan(candidate.noisy) else times.number(candidate.noisy),
+            "-" if isnan(candidate.noisy) else times.number(candidate.noisy),
         ]
         if several:
             cells[1:1] = [row.cell.devices_text, row.cell.batch_text]
@@ -182,7 +205,7 @@ def _notes(
 
     bound = name_time(landscape.bound, question.units, digits=4)
     gap = ""
-    if math.isfinite(landscape.gap):
+    if isfinite(landscape.gap):
         gap = f"; the best one is {landscape.gap:.1%} above it"
     notes = [
         f"bound: no plan of this space takes less than {bound}{gap}",
@@ -269,3 +292,457 @@ def slice_lengths(cuts: tuple[int, ...]) -> str:
     if len(lengths) > MAX_LENGTHS_SHOWN:
         lengths = [lengths[0], "...", lengths[-1]]
     return " ".join(lengths)
+
+
+# ---------------------------------------------------------------- the page
+MAX_TABLE_ROWS = 20
+MAX_ROOMY_RANKS = 10  # maps with more columns have cells of one line
+MAX_COLOURED_TIME = 2.5  # times the best; slower plans all have the palest colour
+SAME_TIME = 0.0005  # differences below this share count as none
+ORDER_GROUPS = {"listed": 0, "split": 1, "fixed": 2}
+GROUP_NAMES = (
+    "order made for this cost",
+    "fixed order with split backwards",
+    "fixed order",
+)
+MARKS = {
+    MapFinding.FOUND: Mark.VALUE,
+    MapFinding.TOO_LARGE: Mark.TOO_LARGE,
+    MapFinding.TOO_SLOW: Mark.TOO_SLOW,
+    MapFinding.OPEN: Mark.OPEN,
+}
+
+
+ANALYTIC = (
+    "The profile is analytic: a formula for the device gave the times and sizes, and "
+    "nothing was measured. Measure the model on the device before you rely on small differences."
+)
+ON_FRONT = (
+    "The front: no other plan is better in both. The numbers are those in the figure."
+)
+MISFIT_HEADS = ("division or schedule", "bound of a step", "reason")
+ROWS_NOTE = (
+    "Order: fixed is the same for any cost; split and listed orders are made "
+    "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
+    "and slices. ±10%: the mean step if all times vary by a tenth."
+)
+
+
+def landscape_page(landscape: Landscape, question: Question) -> LandscapePage:
+    """Return everything that the page of a search shows."""
+    words = _Words(landscape, question)
+    front_rows = front(landscape.rows)
+    misfits = list(words.misfits())
+    heads = ("", "plan", f"peak, {words.size_unit}", f"step, {words.time_unit}")
+    return LandscapePage(
+        title=f"Plan: {words.title(landscape.best)}",
+        facts=words.facts(),
+        sentences=list(words.sentences()),
+        warning=ANALYTIC if question.analytic else "",
+        reasons=[words.reason(rival) for rival in rivals(landscape)],
+        heat_sentences=words.heat_sentences(),
+        heat_maps=words.heat_maps(),
+        front=words.front(front_rows),
+        front_table=TextTable(heads, words.front_table(front_rows), ON_FRONT),
+        timelines=words.timelines(),
+        best=words.best_plans(),
+        misfits=TextTable(MISFIT_HEADS, misfits, words.misfit_title(len(misfits))),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """The texts of one page, with common units."""
+
+    landscape: Landscape
+    question: Question
+
+    # ------------------------------------------------------------ units
+    @property
+    def times(self) -> Scale:
+        """The unit of all times in tables and figures."""
+        return time_scale(self.landscape.best.candidate.step, self.question.units)
+
+    @property
+    def sizes(self) -> Scale:
+        """The unit of all sizes in tables and figures."""
+        return size_scale(self.landscape.best.candidate.peak, self.question.units)
+
+    @property
+    def rates(self) -> Scale:
+        """The unit of all speeds."""
+        return rate_scale(self.tokens / self.landscape.best.candidate.step)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a step; 0 if a step is not in seconds."""
+        workload = self.question.workload
+        return workload.tokens * workload.batch * self.question.units.seconds
+
+    def time(self, seconds: float) -> str:
+        """Write a time."""
+        return name_time(seconds, self.question.units)
+
+    def size(self, size: float) -> str:
+        """Write a size; in the units of the papers, in micro-batches."""
+        return name_size(size, self.question.units)
+
+    @property
+    def size_unit(self) -> str:
+        """The name of the unit of sizes."""
+        return self.sizes.unit or MICROBATCHES[1]
+
+    @property
+    def time_unit(self) -> str:
+        """The name of the unit of times."""
+        return self.times.unit or FORWARDS[1]
+
+    def title(self, row: Row) -> str:
+        """Name a plan, with its cell if there are several."""
+        return row_title(row, self.landscape)
+
+    # ------------------------------------------------------------ what won
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the numbers at the top."""
+        best = self.landscape.best.candidate
+        facts = [("step", self.time(best.step))]
+        if self.tokens:
+            facts.append(("speed", self.rates.quantity(self.tokens / best.step)))
+        facts.append(("bubble", f"{best.bubble:.1%}"))
+        facts.append(("fullest device", self.size(best.peak)))
+        if self.has_bound:
+            facts.append(("bound of the space", self.time(self.landscape.bound)))
+            facts.append(("gap to the bound", f"{self.landscape.gap:.1%}"))
+        facts.append(("plans compared", f"{len(self.landscape.rows):,}"))
+        if len(self.landscape.cells) > 1:
+            facts.append(("divisions", f"{len(self.landscape.cells):,}"))
+        return facts
+
+    @property
+    def has_bound(self) -> bool:
+        """Whether the bound says anything."""
+        return self.landscape.bound > 0 and isfinite(self.landscape.gap)
+
+    def sentences(self) -> Iterator[str]:
+        """Say what won, how good it is, and where the times come from."""
+        best = self.landscape.best.candidate
+        memory = self.question.workload.memory
+        speed = ""
+        if self.tokens:
+            speed = f", {self.rates.quantity(self.tokens / best.step)}"
+        limit = "" if memory is None else f", with a limit of {self.size(memory)}"
+        yield (
+            f"The fastest plan is {self.title(self.landscape.best)}. It was planned "
+            f"{self.question.basis}. Its step is predicted to take "
+            f"{self.time(best.step)}{speed}. Its ranks idle {best.bubble:.1%} of the "
+            f"time, and the fullest device holds {self.size(best.peak)}{limit}."
+        )
+        bound = self.time(self.landscape.bound)
+        least = f"No plan of the whole space takes less than {bound}, "
+        if not self.has_bound:
+            yield "There is no bound for this space, so no gap is known."
+        elif self.landscape.gap < SAME_TIME:
+            yield f"{least}so this one is optimal."
+        else:
+            yield (
+                f"{least}so this one is at most {self.landscape.gap:.1%} above the optimum. "
+                f"The bound ignores {self.question.ignored}, so the optimum may be closer."
+            )
+        cuts = best.schedule.microbatches[0].cuts
+        if len(cuts) > 2 and self.tokens:
+            yield f"Tokens of its slices: {slice_lengths(cuts)}."
+        if best.partition:
+            yield f"Layers of its parts: {' '.join(map(str, best.partition))}."
+        skipped = skipped_share(best.schedule, best.partition)
+        if skipped:
+            yield (
+                f"Each micro-batch leaves out up to {skipped:.1%} of the layers, which "
+                "changes what is computed: gradients are those of shortened models."
+            )
+        if best.recompute:
+            parts = " ".join(map(str, best.recompute))
+            yield f"Parts that are computed again in the backward: {parts}."
+        runtime = self.question.limits.runtime
+        if runtime is not None:
+            yield (
+                f"The plan is for {runtime.name}: the search left out what it cannot run, and "
+                "timed every plan as its runtime sends messages."
+            )
+        if self.question.source:
+            yield f"Where the times come from: {self.question.source}."
+        for line in describe_range(self.question, best.step):
+            yield f"{line[0].upper()}{line[1:]}."
+        if self.landscape.interrupted:
+            yield "The search was stopped early. This is the best plan so far."
+
+    def reason(self, rival: Rival) -> str:
+        """Compare the best plan with the best one of another kind."""
+        other = rival.row.candidate
+        excess = rival.excess(self.landscape)
+        kinds = _join(rival.kinds)
+        if abs(excess) < SAME_TIME:
+            verdict = "the same time"
+        else:
+            verdict = f"{abs(excess):.1%} {'more' if excess > 0 else 'less'}"
+        sentence = (
+            f"The best plan {kinds} is {self.title(rival.row)}: its step takes "
+            f"{self.time(other.step)}, {verdict}, with a bubble of {other.bubble:.1%} "
+            f"and {self.size(other.peak)} on the fullest device."
+        )
+        best = self.landscape.best.candidate
+        if excess < SAME_TIME and best.noisy < other.noisy:
+            sentence += (
+                f" If all times vary by a tenth, its step takes {self.time(other.noisy)}, "
+                f"and that of the chosen plan {self.time(best.noisy)}."
+            )
+        return sentence
+
+    # ------------------------------------------------------------ heat maps
+    def heat_sentences(self) -> list[str]:
+        """Explain the numbers of the maps."""
+        what = f"Time of a step of the best plan in each place, in {self.time_unit}."
+        if self.tokens:
+            what = f"Speed of the best plan in each place, in {self.rates.unit}."
+        if len(self.landscape.cells) == 1:
+            return [what]
+        return [f"{what} A second line in a cell: micro-batches x sequences of each."]
+
+    def heat_maps(self) -> list[HeatMap]:
+        """Return the maps: over copies and ranks if there are several, and over placements."""
+        everything = divisions(self.landscape, self.question.pricing)
+        found = best_by_placement(self.landscape)
+        rows = [*found.values(), *(one.row for one in everything.values() if one.row)]
+        slowest = max(row.candidate.step for row in rows)
+        title = "Stages of a rank and slices of a sequence"
+        if len(everything) == 1:
+            return [self.placement_map(title, found, slowest)]
+        cell = self.landscape.best.cell
+        title += f", D={cell.copies} P={cell.ranks}"
+        maps = [
+            self.division_map("The best of all placements", everything, slowest),
+            self.placement_map(title, found, slowest),
+        ]
+        by_placement = divisions_by_placement(self.landscape, everything)
+        for name, places in by_placement.items():
+            shown = _without_empty_lines(places)
+            small = self.division_map(f"{name} on each rank", shown, slowest)
+            maps.append(replace(small, roomy=False))
+        return maps
+
+    def division_map(self, name: str, places: Map, slowest: float) -> HeatMap:
+        """Return a map over copies and ranks."""
+        ranks = sorted({key[1] for key in places})
+        rows = []
+        for count in sorted({key[0] for key in places}):
+            cells = [places.get((count, column)) for column in ranks]
+            drawn = [self.place(one, slowest) if one else None for one in cells]
+            rows.append((f"D={count}", tuple(drawn)))
+        columns = tuple(f"P={count}" for count in ranks)
+        is_roomy = len(ranks) <= MAX_ROOMY_RANKS
+        return HeatMap(name, "copies D, ranks P", columns, tuple(rows), is_roomy)
+
+    def placement_map(
+        self, name: str, found: dict[tuple[str, int], Row], slowest: float
+    ) -> HeatMap:
+        """Return a map over placements and slices of the chosen division."""
+        slices = sorted({count for _, count in found})
+        rows = []
+        for placement in dict.fromkeys(placement for placement, _ in found):
+            cells = []
+            for count in slices:
+                row = found.get((placement, count))
+                finding = MapFinding.FOUND if row else MapFinding.OPEN
+                place = MapPlace(finding, row, reason=NOT_TRIED)
+                cells.append(self.place(place, slowest))
+            rows.append((placement, tuple(cells)))
+        columns = tuple(count_of(count, "slice", "slices") for count in slices)
+        return HeatMap(name, "stages of a rank, slices", columns, tuple(rows))
+
+    def place(self, place: MapPlace, slowest: float) -> HeatCell:
+        """Return a place as a map shows it; `slowest` is the step of the slowest plan of all maps."""
+        mark = MARKS[place.finding]
+        if place.row is not None:
+            candidate = place.row.candidate
+            cell = place.row.cell
+            best = self.landscape.best.candidate
+            note = f"{cell.microbatches} x {cell.rows}"
+            if len(self.landscape.cells) == 1:
+                note = f"bubble {candidate.bubble:.1%}"
+            level = _colour_level(candidate.step, best.step, slowest)
+            text = self.merit(candidate.step)
+            tip = self.tip(place.row)
+            return HeatCell(mark, text, note, tip, level, candidate is best)
+        if place.finding is MapFinding.TOO_SLOW:
+            tip = f"cannot win: no plan takes less than {self.time(place.bound)}"
+            return HeatCell(mark, self.merit(place.bound), "at best", tip)
+        if place.finding is MapFinding.TOO_LARGE:
+            short = place.reason.split(" (")[0].split(":")[0]
+            return HeatCell(mark, "✕", short, place.reason)
+        return HeatCell(mark, "-", "", place.reason)
+
+    def merit(self, step: float) -> str:
+        """Write the speed of a step, or its time if the tokens are unknown."""
+        if self.tokens:
+            return self.rates.number(self.tokens / step)
+        return self.times.number(step)
+
+    def tip(self, row: Row) -> str:
+        """Describe a plan in a tooltip."""
+        candidate = row.candidate
+        return (
+            f"{title(candidate.name, candidate.shape)} ({candidate.sort}) on "
+            f"{row.cell.name}: step {self.time(candidate.step)}, bubble "
+            f"{candidate.bubble:.1%}, peak {self.size(candidate.peak)}"
+        )
+
+    # ------------------------------------------------------------ the front
+    def front(self, on_front: tuple[Row, ...]) -> Front:
+        """Return the figure of time over memory."""
+        places = {id(row): place for place, row in enumerate(on_front, start=1)}
+        labels = {id(row): label for label, row in reversed(self.shown_rows())}
+        dots = [
+            Dot(
+                row.candidate.peak,
+                row.candidate.step,
+                self.tip(row),
+                ORDER_GROUPS.get(row.candidate.sort, 0),
+                places.get(id(row), 0),
+                labels.get(id(row), ""),
+                row is self.landscape.best,
+            )
+            for row in self.landscape.rows
+        ]
+        return Front(
+            tuple(dots),
+            GROUP_NAMES,
+            self.sizes,
+            self.times,
+            f"memory of the fullest device, in {self.size_unit}",
+            f"step, in {self.time_unit}",
+            self.question.workload.memory,
+        )
+
+    def front_table(self, on_front: tuple[Row, ...]) -> list[tuple[str, ...]]:
+        """Return the rows of the front, numbered as in the figure."""
+        return [
+            (
+                str(place),
+                self.title(row),
+                self.sizes.number(row.candidate.peak, 3),
+                self.times.number(row.candidate.step),
+            )
+            for place, row in enumerate(on_front, start=1)
+        ]
+
+    # ------------------------------------------------------------ timelines
+    def shown_rows(self) -> list[tuple[str, Row]]:
+        """Return the plans whose timelines are drawn, with their roles."""
+        roles = [
+            ("chosen", self.landscape.best),
+            ("best fixed order", fastest_fixed(self.landscape)),
+            ("1F1B", plain_1f1b(self.landscape)),
+        ]
+        shown: list[tuple[str, Row]] = []
+        for role, row in roles:
+            if row is not None and all(row is not other for _, other in shown):
+                shown.append((role, row))
+        return shown
+
+    def timelines(self) -> list[tuple[str, Timeline]]:
+        """Return the timelines of the chosen plan, the best fixed order and 1F1B."""
+        drawn = []
+        for role, row in self.shown_rows():
+            judge = self.question.pricing.judge(row.cell)
+            timeline = judge.timeline(row.candidate.schedule)
+            name = f"{role}: {self.title(row)}"
+            copies = timeline.schedule.ranks // row.candidate.schedule.ranks
+            if 1 < copies < row.cell.copies:
+                name += f"; {copies} of {row.cell.copies} copies are drawn"
+            drawn.append((name, timeline))
+        return drawn
+
+    # ------------------------------------------------------------ tables
+    def best_plans(self) -> TextTable:
+        """Return the table of the best plans, with a note on its columns and on the rows that are left out."""
+        heads = ["", "plan", "order", f"step, {self.time_unit}"]
+        if self.tokens:
+            heads.append(self.rates.unit)
+        heads += ["bubble", f"peak, {self.size_unit}", "gap of its order"]
+        heads.append(f"step ±10%, {self.time_unit}")
+        best = self.landscape.rows[:MAX_TABLE_ROWS]
+        rows = [self.cells(place, row) for place, row in enumerate(best, start=1)]
+        hidden = len(self.landscape.rows) - MAX_TABLE_ROWS
+        more = f" {hidden:,} more plans fit." if hidden > 0 else ""
+        return TextTable(heads, rows, ROWS_NOTE + more)
+
+    def cells(self, place: int, row: Row) -> list[str]:
+        """Return a row of the table."""
+        candidate = row.candidate
+        step = self.times.number(candidate.step)
+        cells = [str(place), self.title(row), candidate.sort, step]
+        if self.tokens:
+            cells.append(self.rates.number(self.tokens / candidate.step))
+        noisy = candidate.noisy
+        return [
+            *cells,
+            f"{candidate.bubble:.1%}",
+            self.sizes.number(candidate.peak, 3),
+            f"{candidate.gap:.1%}" if candidate.bound else "",
+            self.times.number(noisy) if isfinite(noisy) else "",
+        ]
+
+    def misfit_title(self, count: int) -> str:
+        """Say how many cells and schedules do not fit."""
+        reasons = [one.reason for one in self.landscape.cells if one.reason]
+        late = reasons.count(CANNOT_WIN)
+        kinds = (
+            (len(reasons) - late, "division", "without a plan"),
+            (late, "division", "that cannot win"),
+            (len(self.landscape.too_large), "schedule", "above the memory of a device"),
+        )
+        parts = [
+            f"{count_of(f'{number:,}', noun, f'{noun}s')} {what}"
+            for number, noun, what in kinds
+            if number
+        ]
+        return _join(parts) if count else ""
+
+    def misfits(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the divisions and schedules that have no plan, with the reasons."""
+        for one in self.landscape.cells:
+            if one.reason:
+                bound = self.time(one.bound) if one.bound else ""
+                yield one.cell.name, bound, one.reason
+        for name, peak in self.landscape.too_large:
+            yield name, "", f"needs {self.size(peak)}"
+
+
+def _colour_level(step: float, best: float, slowest: float) -> float:
+    """Return 0 for the slowest and 1 for the fastest plans. Speeds, not times, are spaced evenly."""
+    lowest_speed = 1 / min(slowest, MAX_COLOURED_TIME * best)
+    speeds = 1 / best - lowest_speed
+    if speeds <= 0:
+        return 1.0
+    return min(1.0, max(0.0, (1 / step - lowest_speed) / speeds))
+
+
+def _without_empty_lines(places: Map) -> Map:
+    """Leave out the copies and the ranks for which nothing was found."""
+    found = [key for key, place in places.items() if place.row is not None]
+    copies = {key[0] for key in found}
+    ranks = {key[1] for key in found}
+    return {
+        key: place
+        for key, place in places.items()
+        if key[0] in copies and key[1] in ranks
+    }
+
+
+def _join(words: tuple[str, ...] | list[str]) -> str:
+    """Join words in a sentence.
+
+    >>> _join(["a", "b", "c"])
+    'a, b and c'
+    """
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

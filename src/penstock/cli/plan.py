@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.advice import show_counsel
-from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
-from penstock.cli.landscape_page import landscape_page
+from penstock.cli.landscape import (
+    landscape_facts,
+    landscape_page,
+    print_landscape,
+    show_progress,
+)
 from penstock.cli.options import (
     ConfigChanges,
     ProfileFile,
@@ -54,8 +58,8 @@ from penstock.plan.workload import (
 from penstock.schedules.orders import require_at_least
 from penstock.train.own_models import config_of, limits_of, read_model
 from penstock.train.placement import Placement
-from penstock.view.landscape import render_landscape
 from penstock.view.numbers import write_size
+from penstock.view.report import render_landscape
 
 if TYPE_CHECKING:
     from penstock.train.weights import Sizes  # loads torch

@@ -4,9 +4,8 @@ Timeline ──┬── gantt, plain   text.py    letters and colours
            ├── svg            svg.py     a figure as in the papers
            ├── page           html.py    zoom, hover, memory, critical path; predicted above measured
            ├── trace          trace.py   Perfetto, chrome://tracing
-           ├── report         report.py  the report of a run: curves, timelines, a sample
-           └── landscape      landscape.py  the page of a search for a plan: heat maps, front, timelines
-                              chart.py   lines over an axis
+           └── report         report.py  the report of a run; the page of a search for a plan
+                              chart.py   curves, and plans by memory and time
                               palette.py colours, and the facts of a header
                               numbers.py times and sizes with their units
 """

@@ -1,22 +1,29 @@
-"""A figure of curves over a common axis, such as loss curves.
+"""Figures over two axes: curves, such as those of the loss, and plans by memory and time.
 
     title
     4 |\\__                     ── full, 3 seeds      each series is a line; its band reaches from the lowest
     3 |   \\____                ── half skipped       to the highest of the values whose mean it is
       +----------- x
 
-The names of one or two lines stand next to the title, those of more lines next to the plot.
+    time │ ·╎ ·                   a dot for each plan
+         │  1  ·                  the numbers are places on the front
+         │  └──2╌╌ chosen         the line: with this memory, nothing is faster
+         └────────────── memory
+
+The names of one or two curves stand next to the title, those of more curves next to the plot. The page that shows a
+front has its colours, by the classes `.plot` and `.g0` to `.g2`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from penstock.errors import ShapeError
 from penstock.view.element import element, figure, group
-from penstock.view.numbers import short
+from penstock.view.numbers import COUNT, Scale
 from penstock.view.palette import round_step
 
 COLOURS = (
@@ -43,8 +50,78 @@ LEGEND_WIDTH = 210.0
 MARGIN = 24.0
 LETTER_WIDTH = 6.6
 MAX_INLINE_NAMES = 2  # names that fit next to the title
+MAX_TICKS = 6
 
 
+# ---------------------------------------------------------------- axes
+class Axis(NamedTuple):
+    """The values of an axis and the pixels where they are."""
+
+    name: str
+    least: float
+    most: float
+    begin: float  # where the least value is
+    end: float
+    scale: Scale = COUNT
+
+    def at(self, value: float) -> float:
+        """The pixel of a value."""
+        share = (value - self.least) / (self.most - self.least)
+        return self.begin + (self.end - self.begin) * share
+
+    def ticks(self) -> list[tuple[str, float]]:
+        """Round values that divide the axis into a few pieces, each with its pixel."""
+        factor = self.scale.factor
+        step = round_step((self.most - self.least) / factor, MAX_TICKS) * factor
+        first = int(self.least / step) - 1
+        values = [number * step for number in range(first, first + 20)]
+        return [
+            (self.scale.number(value, 5), self.at(value))
+            for value in values
+            if self.least <= value <= self.most
+        ]
+
+
+class Look(NamedTuple):
+    """The attributes of the parts of a plot."""
+
+    grid: dict[str, str]
+    axis: dict[str, str]
+    number: dict[str, str]
+
+
+DRAWN = Look({"stroke": LINE_COLOUR}, {"stroke": TEXT_COLOUR}, {"fill": TEXT_COLOUR})
+STYLED = Look({"class_": "grid"}, {"class_": "axis"}, {"class_": "tick"})
+
+
+def _axes(x: Axis, y: Axis, look: Look) -> Iterator[str]:
+    """Grid lines with their values, ticks with theirs, and what both axes mean."""
+    for number, height in y.ticks():
+        yield _path(f"M{x.begin:g} {height:.1f}H{x.end:g}", **look.grid)
+        right = {"text_anchor": "end", **look.number}
+        yield element("text", number, x=x.begin - 7, y=f"{height + 4:.1f}", **right)
+    for number, across in x.ticks():
+        yield _path(f"M{across:.1f} {y.begin:g}v5", **look.axis)
+        below = {"text_anchor": "middle", **look.number}
+        yield element("text", number, x=f"{across:.1f}", y=y.begin + 19, **below)
+    frame = f"M{x.begin:g} {y.end:g}V{y.begin:g}H{x.end:g}"
+    yield _path(frame, fill="none", **look.axis)
+    middle = (x.begin + x.end) / 2
+    yield _text(x.name, middle, y.begin + 40, text_anchor="middle")
+    turned = f"translate(15 {(y.begin + y.end) / 2:g}) rotate(-90)"
+    yield element("text", escape(y.name), transform=turned, text_anchor="middle")
+
+
+def _path(steps: str, **attributes: str | float) -> str:
+    return element("path", d=steps, **attributes)
+
+
+def _text(words: str, x: float, y: float, **attributes: str | float) -> str:
+    """Words at a place of the figure."""
+    return element("text", escape(words), x=x, y=y, **attributes)
+
+
+# ---------------------------------------------------------------- curves
 @dataclass(frozen=True, slots=True)
 class Series:
     """Points from left to right, with a band around them if `low` and `high` are given."""
@@ -66,30 +143,10 @@ class Series:
                 f"and a band of {len(self.low)} low and {len(self.high)} high values"
             )
 
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """The ranges of the axes."""
-
-    left: float
-    right: float
-    low: float
-    high: float
-
-    def x(self, value: float) -> float:
-        """The horizontal position of a value, in pixels."""
-        share = (value - self.left) / (self.right - self.left)
-        return PLOT_LEFT + PLOT_WIDTH * share
-
-    def y(self, value: float) -> float:
-        """The vertical position of a value, in pixels."""
-        share = (self.high - value) / (self.high - self.low)
-        return PLOT_TOP + PLOT_HEIGHT * share
-
-    def points(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
-        """The positions of points, as SVG writes them."""
-        pairs = zip(xs, ys, strict=True)
-        return [f"{_pixel(self.x(x))},{_pixel(self.y(y))}" for x, y in pairs]
+    @property
+    def dash(self) -> dict[str, str]:
+        """The attributes of a dashed line."""
+        return {"stroke_dasharray": "6 4"} if self.dashed else {}
 
 
 def chart(
@@ -112,179 +169,95 @@ def chart(
     drawn = [line for line in lines if line.x]
     if not drawn:
         raise ShapeError("a chart needs a line with points")
-    frame = _frame(drawn, top)
+    x = _x_axis(drawn, across)
+    y = _y_axis(drawn, up, top)
     colours = []
     bands: list[str] = []
     curves: list[str] = []
     for number, line in enumerate(drawn):
         colour = line.colour or COLOURS[number % len(COLOURS)]
         colours.append(colour)
-        bands += _band(frame, line, colour)
-        curves += _curve(frame, line, colour, marks)
-    plot = [*bands, *_moments(frame, moments), *curves]
+        if line.low:
+            around = [*_points(x, y, line.x, line.high)]
+            around += reversed(_points(x, y, line.x, line.low))
+            band = " ".join(around)
+            bands.append(
+                element("polygon", points=band, fill=colour, fill_opacity=0.13)
+            )
+        curves += _curve(x, y, line, colour, marks)
+    plot = [*bands, *_moments(x, moments), *curves]
     clipped = {"clip_path": f"url(#{PLOT_AREA})"} if top is not None else {}
+    area = element(
+        "rect", x=PLOT_LEFT, y=PLOT_TOP, width=PLOT_WIDTH, height=PLOT_HEIGHT
+    )
     content = [
-        element(
-            "text", escape(title), x=PLOT_LEFT, y=24, font_size=15, font_weight="bold"
-        ),
-        *_axes(frame, across, up),
-        _plot_area(),
+        _text(title, PLOT_LEFT, 24, font_size=15, font_weight="bold"),
+        *_axes(x, y, DRAWN),
+        element("clipPath", area, id=PLOT_AREA),
         *group(plot, **clipped),
         *_legend(drawn, colours),
     ]
     right_margin = LEGEND_WIDTH if len(drawn) > MAX_INLINE_NAMES else MARGIN
-    width = PLOT_LEFT + PLOT_WIDTH + right_margin
-    height = PLOT_TOP + PLOT_HEIGHT + AXIS_HEIGHT
-    return figure(escape(title), width, height, content)
+    height = PLOT_BOTTOM + AXIS_HEIGHT
+    return figure(escape(title), PLOT_RIGHT + right_margin, height, content)
 
 
-def _frame(lines: Sequence[Series], top: float | None) -> _Frame:
-    """The ranges in which all points lie, with a little room above and below them."""
-    xs: list[float] = []
-    ys: list[float] = []
-    for line in lines:
-        xs += line.x
-        ys += [*line.y, *line.low, *line.high]
-    if top is not None:
-        ys = [min(y, top) for y in ys]
-    left = min(xs)
-    right = max(xs)
+def _x_axis(lines: Sequence[Series], name: str) -> Axis:
+    left = min(min(line.x) for line in lines)
+    right = max(max(line.x) for line in lines)
     if right == left:
         right = left + 1
-    room = (max(ys) - min(ys)) * 0.04 or 1.0
-    return _Frame(left, right, min(ys) - room, max(ys) + room)
+    return Axis(name, left, right, PLOT_LEFT, PLOT_RIGHT)
 
 
-def _pixel(number: float) -> str:
-    """A position to a tenth of a pixel."""
-    return f"{number:.1f}"
+def _y_axis(lines: Sequence[Series], name: str, top: float | None) -> Axis:
+    """The axis of all values up to `top`, with a little room above and below them."""
+    values: list[float] = []
+    for line in lines:
+        values += [*line.y, *line.low, *line.high]
+    if top is not None:
+        values = [min(value, top) for value in values]
+    low, high = min(values), max(values)
+    room = (high - low) * 0.04 or 1.0
+    return Axis(name, low - room, high + room, PLOT_BOTTOM, PLOT_TOP)
 
 
-def _plot_area() -> str:
-    """The area to which curves are clipped."""
-    area = element(
-        "rect", x=PLOT_LEFT, y=PLOT_TOP, width=PLOT_WIDTH, height=PLOT_HEIGHT
-    )
-    return element("clipPath", area, id=PLOT_AREA)
+def _points(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+    """The positions of points, as SVG writes them."""
+    pairs = zip(xs, ys, strict=True)
+    return [f"{x.at(one):.1f},{y.at(other):.1f}" for one, other in pairs]
 
 
-# ---------------------------------------------------------------- axes
-def _axes(frame: _Frame, across: str, up: str) -> Iterator[str]:
-    """Grid lines with their values, ticks with theirs, and what both axes mean."""
-    for value in _ticks(frame.low, frame.high):
-        yield from _grid_line(frame, value)
-    for value in _ticks(frame.left, frame.right):
-        yield from _tick(frame, value)
-    yield element(
-        "path",
-        d=f"M{PLOT_LEFT:g} {PLOT_TOP:g}V{PLOT_BOTTOM:g}H{PLOT_RIGHT:g}",
-        fill="none",
-        stroke=TEXT_COLOUR,
-    )
-    yield element(
-        "text",
-        escape(across),
-        x=PLOT_LEFT + PLOT_WIDTH / 2,
-        y=PLOT_BOTTOM + 40,
-        text_anchor="middle",
-    )
-    middle = PLOT_TOP + PLOT_HEIGHT / 2
-    yield element(
-        "text",
-        escape(up),
-        transform=f"translate(15 {middle:g}) rotate(-90)",
-        text_anchor="middle",
-    )
-
-
-def _grid_line(frame: _Frame, value: float) -> Iterator[str]:
-    """A line across the plot, with its value to the left."""
-    y = frame.y(value)
-    yield element(
-        "path", d=f"M{PLOT_LEFT:g} {_pixel(y)}H{PLOT_RIGHT:g}", stroke=LINE_COLOUR
-    )
-    yield element(
-        "text",
-        short(value, 5),
-        x=PLOT_LEFT - 7,
-        y=_pixel(y + 4),
-        text_anchor="end",
-        fill=TEXT_COLOUR,
-    )
-
-
-def _tick(frame: _Frame, value: float) -> Iterator[str]:
-    """A tick below the plot, with its value."""
-    x = _pixel(frame.x(value))
-    yield element("path", d=f"M{x} {PLOT_BOTTOM:g}v5", stroke=TEXT_COLOUR)
-    yield element(
-        "text",
-        short(value, 5),
-        x=x,
-        y=PLOT_BOTTOM + 19,
-        text_anchor="middle",
-        fill=TEXT_COLOUR,
-    )
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round values that divide a range into at most six pieces."""
-    step = round_step(high - low, 6)
-    first = int(low / step) - 1
-    multiples = [number * step for number in range(first, first + 20)]
-    return [multiple for multiple in multiples if low <= multiple <= high]
-
-
-# ---------------------------------------------------------------- lines
-def _band(frame: _Frame, line: Series, colour: str) -> Iterator[str]:
-    """The area between the lowest and the highest values, if a line has them."""
-    if not line.low:
-        return
-    upper_edge = frame.points(line.x, line.high)
-    lower_edge = frame.points(line.x, line.low)
-    around = " ".join(upper_edge + lower_edge[::-1])
-    yield element("polygon", points=around, fill=colour, fill_opacity=0.13)
-
-
-def _curve(frame: _Frame, line: Series, colour: str, marks: bool) -> Iterator[str]:
+def _curve(x: Axis, y: Axis, line: Series, colour: str, marks: bool) -> Iterator[str]:
     """A line through the points, and a dot on each of them if `marks` says so."""
+    points = _points(x, y, line.x, line.y)
     yield element(
         "polyline",
-        points=" ".join(frame.points(line.x, line.y)),
+        points=" ".join(points),
         fill="none",
         stroke=colour,
         stroke_width=1.8,
         stroke_linejoin="round",
-        **_dash(line),
+        **line.dash,
     )
-    is_invisible = len(line.x) == 1  # A line through one point has no length.
-    if marks or is_invisible:
-        for x, y in zip(line.x, line.y, strict=True):
-            cx = _pixel(frame.x(x))
-            cy = _pixel(frame.y(y))
-            yield element("circle", cx=cx, cy=cy, r=3.2, fill=colour)
+    if marks or len(points) == 1:  # A line through one point has no length.
+        for point in points:
+            across, down = point.split(",")
+            yield element("circle", cx=across, cy=down, r=3.2, fill=colour)
 
 
-def _dash(line: Series) -> dict[str, str]:
-    return {"stroke_dasharray": "6 4"} if line.dashed else {}
-
-
-def _moments(frame: _Frame, moments: Sequence[tuple[float, str]]) -> Iterator[str]:
+def _moments(x: Axis, moments: Sequence[tuple[float, str]]) -> Iterator[str]:
     """A numbered line from top to bottom for each moment; its tooltip says what happened."""
     for number, (moment, text) in enumerate(moments, start=1):
-        if not frame.left <= moment <= frame.right:
+        if not x.least <= moment <= x.most:
             continue
-        x = _pixel(frame.x(moment))
-        line = element(
-            "path",
-            d=f"M{x} {PLOT_TOP:g}V{PLOT_BOTTOM:g}",
-            stroke=TEXT_COLOUR,
-            stroke_dasharray="2 3",
-        )
+        across = f"{x.at(moment):.1f}"
+        steps = f"M{across} {PLOT_TOP:g}V{PLOT_BOTTOM:g}"
+        line = _path(steps, stroke=TEXT_COLOUR, stroke_dasharray="2 3")
         label = element(
             "text",
             str(number),
-            x=x,
+            x=across,
             y=PLOT_TOP - 4,
             font_size=10,
             text_anchor="middle",
@@ -302,13 +275,207 @@ def _legend(lines: Sequence[Series], colours: Sequence[str]) -> Iterator[str]:
         left -= sum(widths)
     for number, line in enumerate(lines):
         y = 20 if is_inline else PLOT_TOP + 10 + 20 * number
-        yield element(
-            "path",
-            d=f"M{left:g} {y:g}h22",
-            stroke=colours[number],
-            stroke_width=2.5,
-            **_dash(line),
-        )
-        yield element("text", escape(line.name), x=left + 28, y=y + 4)
+        look = {"stroke": colours[number], "stroke_width": "2.5", **line.dash}
+        yield _path(f"M{left:g} {y:g}h22", **look)
+        yield _text(line.name, left + 28, y + 4)
         if is_inline:
             left += widths[number]
+
+
+# ---------------------------------------------------------------- plans by memory and time
+WIDTH = 760.0
+HEIGHT = 400.0
+LEFT = 66.0
+RIGHT = WIDTH - 18.0
+TOP = 22.0
+BOTTOM = HEIGHT - 48.0
+NUMBER_SIZE = 15.0  # a number on the front that meets an earlier one in squares of this size is left out
+LABEL_WIDTH = 6.4  # pixels of a letter
+MAX_LABEL_LINES = 12  # how far above its dot a label may stand
+# Plans that take this much longer than the best are left out, unless the front or a label needs them.
+MAX_SHOWN_TIME = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A plan in the figure of time over memory."""
+
+    size: float
+    time: float
+    tip: str
+    group: int  # of the names in `Front.groups`
+    place: int = 0  # on the front, from 1; 0 for the others
+    label: str = ""
+    chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Plans by memory and time, and the line of those that no other one beats in both."""
+
+    dots: tuple[Dot, ...]
+    groups: tuple[str, ...]
+    sizes: Scale
+    times: Scale
+    across: str
+    up: str
+    limit: float | None = None  # the memory of a device
+
+
+class _Drawn(NamedTuple):
+    """A dot and its pixel."""
+
+    dot: Dot
+    x: float
+    y: float
+
+
+class _Box(NamedTuple):
+    """A rectangle of the figure, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, others: Sequence[_Box]) -> bool:
+        """Whether it overlaps one of the others."""
+        return any(
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+            for other in others
+        )
+
+
+def shown_dots(front: Front) -> list[Dot]:
+    """The dots that the figure has room for: not those that are much slower than the others."""
+    fastest = min(dot.time for dot in front.dots)
+    named = [dot.time for dot in front.dots if dot.place or dot.label]
+    slowest = max([fastest * MAX_SHOWN_TIME, *named])
+    return [dot for dot in front.dots if dot.time <= slowest]
+
+
+def front_figure(front: Front, dots: list[Dot]) -> str:
+    """The figure of these dots, as an SVG element."""
+    sizes = [dot.size for dot in dots]
+    if front.limit is not None and front.limit <= 1.3 * max(sizes):
+        sizes.append(front.limit)
+    x = Axis(front.across, *_range(sizes, 0.06), LEFT, RIGHT, front.sizes)
+    times = _range([dot.time for dot in dots], 0.08)
+    y = Axis(front.up, *times, BOTTOM, TOP, front.times)
+    drawn = [_Drawn(dot, x.at(dot.size), y.at(dot.time)) for dot in dots]
+    placed = sorted(
+        (one for one in drawn if one.dot.place), key=lambda one: one.dot.place
+    )
+    content = [
+        element("title", "The time of a step over the memory of the fullest device"),
+        *_axes(x, y, STYLED),
+        *_limit(x, front.limit),
+        *_front_line(placed),
+        *_dots(drawn),
+        *_names(placed, drawn),
+    ]
+    return element(
+        "svg",
+        "\n".join(content),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        font_size=12,
+        role="img",
+    )
+
+
+def _range(values: list[float], room: float) -> tuple[float, float]:
+    """The least and the greatest value, each with a share of their distance as room."""
+    least = min(values)
+    greatest = max(values)
+    distance = (greatest - least) * room
+    if distance == 0:
+        distance = greatest * 0.1 or 1.0
+    return max(0.0, least - distance), greatest + distance
+
+
+def _limit(x: Axis, limit: float | None) -> Iterator[str]:
+    """A line at the memory of a device, if it lies in the figure."""
+    if limit is None or not x.least <= limit <= x.most:
+        return
+    across = x.at(limit)
+    yield _path(f"M{across:.1f} {TOP:g}V{BOTTOM:g}", class_="limit")
+    words = "memory of a device"
+    yield _text(words, across - 5, TOP - 8, class_="tick", text_anchor="end")
+
+
+def _front_line(placed: list[_Drawn]) -> Iterator[str]:
+    """Steps from one dot of the front to the next: with this memory, nothing is faster."""
+    line = ""
+    for _, x, y in placed:
+        line += f"H{x:.1f}V{y:.1f}" if line else f"M{x:.1f} {TOP:g}V{y:.1f}"
+    if line:
+        yield _path(f"{line}H{RIGHT:g}", class_="line")
+
+
+def _dots(drawn: list[_Drawn]) -> Iterator[str]:
+    """All dots; those with a name and those of the front last, so that nothing covers them."""
+    for dot, x, y in sorted(
+        drawn, key=lambda one: (bool(one.dot.label), one.dot.place > 0)
+    ):
+        radius = 5 if dot.place or dot.label else 3.4
+        tip = element("title", escape(dot.tip))
+        yield element("circle", tip, class_=f"g{dot.group}", cx=x, cy=y, r=radius)
+        if dot.chosen:
+            yield element("circle", class_="chosen", cx=x, cy=y, r=8)
+
+
+def _names(placed: list[_Drawn], drawn: list[_Drawn]) -> Iterator[str]:
+    """The numbers of the front and the names of a few dots, where they cover neither each other nor such dots.
+
+    A number stands below and left of its dot, and is left out if there is no room.
+    """
+    taken: list[_Box] = []
+    numbers: list[_Box] = []
+    for dot, x, y in placed:
+        right, base = x - 6, y + 15
+        square = _Box(right - NUMBER_SIZE, base - NUMBER_SIZE, right, base)
+        if square.meets(numbers):
+            continue
+        numbers.append(square)
+        number = str(dot.place)
+        taken.append(_Box(right - LABEL_WIDTH * len(number), base - 9, right, base))
+        bold = {"font_weight": "600", "font_size": "11"}
+        yield _text(number, right, base, class_="halo", text_anchor="end", **bold)
+    for dot, x, y in drawn:
+        if dot.place or dot.label:
+            taken.append(_Box(x - 6, y - 6, x + 6, y + 6))
+    named = [one for one in drawn if one.dot.label]
+    for dot, x, y in sorted(named, key=lambda one: one.dot.time):
+        width = LABEL_WIDTH * len(dot.label)
+        for left, base in _label_places(x, y, width):
+            box = _Box(left, base - 10, left + width, base + 3)
+            if not box.meets(taken):
+                break
+        taken.append(box)
+        yield _text(dot.label, left, base, class_="halo")
+
+
+def _label_places(x: float, y: float, width: float) -> Iterator[tuple[float, float]]:
+    """Where a label of a dot may begin, the best place first.
+
+       5        further above
+       1
+    3  ●  2
+       4
+    """
+
+    def inside(left: float) -> float:
+        return min(max(left, LEFT + 4), RIGHT - width)
+
+    centred = inside(x - width / 2)
+    above = y - 11
+    yield centred, above
+    yield inside(x + 13), y + 4
+    yield inside(x - 13 - width), y + 4
+    yield centred, y + 23
+    for lines in range(1, MAX_LABEL_LINES):
+        yield centred, above - 14 * lines

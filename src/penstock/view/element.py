@@ -1,19 +1,39 @@
-"""The elements of SVG figures, as text.
+"""The elements of SVG figures as text, and the frame of every page.
 
     element("rect", x=4.0, y=0.5, fill="#ffffff")         <rect x="4" y="0.5" fill="#ffffff"/>
     element("text", "rank 0", x=56.0, text_anchor="end")  <text x="56" text-anchor="end">rank 0</text>
 
-Words and colours are written as they are: whoever shows the text of a user escapes it.
+Words and colours are written as they are: whoever shows the text of a user escapes it. A page is one HTML file that
+loads nothing else, in light and dark.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from html import escape
 
 from penstock.view.numbers import short
 from penstock.view.palette import IDLE, INK
 
 FONT = "Helvetica, Arial, sans-serif"
+FRAME = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{css}</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""
 
 
 def element(name: str, /, *content: str, **attributes: str | float) -> str:
@@ -73,3 +93,9 @@ def _open_tag(name: str, attributes: dict[str, str | float]) -> str:
         svg_key = key.rstrip("_").replace("_", "-")
         words.append(f'{svg_key}="{text}"')
     return " ".join(words)
+
+
+# ---------------------------------------------------------------- pages
+def framed(title: str, css: str, body: str) -> str:
+    """A whole page around a body in HTML."""
+    return FRAME.format(title=escape(title), css=css, body=body)

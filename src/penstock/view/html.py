@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.errors import ShapeError
 from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
-from penstock.view.frame import framed
+from penstock.view.element import framed
 from penstock.view.palette import (
     OP_NAMES,
     PAINTS,

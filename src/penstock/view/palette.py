@@ -20,7 +20,7 @@ import numpy as np
 from penstock.ir.action import OPS, Op
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Timeline
-from penstock.view.numbers import name_size, name_time
+from penstock.view.numbers import MICROBATCHES, RANKS, count_of, name_size, name_time
 
 TONES = 24
 # The lightest, middle and darkest shade of each op.
@@ -166,19 +166,12 @@ def facts(timeline: Timeline) -> tuple[str, ...]:
     schedule = timeline.schedule
     peak = float((timeline.weights + timeline.peak_activations).max())
     return (
-        _count(schedule.ranks, "rank"),
-        _count(len(schedule.microbatches), "micro-batch"),
+        count_of(schedule.ranks, *RANKS),
+        count_of(len(schedule.microbatches), *MICROBATCHES),
         f"makespan {name_time(timeline.makespan, timeline.units)}",
         f"bubble {timeline.bubble:.1%}",
         f"peak {name_size(peak, timeline.units)}",
     )
-
-
-def _count(number: int, noun: str) -> str:
-    if number == 1:
-        return f"1 {noun}"
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural}"
 
 
 def round_step(extent: float, most: int) -> float:
