@@ -19,10 +19,10 @@ from penstock.plan.paths.rules import part_orders
 from penstock.plan.paths.search import Budget
 from penstock.plan.paths.simulator import (
     NodePath,
-    Solution,
     choose_queueing,
     path_in_order,
     simulate_solution,
+    solution_of,
 )
 from penstock.plan.paths.starts import random_routes
 
@@ -35,7 +35,7 @@ def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
 
     All parts are visited equally often.
     """
-    paths = random_routes(plan.problem, np.array(plan.solution.labels), seed)
+    paths = random_routes(plan.problem, plan.solution.part_of_node, seed)
     return _plan_with(plan, paths)
 
 
@@ -43,13 +43,13 @@ def shortest_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
     """Return a plan that makes the longest trips as short as possible and ignores the queues."""
     random = Random(seed)
     problem = plan.problem
-    labels = np.array(plan.solution.labels)
-    best = list(random_paths(plan, seed).solution.paths)
+    part_of_node = plan.solution.part_of_node
+    best = random_routes(problem, part_of_node, seed)
     longest = _trip_seconds(problem, best)
     for _ in range(SHORTENING_MOVES):
         unit = random.randrange(len(best))
         other = random.randrange(len(best))
-        trial = _exchange_nodes(problem, labels, best, unit, other, random)
+        trial = _exchange_nodes(problem, part_of_node, best, unit, other, random)
         if trial is None:
             continue
         trips = _trip_seconds(problem, trial)
@@ -61,7 +61,7 @@ def shortest_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
 
 def _exchange_nodes(
     problem: Problem,
-    labels: Ints,
+    part_of_node: Ints,
     paths: list[NodePath],
     unit: int,
     other: int,
@@ -80,16 +80,18 @@ def _exchange_nodes(
     path[i], other_path[j] = other_path[j], path[i]
     exchanged = list(paths)
     for changed, nodes in ((unit, path), (other, other_path)):
-        shortest = _shortest_order(problem, labels, nodes)
+        shortest = _shortest_order(problem, part_of_node, nodes)
         if shortest is None:
             return None
         exchanged[changed] = shortest
     return exchanged
 
 
-def _shortest_order(problem: Problem, labels: Ints, path: list[int]) -> NodePath | None:
+def _shortest_order(
+    problem: Problem, part_of_node: Ints, path: list[int]
+) -> NodePath | None:
     """Return the path with its nodes in the quickest order that the rules allow, or None."""
-    parts = [int(labels[node]) for node in path[1:]]
+    parts = [int(part_of_node[node]) for node in path[1:]]
     if len(set(parts)) < len(parts):
         return None
     node_of_part = dict(zip(parts, path[1:], strict=True))
@@ -108,10 +110,10 @@ def _trip_seconds(problem: Problem, paths: list[NodePath]) -> list[float]:
 
 def _seconds_alone(problem: Problem, path: NodePath) -> float:
     """Return about how long a micro-batch takes on this path if it never waits."""
-    traffic = problem.traffic
-    hop = traffic.hop(1)
-    slowness = float(traffic.slow[list(path)].sum())
-    work = slowness * float(traffic.forward[1].sum()) * WORK_PER_FORWARD
+    arrays = problem.arrays
+    hop = arrays.hop(1)
+    slowness = float(arrays.slow[list(path)].sum())
+    work = slowness * float(arrays.forward[1].sum()) * WORK_PER_FORWARD
     way = 0.0
     for a, b in pairwise([*path, path[0]]):
         way += float(hop[a, b] + hop[b, a])
@@ -121,9 +123,8 @@ def _seconds_alone(problem: Problem, path: NodePath) -> float:
 def _plan_with(plan: PathPlan, paths: list[NodePath]) -> PathPlan:
     """Return a plan with the same arrangement and other paths."""
     problem = plan.problem
-    first_order = problem.policy.queue_orders[0]
-    start = Solution(plan.solution.labels, tuple(paths), first_order)
+    start = solution_of(problem, plan.solution.part_of_node, paths)
     solution = choose_queueing(problem, start)
     if not np.isfinite(simulate_solution(problem, solution).makespan):
-        solution = replace(solution, careful=True)
+        solution = replace(solution, avoid_deadlock=True)
     return finish_plan(problem, solution, plan.bound, Budget(0))

@@ -13,12 +13,13 @@ from penstock.ir.compiled import many_schedules
 from penstock.plan.paths import Rules, even_parts, path_bound, plan_paths, rule_faults
 from penstock.plan.paths.lanes import LaneSearch
 from penstock.plan.paths.planner import schedule_from
-from penstock.plan.paths.problem import Problem, QueueOrder
+from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.search import Budget
 from penstock.plan.paths.simulator import (
     Solution,
     choose_queueing,
     simulate_solution,
+    solution_of,
     solution_value,
 )
 
@@ -33,7 +34,7 @@ def one_city() -> Problem:
 
 def searched(moves: int) -> tuple[Problem, Solution, Solution]:
     problem = one_city()
-    first = Solution(LANE, (LANE,) * 6, QueueOrder.BACKWARD)
+    first = solution_of(problem, LANE, (LANE,) * 6)
     with many_schedules():
         queued = choose_queueing(problem, first)
         search = LaneSearch(problem, queued, list(range(6)), Random(0))
@@ -68,4 +69,4 @@ def test_more_lane_moves_are_never_worse_and_keep_the_rules():
         assert not rule_faults(plan)
         ends.append(plan.makespan)
     assert ends == sorted(ends, reverse=True)
-    assert plan.solution.turns
+    assert (plan.solution.turns >= 0).any()

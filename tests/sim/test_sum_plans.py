@@ -178,7 +178,7 @@ def test_passes_share_the_time_of_the_sums_in_the_price_and_in_the_bound():
     assert timeline.makespan > last
     assert often.makespan == pytest.approx(last + (timeline.makespan - last) / 4)
     assert not rule_faults(often)
-    sizes = np.bincount(often.solution.labels)
+    sizes = np.bincount(often.solution.part_of_node)
     bounds = [
         path_bound(problem, sizes, None)
         for problem in (often.problem, often.problem.without_sums())

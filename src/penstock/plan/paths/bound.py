@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice, pairwise
 from typing import NamedTuple
@@ -38,7 +38,7 @@ import numpy as np
 
 from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.problem import LeastWork, Problem, Traffic
+from penstock.plan.paths.problem import LeastWork, Problem, ProblemArrays
 from penstock.plan.paths.rules import MAX_ORDERED_PARTS, part_orders, part_subsets
 from penstock.plan.paths.simulator import ends_of_sums
 
@@ -233,14 +233,14 @@ class Trips:
 
 
 def shortest_trips(
-    problem: Problem, work: LeastWork, labels: Ints, data: Ints
+    problem: Problem, work: LeastWork, part_of_node: Ints, data: Ints
 ) -> Trips:
     """Find the shortest trips over any parts in any order that the rules allow."""
-    traffic = problem.traffic
-    data_work = work.data * traffic.slow[data]
-    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    arrays = problem.arrays
+    data_work = work.data * arrays.slow[data]
+    alive = [part for part in range(1, problem.body) if (part_of_node == part).any()]
     hops = min(problem.hops, len(alive))
-    never_visited = np.full(traffic.nodes, np.inf)
+    never_visited = np.full(arrays.nodes, np.inf)
     if hops == 0:
         no_way = np.zeros(len(data))
         return Trips(data_work, no_way, no_way, never_visited, never_visited)
@@ -248,9 +248,9 @@ def shortest_trips(
     trips = Trips(unknown, unknown, unknown, never_visited.copy(), never_visited.copy())
     outside = _seconds_outside_from(problem, work, data)
     for order in _part_orders_to_try(problem, alive, hops):
-        layers = [_nodes_of_part(labels, part) for part in order]
-        _try_ways(problem, work, trips, labels, data, layers)
-        _try_round_trips(problem, work, trips, labels, data, layers)
+        layers = [_nodes_of_part(part_of_node, part) for part in order]
+        _try_ways(problem, work, trips, part_of_node, data, layers)
+        _try_round_trips(problem, work, trips, part_of_node, data, layers)
         for layer in layers:
             trips.outside[layer] = outside[layer]
     return trips
@@ -260,13 +260,17 @@ def _try_ways(
     problem: Problem,
     work: LeastWork,
     trips: Trips,
-    labels: Ints,
+    part_of_node: Ints,
     data: Ints,
     layers: Sequence[Ints],
 ) -> None:
     """Shorten the ways to the heads and back, if those over these layers of nodes are shorter."""
-    forward = [_seconds_on(problem, work.forward, labels, layer) for layer in layers]
-    backward = [_seconds_on(problem, work.backward, labels, layer) for layer in layers]
+    forward = [
+        _seconds_on(problem, work.forward, part_of_node, layer) for layer in layers
+    ]
+    backward = [
+        _seconds_on(problem, work.backward, part_of_node, layer) for layer in layers
+    ]
     there = _shortest_way(data, layers, work.one_way, forward)
     back = _shortest_way(data, layers, work.one_way.T, backward)
     trips.there = np.minimum(trips.there, there)
@@ -277,7 +281,7 @@ def _try_round_trips(
     problem: Problem,
     work: LeastWork,
     trips: Trips,
-    labels: Ints,
+    part_of_node: Ints,
     data: Ints,
     layers: Sequence[Ints],
 ) -> None:
@@ -285,7 +289,9 @@ def _try_round_trips(
 
     data node ──arrive[k]──► [own[k]: the work on a node of layer k] ──rest[k]──► data node
     """
-    own = [_seconds_on(problem, work.trip_part, labels, layer) for layer in layers]
+    own = [
+        _seconds_on(problem, work.trip_part, part_of_node, layer) for layer in layers
+    ]
     pairs = [work.pair[np.ix_(*neighbors)] for neighbors in pairwise(layers)]
     links = [work.inner * pair for pair in pairs]
     first_link = work.inner * work.pair[np.ix_(data, layers[0])]
@@ -297,7 +303,7 @@ def _try_round_trips(
     for k in range(len(layers) - 1, 0, -1):
         rest.append(min_plus(rest[-1] + own[k], links[k - 1].T))
     rest.reverse()
-    data_work = work.data * problem.traffic.slow[data]
+    data_work = work.data * problem.arrays.slow[data]
     for k, layer in enumerate(layers):
         through = arrive[k] + own[k] + rest[k] + data_work[:, None]
         trips.trip = np.minimum(trips.trip, through.min(axis=1))
@@ -305,9 +311,11 @@ def _try_round_trips(
         trips.stay[layer] = np.minimum(trips.stay[layer], held)
 
 
-def _seconds_on(problem: Problem, seconds: Floats, labels: Ints, layer: Ints) -> Floats:
+def _seconds_on(
+    problem: Problem, seconds: Floats, part_of_node: Ints, layer: Ints
+) -> Floats:
     """Return the work of each node of a layer, given the seconds of each part."""
-    own: Floats = seconds[labels[layer]] * problem.traffic.slow[layer]
+    own: Floats = seconds[part_of_node[layer]] * problem.arrays.slow[layer]
     return own
 
 
@@ -328,10 +336,10 @@ def _part_orders_to_try(
     return orders
 
 
-def _nodes_of_part(labels: Ints, part: int) -> Ints:
+def _nodes_of_part(part_of_node: Ints, part: int) -> Ints:
     if part == ANY_PART:
-        return np.flatnonzero(labels > 0)
-    return np.flatnonzero(labels == part)
+        return np.flatnonzero(part_of_node > 0)
+    return np.flatnonzero(part_of_node == part)
 
 
 def _seconds_outside_from(problem: Problem, work: LeastWork, data: Ints) -> Floats:
@@ -340,20 +348,20 @@ def _seconds_outside_from(problem: Problem, work: LeastWork, data: Ints) -> Floa
     The micro-batch that comes first need not be the one that leaves last. So the two are minimized
     separately, over any nodes.
     """
-    traffic = problem.traffic
+    arrays = problem.arrays
     one_way = work.one_way
     forward = work.forward[: problem.body]
     backward = work.backward[: problem.body]
-    first_forward = float((forward[0] * traffic.slow[data]).min())
-    last_backward = float((backward[0] * traffic.slow[data]).min())
+    first_forward = float((forward[0] * arrays.slow[data]).min())
+    last_backward = float((backward[0] * arrays.slow[data]).min())
     there = one_way[data].min(axis=0) + first_forward
     back = one_way[:, data].min(axis=1) + last_backward
     before = there
     after = back
     for _ in range(problem.hops - 1):
-        onward = (there + forward[1:].min() * traffic.slow)[:, None] + one_way
+        onward = (there + forward[1:].min() * arrays.slow)[:, None] + one_way
         there = onward.min(axis=0)
-        homeward = (back + backward[1:].min() * traffic.slow)[None, :] + one_way
+        homeward = (back + backward[1:].min() * arrays.slow)[None, :] + one_way
         back = homeward.min(axis=1)
         before = np.minimum(before, there)
         after = np.minimum(after, back)
@@ -800,36 +808,36 @@ def least_sum_seconds(problem: Problem, part: int, replicas: int) -> float:
     Only the sums that have to wait for that backward count.
     """
     seconds = 0.0
-    for size in problem.traffic.sums[part, 1:].tolist():
+    for size in problem.arrays.sums[part, 1:].tolist():
         if problem.planned_sums:
-            seconds += _least_exchange(problem.traffic, replicas, size)
+            seconds += _least_exchange(problem.arrays, replicas, size)
         else:
-            seconds += _least_ring(problem.traffic, replicas, size)
+            seconds += _least_ring(problem.arrays, replicas, size)
     return seconds
 
 
-def _least_ring(traffic: Traffic, replicas: int, size: float) -> float:
+def _least_ring(arrays: ProblemArrays, replicas: int, size: float) -> float:
     """Return a lower bound for a ring of any `replicas` nodes."""
-    if replicas < 2 or size <= 0 or traffic.nodes < 2:
+    if replicas < 2 or size <= 0 or arrays.nodes < 2:
         return 0.0
-    apart = ~np.eye(traffic.nodes, dtype=np.bool_)
-    share = traffic.latency[apart] + traffic.byte[apart] * (size / replicas)
+    apart = ~np.eye(arrays.nodes, dtype=np.bool_)
+    share = arrays.latency[apart] + arrays.byte[apart] * (size / replicas)
     return 2.0 * (replicas - 1) * float(share.min())
 
 
-def _least_exchange(traffic: Traffic, replicas: int, size: float) -> float:
+def _least_exchange(arrays: ProblemArrays, replicas: int, size: float) -> float:
     """Return a lower bound for any kind of sum over any `replicas` nodes.
 
     The node that is done last must still send all its bytes, over at most as many links as there
     are other replicas.
     """
-    if replicas < 2 or size <= 0 or traffic.nodes < replicas:
+    if replicas < 2 or size <= 0 or arrays.nodes < replicas:
         return 0.0
-    latency = traffic.latency.copy()
+    latency = arrays.latency.copy()
     np.fill_diagonal(latency, np.inf)
-    byte = np.maximum(traffic.byte, LEAST_SECONDS_PER_BYTE)
-    if traffic.nodes > MAX_SORTED_NODES:
-        apart = ~np.eye(traffic.nodes, dtype=np.bool_)
+    byte = np.maximum(arrays.byte, LEAST_SECONDS_PER_BYTE)
+    if arrays.nodes > MAX_SORTED_NODES:
+        apart = ~np.eye(arrays.nodes, dtype=np.bool_)
         return float(latency.min() + byte[apart].min() * size / (replicas - 1))
 
     def is_enough(seconds: float) -> bool:
@@ -837,7 +845,7 @@ def _least_exchange(traffic: Traffic, replicas: int, size: float) -> float:
         best = np.sort(sent, axis=1)[:, -(replicas - 1) :].sum(axis=1)
         return bool(best.max() >= size)
 
-    high = float((traffic.latency + traffic.byte * size).max()) + 1e-12
+    high = float((arrays.latency + arrays.byte * size).max()) + 1e-12
     return bisect_times(high, is_enough, SUM_BISECTIONS).low
 
 
@@ -848,24 +856,24 @@ LEAST_SECONDS = 1e-12  # to divide by
 VISIT_ROUNDING = 1e-9  # by which a number of visits may miss a whole number
 
 
-def pass_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
+def pass_bound(problem: Problem, sizes: Ints, part_of_node: Ints | None) -> float:
     """Return a lower bound on the mean time of a pass: only the last of them sums gradients."""
-    last = path_bound(problem, sizes, labels)
+    last = path_bound(problem, sizes, part_of_node)
     if problem.passes == 1 or not problem.has_sums:
         return last
-    other = path_bound(problem.without_sums(), sizes, labels)
+    other = path_bound(problem.without_sums(), sizes, part_of_node)
     return problem.mean_pass(other, last)
 
 
-def path_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
+def path_bound(problem: Problem, sizes: Ints, part_of_node: Ints | None) -> float:
     """Return a time that no plan can beat.
 
-    labels: the part of each node, if the arrangement is given. Otherwise the bound holds for every
+    part_of_node: the part of each node, if the arrangement is given. Otherwise the bound holds for every
         arrangement with these `sizes`.
     """
-    if labels is None:
+    if part_of_node is None:
         return _bound_for_sizes(problem, sizes)
-    return _bound_for_labels(problem, labels)
+    return _bound_for_arrangement(problem, part_of_node)
 
 
 # ---------------------------------------------------------------- one data node
@@ -879,17 +887,17 @@ class Ways(NamedTuple):
 
 def _data_node_end(problem: Problem, work: LeastWork, node: int, ways: Ways) -> float:
     """Return the least end of a data node."""
-    traffic = problem.traffic
+    arrays = problem.arrays
     policy = problem.policy
-    slow = traffic.slow[node]
+    slow = arrays.slow[node]
     count = problem.microbatches
-    least_gap = min(traffic.gap, traffic.first_gap)
+    least_gap = min(arrays.gap, arrays.first_gap)
     unsliced = problem.slices == 1
     forward = 0.0
     backward = 0.0
     if unsliced:  # slices of one micro-batch may mingle with those of another
         forward = work.first_forward * slow + least_gap
-        backward = work.first_backward * slow + traffic.gap
+        backward = work.first_backward * slow + arrays.gap
     longer = max(forward, backward)
 
     def end_with(held: int) -> float:
@@ -898,7 +906,7 @@ def _data_node_end(problem: Problem, work: LeastWork, node: int, ways: Ways) -> 
         ramp = (forward + backward) * (held - 1) / 2
         return float(full + ramp)
 
-    slots = int(min(traffic.slots[node], count))
+    slots = int(min(arrays.slots[node], count))
     own_work = count * work.whole_data * slow
     tasks = 3 * problem.slices * count
     bounds = [
@@ -916,10 +924,10 @@ def _data_node_end(problem: Problem, work: LeastWork, node: int, ways: Ways) -> 
 
 def _exact_data_node_end(problem: Problem, node: int, ways: Ways) -> float:
     """Return the least end over all orders of a data node's tasks."""
-    traffic = problem.traffic
-    slow = float(traffic.slow[node])
-    forward = traffic.forward[:, 0] * slow
-    backward = traffic.backward[:, 0] * slow
+    arrays = problem.arrays
+    slow = float(arrays.slow[node])
+    forward = arrays.forward[:, 0] * slow
+    backward = arrays.backward[:, 0] * slow
     window = Window(
         forward=round_down(float(forward[0])),
         head=round_down(float(forward[-1])),
@@ -927,10 +935,10 @@ def _exact_data_node_end(problem: Problem, node: int, ways: Ways) -> float:
         backward=round_down(float(backward[0])),
         there=round_down(ways.there),
         back=round_down(ways.back),
-        pause=round_down(float(traffic.gap)),
-        first_pause=round_down(float(traffic.first_gap)),
+        pause=round_down(float(arrays.gap)),
+        first_pause=round_down(float(arrays.first_gap)),
     )
-    slots = int(min(traffic.slots[node], problem.microbatches))
+    slots = int(min(arrays.slots[node], problem.microbatches))
     return _cached_least_end(window, problem.microbatches, slots)
 
 
@@ -938,28 +946,31 @@ _cached_least_end = lru_cache(maxsize=4096)(least_end)
 
 
 # ---------------------------------------------------------------- a given arrangement
-def _bound_for_labels(problem: Problem, labels: Ints) -> float:
+def _bound_for_arrangement(problem: Problem, part_of_node: Ints) -> float:
     """Return a bound for the arrangement with these parts of the nodes."""
     work = LeastWork(problem)
-    data = np.flatnonzero(labels == 0)
-    trips = shortest_trips(problem, work, labels, data)
+    data = np.flatnonzero(part_of_node == 0)
+    trips = shortest_trips(problem, work, part_of_node, data)
     ends = []
     for node, *ways in zip(data, trips.trip, trips.there, trips.back, strict=True):
         ends.append(_data_node_end(problem, work, int(node), _ways(*ways)))
-    bounds = [max(ends), _least_end_of_sums(problem, labels, data, np.array(ends), 0)]
-    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    bounds = [
+        max(ends),
+        _least_end_of_sums(problem, part_of_node, data, np.array(ends), 0),
+    ]
+    alive = [part for part in range(1, problem.body) if (part_of_node == part).any()]
     # places on the paths, each of which is used in all rounds
     places = len(data) * problem.units * min(problem.hops, len(alive))
     visits = places // max(len(alive), 1) * problem.policy.rounds
     for part in alive:
-        nodes = np.flatnonzero(labels == part)
+        nodes = np.flatnonzero(part_of_node == part)
         service = _Service(problem, work, nodes, part, visits)
         outside = trips.outside[nodes]
         bounds.append(service.least_time(outside, trips.stay[nodes]))
         if visits and problem.has_sums:
             at_once = np.zeros(len(nodes))
             served = service.least_time(at_once)
-            bounds.append(_least_end_after(problem, labels, nodes, served, part))
+            bounds.append(_least_end_after(problem, part_of_node, nodes, served, part))
     return max(bounds)
 
 
@@ -969,7 +980,7 @@ def _ways(trip: float, there: float, back: float) -> Ways:
 
 
 def _least_end_of_sums(
-    problem: Problem, labels: Ints, nodes: Ints, ends: Floats, part: int
+    problem: Problem, part_of_node: Ints, nodes: Ints, ends: Floats, part: int
 ) -> float:
     """Return the least end of a part's sums if its nodes do not end before these times.
 
@@ -978,23 +989,25 @@ def _least_end_of_sums(
     """
     if not problem.has_sums:
         return 0.0
-    last = np.zeros(len(labels))
+    last = np.zeros(len(part_of_node))
     last[nodes] = ends
-    long_ago = np.zeros(len(labels))
-    without_head = replace(problem.traffic, sums=problem.traffic.sums * (0.0, 1.0, 1.0))
-    sums = ends_of_sums(without_head, problem.planned_sums, labels, last, long_ago)
+    long_ago = np.zeros(len(part_of_node))
+    without_head = problem.arrays._replace(sums=problem.arrays.sums * (0.0, 1.0, 1.0))
+    sums = ends_of_sums(
+        without_head, problem.planned_sums, part_of_node, last, long_ago
+    )
     return float(sums[part])
 
 
 def _least_end_after(
-    problem: Problem, labels: Ints, nodes: Ints, served: float, part: int
+    problem: Problem, part_of_node: Ints, nodes: Ints, served: float, part: int
 ) -> float:
     """Return the least end of a part's sums if one of its nodes, whichever it is, ends at `served` or later."""
     ends = []
     for place in range(len(nodes)):
         last = np.zeros(len(nodes))
         last[place] = served
-        ends.append(_least_end_of_sums(problem, labels, nodes, last, part))
+        ends.append(_least_end_of_sums(problem, part_of_node, nodes, last, part))
     return min(ends)
 
 
@@ -1017,16 +1030,16 @@ class _Service:
         usable = np.isfinite(outside)
         if not usable.any() or not self.visits:
             return 0.0
-        traffic = self.problem.traffic
-        gaps = self.work.tasks_per_hop * traffic.gap
-        slow = traffic.slow[self.nodes]
+        arrays = self.problem.arrays
+        gaps = self.work.tasks_per_hop * arrays.gap
+        slow = arrays.slow[self.nodes]
         each = (self.work.whole_part[self.part] * slow + gaps)[usable]
-        slots = traffic.slots[self.nodes][usable].astype(float)
+        slots = arrays.slots[self.nodes][usable].astype(float)
         longest_stay = 0 if stay is None else stay.max()
 
         def is_enough(time: float) -> bool:
             inside = np.maximum(time - outside[usable], 0.0)
-            counts = _whole_visits(inside + traffic.gap, each)
+            counts = _whole_visits(inside + arrays.gap, each)
             if stay is not None:
                 by_slots = _whole_visits(slots * inside, stay[usable])
                 counts = np.minimum(counts, by_slots)
@@ -1049,10 +1062,10 @@ def _whole_visits(seconds: Floats | float, each: Floats) -> Floats:
 def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
     """Return a bound for every arrangement with these sizes."""
     work = LeastWork(problem)
-    traffic = problem.traffic
+    arrays = problem.arrays
     data = int(sizes[0])
     hop = work.trip_part[1:].min() if len(work.trip_part) > 1 else 0.0
-    trip = _cycles(problem, work, hop) + work.data * traffic.slow
+    trip = _cycles(problem, work, hop) + work.data * arrays.slow
     there, back = _shortest_ways_from_any_node(problem, work, trip)
     ends = []
     for node, ways in enumerate(zip(trip, there, back, strict=True)):
@@ -1068,20 +1081,20 @@ def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
     return max(
         max(last_ends) + sums,
         _least_hop_time(problem, work, data),
-        slot_seconds / int(traffic.slots.sum()),
+        slot_seconds / int(arrays.slots.sum()),
     )
 
 
 def _cycles(problem: Problem, work: LeastWork, hop: float) -> Floats:
     """The shortest way from each node over other nodes and home again, on which each hop works this long."""
-    link = work.inner * work.pair + hop * problem.traffic.slow[None, :]
+    link = work.inner * work.pair + hop * problem.arrays.slow[None, :]
     home = work.close * work.pair
     return shortest_cycles(link, home, problem.hops)
 
 
 def _end_through_any_node(problem: Problem, work: LeastWork, hop: float) -> float:
     """Return the least end if every node is on a path, also the one with the longest trip."""
-    slow = problem.traffic.slow
+    slow = problem.arrays.slow
     least_work = min(hop, work.data)
     extra = (work.data - least_work) * float(slow.min())
     trips = _cycles(problem, work, least_work) + least_work * slow + extra
@@ -1090,25 +1103,25 @@ def _end_through_any_node(problem: Problem, work: LeastWork, hop: float) -> floa
 
 def _all_slots_are_reserved(problem: Problem, data: int) -> bool:
     """Whether the paths need exactly the slots of all nodes that are no data nodes."""
-    slots = problem.traffic.slots
+    slots = problem.arrays.slots
     if not problem.policy.reserved or problem.waves:
         return False
     if not (slots == slots[0]).all():
         return False
     needed = problem.units * data * problem.hops
-    return bool(needed == (problem.traffic.nodes - data) * int(slots[0]))
+    return bool(needed == (problem.arrays.nodes - data) * int(slots[0]))
 
 
 def _least_hop_time(problem: Problem, work: LeastWork, data: int) -> float:
     """Return the least time in which the nodes that are no data nodes can do all work of the hops."""
-    traffic = problem.traffic
+    arrays = problem.arrays
     visits = data * problem.microbatches * problem.hops
-    gaps = work.tasks_per_hop * traffic.gap
-    each = work.whole_part[1:].min() * traffic.slow + gaps
-    each = np.sort(each)[: traffic.nodes - data]
+    gaps = work.tasks_per_hop * arrays.gap
+    each = work.whole_part[1:].min() * arrays.slow + gaps
+    each = np.sort(each)[: arrays.nodes - data]
 
     def is_enough(time: float) -> bool:
-        counts = _whole_visits(time + traffic.gap, each)
+        counts = _whole_visits(time + arrays.gap, each)
         return bool(counts.sum() >= visits)
 
     one_by_one = float(visits * each.max())
@@ -1119,23 +1132,23 @@ def _shortest_ways_from_any_node(
     problem: Problem, work: LeastWork, trip: Floats
 ) -> tuple[Floats, Floats]:
     """Return, for each node as a data node, the least seconds to its head, and back from its head."""
-    traffic = problem.traffic
+    arrays = problem.arrays
     hops = problem.hops
     if not hops:
-        return np.zeros(traffic.nodes), np.zeros(traffic.nodes)
+        return np.zeros(arrays.nodes), np.zeros(arrays.nodes)
     middle = slice(1, problem.body)
     forward = work.forward[middle].min(initial=np.inf)
     backward = work.backward[middle].min(initial=np.inf)
     symmetric = (work.one_way == work.one_way.T).all()
-    equal_nodes = (traffic.slow == traffic.slow[0]).all()
+    equal_nodes = (arrays.slow == arrays.slow[0]).all()
     if symmetric and equal_nodes:  # then the shortest trip is the shortest both ways
         trip_work = work.data + work.trip_part[1:].min() * hops
-        links = (trip - trip_work * traffic.slow) / 2
-        there = links + forward * hops * traffic.slow
-        back = links + backward * hops * traffic.slow
+        links = (trip - trip_work * arrays.slow) / 2
+        there = links + forward * hops * arrays.slow
+        back = links + backward * hops * arrays.slow
         return there, back
-    onward = work.one_way + forward * traffic.slow[None, :]
-    homeward = work.one_way.T + backward * traffic.slow[None, :]
+    onward = work.one_way + forward * arrays.slow[None, :]
+    homeward = work.one_way.T + backward * arrays.slow[None, :]
     there = shortest_cycles(onward, work.one_way, hops)
     back = shortest_cycles(homeward, work.one_way.T, hops)
     return there, back
@@ -1143,26 +1156,26 @@ def _shortest_ways_from_any_node(
 
 def _market(problem: Problem, work: LeastWork, trip: Floats, ends: Floats) -> Market:
     """Return the input of the bound by prices."""
-    traffic = problem.traffic
+    arrays = problem.arrays
     count = problem.microbatches
-    window = np.minimum(traffic.slots, count).astype(float)
+    window = np.minimum(arrays.slots, count).astype(float)
     head = 0.0 if problem.waves else work.data - work.own
     hop = float(work.trip_part[1:].min())
     ramp = _ramp(problem, work, window)
     ramp[count * trip < ramp] = 0.0  # then fewer slots might do better
-    whole_hop = work.whole_part[1:].min() * traffic.slow
+    whole_hop = work.whole_part[1:].min() * arrays.slow
     return Market(
-        link=work.inner * work.pair + hop * traffic.slow[None, :],
-        home=work.close * work.pair + head * traffic.slow[None, :],
-        data=(work.data - head) * traffic.slow,
-        hop=hop * traffic.slow,
-        work=whole_hop + work.tasks_per_hop * traffic.gap,
-        gap=traffic.gap,
+        link=work.inner * work.pair + hop * arrays.slow[None, :],
+        home=work.close * work.pair + head * arrays.slow[None, :],
+        data=(work.data - head) * arrays.slow,
+        hop=hop * arrays.slow,
+        work=whole_hop + work.tasks_per_hop * arrays.gap,
+        gap=arrays.gap,
         ramp=ramp,
         outside=_seconds_outside(problem, work),
         least_end=ends,
         window=window,
-        slots=traffic.slots.astype(float),
+        slots=arrays.slots.astype(float),
         microbatches=count,
         hops=problem.hops,
     )
@@ -1170,8 +1183,8 @@ def _market(problem: Problem, work: LeastWork, trip: Floats, ends: Floats) -> Ma
 
 def _ramp(problem: Problem, work: LeastWork, window: Floats) -> Floats:
     """The seconds in which the slots of each data node are not yet all in use, or no longer."""
-    slow = problem.traffic.slow
-    first_and_last = np.zeros(problem.traffic.nodes)
+    slow = problem.arrays.slow
+    first_and_last = np.zeros(problem.arrays.nodes)
     if problem.slices == 1:
         first_and_last = (work.first_forward + work.first_backward) * slow
     ramp: Floats = first_and_last * window * (window - 1) / 2
@@ -1180,11 +1193,11 @@ def _ramp(problem: Problem, work: LeastWork, window: Floats) -> Floats:
 
 def _seconds_outside(problem: Problem, work: LeastWork) -> Floats:
     """The least seconds before the first visit of each node, and after its last."""
-    traffic = problem.traffic
+    arrays = problem.arrays
     apart = work.one_way.copy()
     np.fill_diagonal(apart, np.inf)
-    first_forward = traffic.forward[0].min() * traffic.slow
-    last_backward = traffic.backward[0].min() * traffic.slow
+    first_forward = arrays.forward[0].min() * arrays.slow
+    last_backward = arrays.backward[0].min() * arrays.slow
     before = (first_forward[:, None] + apart).min(axis=0)
     after = (apart + last_backward[None, :]).min(axis=1)
     outside: Floats = before + after
@@ -1196,8 +1209,8 @@ def _least_slot_seconds(work: LeastWork, problem: Problem) -> float:
 
     It holds a slot on a node during its work there and on all nodes after it.
     """
-    nodes = problem.traffic.nodes
-    slow = float(problem.traffic.slow.min())
+    nodes = problem.arrays.nodes
+    slow = float(problem.arrays.slow.min())
     hop = float(work.trip_part[1:].min()) * slow
     link = 0.0
     if nodes > 1:

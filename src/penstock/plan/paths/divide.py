@@ -15,20 +15,15 @@ from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.problem import (
     NO_PART_HELD,
     Problem,
-    QueueOrder,
     circuit_terms,
     numbers_of_nodes,
-    positions_of,
 )
 from penstock.plan.paths.rules import part_orders
 from penstock.plan.paths.search import HOT, WARM, Budget
 from penstock.plan.paths.simulator import (
-    NO_TURN,
-    Delays,
-    NodePath,
     Solution,
-    Turns,
     choose_queueing,
+    solution_of,
     solution_value,
 )
 from penstock.plan.paths.stages import improve_solution
@@ -145,10 +140,10 @@ class SitePlanner:
         # Successive units belong to different data nodes.
         dealt = [parts[unit] for unit in range(problem.units) for parts in deal]
         solutions = []
-        for labels in self._arrangements(problem, deal, seed):
+        for part_of_node in self._arrangements(problem, deal, seed):
             for price in self.prices:
-                paths = route_units(problem, labels, price, dealt)
-                solutions.append(_solution_of(problem, labels, paths))
+                paths = route_units(problem, part_of_node, price, dealt)
+                solutions.append(solution_of(problem, part_of_node, paths))
         if all(len(set(parts)) == 1 for parts in deal):
             lanes = _lane_solution(problem, [parts[0] for parts in deal], seed)
             if lanes is not None:
@@ -160,21 +155,21 @@ class SitePlanner:
         self, problem: Problem, deal: Sequence[PartDeal], seed: int
     ) -> Iterator[Ints]:
         """Yield arrangements that hold all parts that these data nodes visit."""
-        nodes = problem.traffic.nodes
+        nodes = problem.arrays.nodes
         visits = _visits(deal)
         circuits: Ints = np.zeros((0, 1), dtype=np.int64)
-        labels: Ints
+        part_of_node: Ints
         if len(visits) == problem.body - 1:
             sizes = replica_counts(nodes, problem.body, problem.hops, len(deal))
-            labels, circuits = arrange(problem, sizes, SITE_CIRCUIT_MOVES, seed)
-            labels, _ = fit_nodes(problem, labels, circuits)
-            yield labels
+            part_of_node, circuits = arrange(problem, sizes, SITE_CIRCUIT_MOVES, seed)
+            part_of_node, _ = fit_nodes(problem, part_of_node, circuits)
+            yield part_of_node
         else:
             order = np.random.default_rng(seed).permutation(nodes)
-            labels = np.empty(nodes, dtype=np.int64)
-            labels[order] = _parts_for(visits, nodes, len(deal))
+            part_of_node = np.empty(nodes, dtype=np.int64)
+            part_of_node[order] = _parts_for(visits, nodes, len(deal))
         exchanged = exchange_parts(
-            problem, labels, seed, problem.has_sums, self.exchange_moves
+            problem, part_of_node, seed, problem.has_sums, self.exchange_moves
         )
         exchanged, _ = fit_nodes(problem, exchanged, circuits)
         yield exchanged
@@ -219,30 +214,20 @@ def join_plans(
     problem: Problem, sites: Sequence[Ints], plans: Sequence[SitePlan]
 ) -> Solution:
     """Return the plans of all sites as one solution."""
-    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
-    paths: list[NodePath] = []
-    delays: list[Delays] = []
-    orders: list[QueueOrder] = []
-    turns: list[Turns] = []
-    free = (NO_TURN,) * 2 * positions_of(problem) * problem.slices
-    no_delays = (0.0,) * 2 * positions_of(problem)
-    for nodes, plan in zip(sites, plans, strict=True):
-        local = plan.solution
-        units = len(local.paths)
-        labels[nodes] = local.labels
-        paths += [tuple(nodes[list(path)].tolist()) for path in local.paths]
-        delays += local.delays or (no_delays,) * units
-        orders += local.own_orders or (local.queue_order,) * units
-        turns += local.turns or (free,) * units
+    part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD, dtype=np.int64)
+    own = [plan.solution for plan in plans]
+    paths = []
+    for nodes, local in zip(sites, own, strict=True):
+        part_of_node[nodes] = local.part_of_node
+        paths.append(nodes[local.paths])
     return Solution(
-        tuple(labels.tolist()),
-        tuple(paths),
-        orders[0],
+        part_of_node,
+        np.concatenate(paths),
+        np.concatenate([local.orders for local in own]),
+        np.concatenate([local.delays for local in own]),
+        np.concatenate([local.turns for local in own]),
         problem.stagger(problem.policy.staggers[0]),
-        tuple(delays),
-        any(plan.solution.careful for plan in plans),
-        tuple(orders),
-        tuple(turns),
+        any(local.avoid_deadlock for local in own),
     )
 
 
@@ -270,11 +255,6 @@ def crowded_trip(problem: Problem, nodes: Ints, data: int) -> float:
     return float(trip * crowding**CROWDING_POWER)
 
 
-def _solution_of(problem: Problem, labels: Ints, paths: Sequence[NodePath]) -> Solution:
-    queue_order = problem.policy.queue_orders[0]
-    return Solution(tuple(labels.tolist()), tuple(paths), queue_order)
-
-
 def _lane_solution(
     problem: Problem, designs: Sequence[tuple[int, ...]], seed: int
 ) -> Solution | None:
@@ -283,7 +263,7 @@ def _lane_solution(
     If there are too few nodes, the last data nodes use those of the others. If even that is
     impossible, return None.
     """
-    nodes = problem.traffic.nodes
+    nodes = problem.arrays.nodes
     length = problem.hops + 1
     lanes = min(len(designs), nodes // length)
     order = np.random.default_rng(seed).permutation(nodes)
@@ -295,30 +275,30 @@ def _lane_solution(
         SITE_CIRCUIT_MOVES,
         seed,
     )
-    labels = np.full(nodes, NO_PART_HELD, dtype=np.int64)
-    labels[circuits[:, 0]] = 0
+    part_of_node = np.full(nodes, NO_PART_HELD, dtype=np.int64)
+    part_of_node[circuits[:, 0]] = 0
     for circuit, design in zip(circuits, designs, strict=False):
-        labels[circuit[1:]] = design
+        part_of_node[circuit[1:]] = design
     late = designs[lanes:]
     if len(spare) < len(late):
         return None
-    labels[spare[: len(late)]] = 0
+    part_of_node[spare[: len(late)]] = 0
     wanted = [part for design in late for part in design] or list(designs[0])
     for number, node in enumerate(spare[len(late) :].tolist()):
-        labels[node] = wanted[number % len(wanted)]
+        part_of_node[node] = wanted[number % len(wanted)]
     paths = [tuple(circuit) for circuit in circuits.tolist()] * problem.units
-    if any(not (labels == part).any() for part in wanted):
+    if any(not (part_of_node == part).any() for part in wanted):
         return None
     loads = np.zeros(nodes)
     loads[circuits[:, 1:].ravel()] = problem.units
     for _ in range(problem.units):
         for data_node, design in zip(spare.tolist(), late, strict=False):
-            path = cheapest_route(problem, labels, data_node, design, loads)
+            path = cheapest_route(problem, part_of_node, data_node, design, loads)
             loads[list(path[1:])] += 1
             paths.append(path)
-    if problem.traffic.slots_with(labels).min() < 1:
+    if problem.arrays.slots_with(part_of_node).min() < 1:
         return None
-    return _solution_of(problem, labels, paths)
+    return solution_of(problem, part_of_node, paths)
 
 
 # ---------------------------------------------------------------- sites
@@ -563,15 +543,14 @@ def cut_into_cells(problem: Problem, data: int) -> list[NodeCell] | None:
 
     Every part must fit into the memory of every node, because a cell is too small to choose.
     """
-    slots = problem.traffic.part_slots
-    if slots is not None and slots.min() < 1:
+    if problem.arrays.part_slots.min() < 1:
         return None
     length = problem.hops + 1
     cells: list[NodeCell] = []
     small_places = []
     for members in places_of(problem):
         # Nodes of about the same speed share a cell.
-        members.sort(key=lambda node: (problem.traffic.slow[node], node))
+        members.sort(key=lambda node: (problem.arrays.slow[node], node))
         lanes = len(members) // length
         if not lanes:
             small_places.append(members)
@@ -742,10 +721,12 @@ def _deal_to_cells(
 def _prefers_all_parts(problem: Problem, planner: SitePlanner, cell: NodeCell) -> bool:
     """Whether a cell with several data nodes is quicker if its units visit all parts equally often."""
     nodes = np.array(cell.nodes)
-    labels = np.arange(len(nodes)) % problem.body
-    labels[: cell.data] = 0
-    labels[cell.data :] = 1 + np.arange(len(nodes) - cell.data) % (problem.body - 1)
-    sets = deal_parts(problem, labels)
+    part_of_node = np.arange(len(nodes)) % problem.body
+    part_of_node[: cell.data] = 0
+    part_of_node[cell.data :] = 1 + np.arange(len(nodes) - cell.data) % (
+        problem.body - 1
+    )
+    sets = deal_parts(problem, part_of_node)
     all_parts = _deal_in_turn(sets, cell.data)
     if cell.data == 1 or not planner.fits(nodes, all_parts):
         return False

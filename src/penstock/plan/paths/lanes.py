@@ -19,13 +19,12 @@ Moves that make the step longer are accepted by chance, as in the annealing of p
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from random import Random
 
 import numpy as np
 
 from penstock.ir.table import Floats
-from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
+from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import order_fault
 from penstock.plan.paths.search import HOT, SUM_WEIGHT, Budget, MoveSearch, Trial
 from penstock.plan.paths.simulator import (
@@ -36,10 +35,10 @@ from penstock.plan.paths.simulator import (
     ends_of_sums,
     mean_end_of_sums,
     rule_needs,
-    simulate_paths,
     simulate_solution,
     step_end,
     units_alone,
+    visits_of,
 )
 
 # These two differ from those of the annealing of paths.
@@ -67,11 +66,10 @@ class LaneSearch(MoveSearch[PathTimes]):
                F0  B0   F0  B0   F1  B1   F1  B1
                slice 0  slice 1  slice 0  slice 1
 
-    rows, nodes, parts: the path of each micro-batch; its nodes and parts, visit by visit.
+    state: the solution of these units; the turns are the place of each task in its lane.
     needs: what each task needs from the same micro-batch.
     replicas: the nodes of each part.
     lanes: the tasks of each node, in order.
-    turns: the place of each task in its lane [micro-batch, own].
     """
 
     def __init__(
@@ -79,25 +77,25 @@ class LaneSearch(MoveSearch[PathTimes]):
     ) -> None:
         super().__init__(random)
         self.problem = problem
-        self.units = units
-        self.whole = solution
-        own = units_alone(solution, units)
-        self.labels = np.array(own.labels, dtype=np.int64)
-        self.rows = np.array(own.paths, dtype=np.int64)
-        self.nodes, self.parts = expand_paths(problem, self.rows, self.labels)
-        self.length = int(self.nodes.shape[1])
+        self.state = units_alone(solution, units)
         self.slices = problem.slices
+        self._expand()
+        self.length = int(self.nodes.shape[1])
         self.stride = 2 * self.length * self.slices
-        self.slots = problem.traffic.slots_with(self.labels)
-        _, self.release = start_conditions(problem, self.rows, solution.stagger)
         self.needs = [self._needs_of(task) for task in range(self.stride)]
         self.replicas = self._replicas_in_use()
-        self.turns = np.full((len(self.rows), self.stride), NO_TURN, dtype=np.int64)
-        self.lanes = self._lanes_of(simulate_solution(problem, own))
+        self.lanes = self._lanes_of(simulate_solution(problem, self.state))
+        self.state.turns[:] = NO_TURN
         for node in range(len(self.lanes)):
             self._number(node)
-        self.best = solution
+        self.best = self.state
         self.value, self.end, self.times = self._simulate()
+
+    def _expand(self) -> None:
+        """Write down the node and the part of every visit of the paths."""
+        visits = visits_of(self.problem, self.state)
+        self.nodes = visits.nodes
+        self.parts = visits.parts
 
     def _needs_of(self, own: int) -> list[int]:
         """Return what a task needs from the same micro-batch."""
@@ -107,9 +105,9 @@ class LaneSearch(MoveSearch[PathTimes]):
     def _replicas_in_use(self) -> dict[int, list[int]]:
         """Return the nodes of each part that some path visits after its data node."""
         replicas: dict[int, list[int]] = {}
-        visited = set(self.rows[:, 1:].ravel().tolist())
+        visited = set(self.state.paths[:, 1:].ravel().tolist())
         for node in sorted(visited):
-            part = int(self.labels[node])
+            part = int(self.state.part_of_node[node])
             replicas.setdefault(part, []).append(node)
         return replicas
 
@@ -121,7 +119,7 @@ class LaneSearch(MoveSearch[PathTimes]):
 
     def _lanes_of(self, times: PathTimes) -> list[list[int]]:
         """Return the tasks of each node in the order of their starts."""
-        lanes: list[list[int]] = [[] for _ in range(self.problem.traffic.nodes)]
+        lanes: list[list[int]] = [[] for _ in range(self.problem.arrays.nodes)]
         starts = times.start.ravel()
         is_backward = np.arange(len(starts)) % 2
         for task in np.lexsort((is_backward, starts)).tolist():
@@ -141,36 +139,21 @@ class LaneSearch(MoveSearch[PathTimes]):
     def _number(self, node: int) -> None:
         """Write down the places of the tasks of a lane."""
         lane = self.lanes[node]
-        self.turns.ravel()[lane] = range(len(lane))
+        self.state.turns.ravel()[lane] = range(len(lane))
 
     def solution(self) -> Solution:
-        """Return the whole solution with the current lanes of these units."""
-        whole = self.whole
-        paths = list(whole.paths)
-        free = (NO_TURN,) * self.stride
-        turns = list(whole.turns or (free,) * len(paths))
-        rows = self.rows.tolist()
-        own_turns = self.turns.tolist()
-        for unit, path, places in zip(self.units, rows, own_turns, strict=True):
-            paths[unit] = tuple(path)
-            turns[unit] = tuple(places)
-        return replace(whole, paths=tuple(paths), turns=tuple(turns))
+        """Return the current solution of these units alone."""
+        return units_alone(self.state, range(len(self.nodes)))
 
     def _simulate(self) -> Trial[PathTimes]:
         """Simulate the step; the details are all times."""
         problem = self.problem
-        times = simulate_paths(
-            problem.traffic,
-            self.nodes,
-            self.parts,
-            release=self.release,
-            slots=self.slots,
-            turns=self.turns,
-        )
-        end = step_end(problem, times, self.labels)
+        times = simulate_solution(problem, self.state)
+        part_of_node = self.state.part_of_node
+        end = step_end(problem, times, part_of_node)
         value = end + LANE_MEAN_WEIGHT * float(times.finish.mean())
         if problem.has_sums and end < math.inf:
-            value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
+            value += SUM_WEIGHT * mean_end_of_sums(problem, times, part_of_node)
         return Trial(value, end, times)
 
     def _note(self, details: PathTimes) -> None:
@@ -205,13 +188,13 @@ class LaneSearch(MoveSearch[PathTimes]):
 
     def _ends(self) -> list[float]:
         """Return when each task ends; the forward of the head ends with its backward if that follows at once."""
-        traffic = self.problem.traffic
+        arrays = self.problem.arrays
         starts = self.times.start
-        slow = traffic.slow[self.nodes][:, :, None]
+        slow = arrays.slow[self.nodes][:, :, None]
         seconds = np.empty(starts.shape)
-        seconds[..., 0] = traffic.forward[self.parts] * slow
-        seconds[..., 1] = traffic.backward[self.parts] * slow
-        ends: Floats = (starts + seconds).reshape(len(self.rows), -1)
+        seconds[..., 0] = arrays.forward[self.parts] * slow
+        seconds[..., 1] = arrays.backward[self.parts] * slow
+        ends: Floats = (starts + seconds).reshape(len(starts), -1)
         if self.slices == 1:
             ends[:, -2] = ends[:, -1]
         found: list[float] = ends.ravel().tolist()
@@ -223,7 +206,7 @@ class LaneSearch(MoveSearch[PathTimes]):
         It is the one before it in the lane, or one whose result it needs.
         """
         number, own = divmod(task, self.stride)
-        place = int(self.turns[number, own])
+        place = int(self.state.turns[number, own])
         lane = self.lanes[self._node_of(number, own)]
         needed = [number * self.stride + need for need in self.needs[own]]
         if place:
@@ -245,14 +228,14 @@ class LaneSearch(MoveSearch[PathTimes]):
 
     def _pause(self, task: int) -> float:
         """Return the seconds after a task in which its node rests."""
-        traffic = self.problem.traffic
+        arrays = self.problem.arrays
         own = task % self.stride
-        pause = traffic.first_gap if own < 2 * self.slices else traffic.gap
-        return max(pause, traffic.gap) + TIME_ROUNDING
+        pause = arrays.first_gap if own < 2 * self.slices else arrays.gap
+        return max(pause, arrays.gap) + TIME_ROUNDING
 
     def _arrival(self, needed: int, own: int, ends: list[float]) -> float:
         """Return when the result of a task reaches the task that needs it."""
-        traffic = self.problem.traffic
+        arrays = self.problem.arrays
         number, before = divmod(needed, self.stride)
         position = self._position(before)
         target = self._position(own)
@@ -261,8 +244,8 @@ class LaneSearch(MoveSearch[PathTimes]):
         if a == b:
             return ends[needed]
         part = self.parts[number, min(position, target)]
-        size = traffic.message[part].max()
-        seconds = traffic.latency[a, b] + traffic.byte[a, b] * size
+        size = arrays.message[part].max()
+        seconds = arrays.latency[a, b] + arrays.byte[a, b] * size
         return ends[needed] + float(seconds)
 
     def _last_task(self) -> int:
@@ -283,13 +266,13 @@ class LaneSearch(MoveSearch[PathTimes]):
         """Return the nodes with tasks among those whose sum of gradients ends last."""
         problem = self.problem
         ends = ends_of_sums(
-            problem.traffic,
+            problem.arrays,
             problem.planned_sums,
-            self.labels,
+            self.state.part_of_node,
             self.times.last,
             self.times.last_up,
         )
-        members = np.flatnonzero(self.labels == int(ends.argmax()))
+        members = np.flatnonzero(self.state.part_of_node == int(ends.argmax()))
         return [node for node in members.tolist() if self.lanes[node]]
 
     # ------------------------------------------------------------ moves: each registers how to undo it
@@ -359,7 +342,7 @@ class LaneSearch(MoveSearch[PathTimes]):
     def _redirect(self, number: int, position: int) -> bool:
         """Send a micro-batch over another replica of the same part."""
         old = int(self.nodes[number, position])
-        part = int(self.labels[old])
+        part = int(self.state.part_of_node[old])
         new = self.random.choice(self.replicas[part])
         if new == old:
             return False
@@ -377,15 +360,16 @@ class LaneSearch(MoveSearch[PathTimes]):
 
     def _set_node(self, number: int, position: int, node: int) -> None:
         """Let another node serve a visit."""
-        old = int(self.nodes[number, position])
+        paths = self.state.paths
+        old = int(paths[number, position])
 
         def undo() -> None:
-            self.rows[number, position] = old
-            self.nodes[number, position] = old
+            paths[number, position] = old
+            self._expand()
 
         self.undo.append(undo)
-        self.rows[number, position] = node
-        self.nodes[number, position] = node
+        paths[number, position] = node
+        self._expand()
 
     def _reorder(self, number: int, position: int) -> bool:
         """Let two neighbors on a path change places, and keep their places in their lanes."""
@@ -402,8 +386,6 @@ class LaneSearch(MoveSearch[PathTimes]):
         self._keep(b)
         self._set_node(number, position, b)
         self._set_node(number, other, a)
-        self._exchange_parts(number, position)
-        self.undo.append(lambda: self._exchange_parts(number, position))
         here = self._tasks(number, position)
         there = self._tasks(number, other)
         renamed = dict(zip(here + there, there + here, strict=True))
@@ -411,8 +393,3 @@ class LaneSearch(MoveSearch[PathTimes]):
             self.lanes[node] = [renamed.get(task, task) for task in self.lanes[node]]
             self._number(node)
         return True
-
-    def _exchange_parts(self, number: int, position: int) -> None:
-        """Let the parts of a visit and the next one change places."""
-        row = self.parts[number]
-        row[position], row[position + 1] = row[position + 1], row[position]

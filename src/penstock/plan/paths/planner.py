@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from penstock.plan.paths.problem import (
     ModelParts,
     Policy,
     Problem,
-    expand_paths,
+    QueueOrder,
     waved_partition,
 )
 from penstock.plan.paths.rules import (
@@ -54,7 +54,13 @@ from penstock.plan.paths.rules import (
     rules_text,
 )
 from penstock.plan.paths.search import Budget, TimeSource, never_stop
-from penstock.plan.paths.simulator import PathTimes, Solution, simulate_solution
+from penstock.plan.paths.simulator import (
+    PathTimes,
+    Solution,
+    simulate_solution,
+    solution_of,
+    visits_of,
+)
 from penstock.plan.paths.stages import (
     DEFAULT_SEARCH_MOVES,
     MAX_NODES_AT_ONCE,
@@ -121,7 +127,7 @@ class PathPlan:
     def partitions(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each part."""
         members: list[list[int]] = [[] for _ in range(self.problem.body)]
-        for node, part in enumerate(self.solution.labels):
+        for node, part in enumerate(self.solution.part_of_node.tolist()):
             if part >= 0:
                 members[part].append(node)
         return tuple(map(tuple, members))
@@ -193,19 +199,19 @@ def plan_paths(
         passes,
     )
     nodes = len(cluster.nodes)
-    labels = None
+    part_of_node = None
     if arrangement is not None:
-        labels = part_of_each_node(arrangement, nodes)
-        _refuse_arrangement(problem, labels)
-        shape = np.bincount(labels[labels >= 0], minlength=problem.body)
+        part_of_node = part_of_each_node(arrangement, nodes)
+        _refuse_arrangement(problem, part_of_node)
+        shape = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
     else:
         shape = np.array(_sizes(problem, sizes, data_nodes, nodes))
-    return best_plan(problem, labels, shape, budget, seed, stages)
+    return best_plan(problem, part_of_node, shape, budget, seed, stages)
 
 
 def best_plan(
     problem: Problem,
-    labels: Ints | None,
+    part_of_node: Ints | None,
     shape: Ints,
     budget: Budget,
     seed: int,
@@ -213,7 +219,7 @@ def best_plan(
 ) -> PathPlan:
     """Return the best plan that a search finds for a problem.
 
-    labels: the part of each node, if the arrangement is given.
+    part_of_node: the part of each node, if the arrangement is given.
     shape: the number of nodes of each part.
     stages: a list that takes the plan of each complete stage of the search.
     """
@@ -222,12 +228,12 @@ def best_plan(
         per_data_node * int(shape[0]),
         f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}",
     )
-    bound = pass_bound(problem, shape, labels)
+    bound = pass_bound(problem, shape, part_of_node)
 
     def starts(stage_seed: int, stage_budget: Budget) -> list[Solution]:
-        return _start_solutions(problem, labels, shape, stage_budget, stage_seed)
+        return _start_solutions(problem, part_of_node, shape, stage_budget, stage_seed)
 
-    free = labels is None
+    free = part_of_node is None
     site_stages = None
     if free and may_divide(problem) and cut_into_cells(problem, int(shape[0])):
         site_stages = cell_stage_moves
@@ -244,17 +250,17 @@ def best_plan(
 
 # ---------------------------------------------------------------- solutions to start from
 def _start_solutions(
-    problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int
+    problem: Problem, part_of_node: Ints | None, shape: Ints, budget: Budget, seed: int
 ) -> list[Solution]:
     """Return solutions to start from, on the given arrangement or on several that are chosen here.
 
     Some of the chosen arrangements suit circuits, others suit routes.
     """
-    circuits_at_most = min(problem.traffic.nodes, MAX_CIRCUIT_NODES)
+    circuits_at_most = min(problem.arrays.nodes, MAX_CIRCUIT_NODES)
     moves = CIRCUIT_MOVES_PER_CIRCUIT * circuits_at_most // 4
-    if labels is not None:
-        circuits = find_circuits(problem, labels, moves, seed)
-        return first_solutions(problem, labels, circuits, seed)
+    if part_of_node is not None:
+        circuits = find_circuits(problem, part_of_node, moves, seed)
+        return first_solutions(problem, part_of_node, circuits, seed)
     even_sizes = tuple(shape.tolist())
     by_cells = None
     if may_divide(problem):
@@ -263,7 +269,7 @@ def _start_solutions(
         return [by_cells]
     may_drop_nodes = (
         not problem.policy.reserved
-        and problem.traffic.nodes <= MAX_NODES_TO_DROP
+        and problem.arrays.nodes <= MAX_NODES_TO_DROP
         and problem.hops > 0
     )
     tried_sizes = [even_sizes]
@@ -289,7 +295,7 @@ def _start_solutions(
 
 def may_divide(problem: Problem) -> bool:
     """Whether a cluster is so large that its cells or sites are planned one by one, if it has any."""
-    is_large = problem.traffic.nodes > MAX_NODES_AT_ONCE
+    is_large = problem.arrays.nodes > MAX_NODES_AT_ONCE
     may_arrange = not problem.sized and not problem.policy.reserved
     return is_large and may_arrange and problem.hops > 0
 
@@ -312,45 +318,34 @@ def _exchanged_solutions(
 
 
 def first_solutions(
-    problem: Problem, labels: Ints, circuits: Ints, seed: int
+    problem: Problem, part_of_node: Ints, circuits: Ints, seed: int
 ) -> list[Solution]:
     """Return a solution along the circuits and, unless slots are reserved, solutions along routes.
 
     The circuits only count if they visit all parts equally often. If slots are reserved and they do
     not, the paths are random.
     """
-    along_circuits = circuit_solution(problem, labels, circuits)
-    visits = np.bincount(labels[circuits[:, 1:]].ravel(), minlength=problem.body)[1:]
-    alive = np.bincount(labels[labels > 0], minlength=problem.body)[1:] > 0
+    visits = np.bincount(part_of_node[circuits[:, 1:]].ravel(), minlength=problem.body)
+    alive = np.unique(part_of_node[part_of_node > 0])
     even = len(set(visits[alive].tolist())) <= 1
-    if not problem.policy.reserved:
-        routed = route_solutions(problem, labels)
-        return [along_circuits, *routed] if even else routed
+    reserved = problem.policy.reserved
+    solutions = []
     if even:
-        return [along_circuits]
-    paths = tuple(random_routes(problem, labels, seed))
-    return [replace(along_circuits, paths=paths)]
+        paths = circuits.tolist() * problem.units
+        solutions.append(solution_of(problem, part_of_node, paths))
+    elif reserved:
+        paths = random_routes(problem, part_of_node, seed)
+        solutions.append(solution_of(problem, part_of_node, paths))
+    return solutions if reserved else solutions + route_solutions(problem, part_of_node)
 
 
-def route_solutions(problem: Problem, labels: Ints) -> list[Solution]:
+def route_solutions(problem: Problem, part_of_node: Ints) -> list[Solution]:
     """Return solutions in which every unit visits the cheapest nodes, for several prices of busy nodes."""
-    without_paths = circuit_solution(problem, labels, NO_CIRCUITS)
     solutions = []
     for price in BUSY_PRICES:
-        paths = tuple(route_units(problem, labels, price))
-        solutions.append(replace(without_paths, paths=paths))
+        paths = route_units(problem, part_of_node, price)
+        solutions.append(solution_of(problem, part_of_node, paths))
     return solutions
-
-
-def circuit_solution(problem: Problem, labels: Ints, circuits: Ints) -> Solution:
-    """Return the solution in which every micro-batch takes the circuit of its data node."""
-    paths = [tuple(circuit) for circuit in circuits.tolist()]
-    return Solution(
-        tuple(labels.tolist()),
-        tuple(paths * problem.units),
-        problem.policy.queue_orders[0],
-        problem.stagger(problem.policy.staggers[0]),
-    )
 
 
 # ---------------------------------------------------------------- from a solution to a plan
@@ -383,8 +378,8 @@ def finish_plan(
 def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
     """Return the rules that a plan breaks. A correct search returns plans that break none."""
     problem = plan.problem
-    labels = plan.solution.labels
-    lost_parts = [part for part in range(problem.body) if part not in labels]
+    part_of_node = plan.solution.part_of_node
+    lost_parts = [part for part in range(problem.body) if part not in part_of_node]
     return find_rule_faults(
         plan.schedule,
         problem.body,
@@ -395,15 +390,9 @@ def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
     )
 
 
-def _queue_order_text(solution: Solution) -> str:
-    """Return the queue order, or all that are used."""
-    orders = set(solution.own_orders) or {solution.queue_order}
-    return " ".join(sorted(order.name.lower() for order in orders))
-
-
 def _slots_of(plan: PathPlan) -> Ints:
     """Return how many micro-batches each node can hold with its part."""
-    return plan.problem.traffic.slots_with(np.array(plan.solution.labels))
+    return plan.problem.arrays.slots_with(plan.solution.part_of_node)
 
 
 def paths_plan(
@@ -424,6 +413,7 @@ def paths_plan(
     bound_holds_for = "every plan under these rules"
     if problem.arranged:
         bound_holds_for += " on this arrangement"
+    orders = {QueueOrder(order).name.lower() for order in plan.solution.orders}
     why: Facts = (
         ("makespan", plan.makespan),
         ("lower_bound", plan.bound),
@@ -434,7 +424,7 @@ def paths_plan(
         ("skipped", problem.body - 1 - problem.hops),
         ("slices", problem.slices),
         ("waves", problem.waves),
-        ("turn", _queue_order_text(plan.solution)),
+        ("turn", " ".join(sorted(orders))),
         ("rules", rules_text(problem.rules)),
         ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
         ("sums", "planned" if problem.planned_sums else "ring"),
@@ -510,21 +500,19 @@ def schedule_from(problem: Problem, solution: Solution, times: PathTimes) -> Sch
     node. Lanes have their actions in order of their starts.
     """
     assert np.isfinite(times.makespan), "the micro-batches deadlock"
-    labels = np.array(solution.labels)
-    paths = np.array(solution.paths, dtype=np.int64)
-    nodes, parts = expand_paths(problem, paths, labels)
+    visits = visits_of(problem, solution)
     stages: list[Stage] = []
     stage_number: dict[tuple[int, int], int] = {}
-    for node, part in enumerate(labels.tolist()):
+    for node, part in enumerate(solution.part_of_node.tolist()):
         for piece in problem.pieces_of(part):
             stage_number[node, piece] = len(stages)
             stages.append(Stage(node, piece))
     cuts = problem.cuts if problem.slices > 1 else ()
     microbatches = []
-    for row, pieces in zip(nodes.tolist(), parts.tolist(), strict=True):
+    for row, pieces in zip(visits.nodes.tolist(), visits.parts.tolist(), strict=True):
         path = [stage_number[visit] for visit in zip(row, pieces, strict=True)]
         microbatches.append(MicroBatch(tuple(path), problem.tokens, cuts))
-    return schedule_of(stages, microbatches, _lanes(times, nodes, microbatches))
+    return schedule_of(stages, microbatches, _lanes(times, visits.nodes, microbatches))
 
 
 def _lanes(
@@ -567,20 +555,20 @@ def _sizes(
     return tuple(sizes)
 
 
-def _refuse_arrangement(problem: Problem, labels: Ints) -> None:
-    if labels.max() >= problem.body:
+def _refuse_arrangement(problem: Problem, part_of_node: Ints) -> None:
+    if part_of_node.max() >= problem.body:
         raise ShapeError(
-            f"the arrangement has {labels.max() + 1} parts, but the model has {problem.body}"
+            f"the arrangement has {part_of_node.max() + 1} parts, but the model has {problem.body}"
         )
-    missing = [part for part in range(problem.body) if not (labels == part).any()]
+    missing = [part for part in range(problem.body) if not (part_of_node == part).any()]
     if missing:
         raise ShapeError(
             f"part {missing[0]} is on no node; every part needs at least one"
         )
-    too_small = np.flatnonzero(problem.traffic.slots_with(labels) < 1)
+    too_small = np.flatnonzero(problem.arrays.slots_with(part_of_node) < 1)
     if len(too_small):
         node = int(too_small[0])
         raise ShapeError(
-            f"part {labels[node]} does not fit into the memory of node {node}; "
+            f"part {part_of_node[node]} does not fit into the memory of node {node}; "
             "give it another part, or make more parts"
         )

@@ -1,7 +1,7 @@
 """The input of the path planner, and the arrays it works on.
 
 cluster ─┐
-parts  ──┼──► Problem ──► Traffic (seconds and bytes as arrays)        parts: those of the model, then the head
+parts  ──┼──► Problem ──► ProblemArrays (seconds and bytes as arrays)        parts: those of the model, then the head
 rules  ──┤                bounds, arrangement, search
 policy ──┘
 """
@@ -32,7 +32,6 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.partition import even_partition
 from penstock.plan.paths.rules import Rules
-from penstock.plan.workload import divisors
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import refuse_if_too_large
 
@@ -47,12 +46,7 @@ class QueueOrder(IntEnum):
     URGENT = 4  # the micro-batch with the longest way left, forward or backward
 
 
-def _no_sums() -> Floats:
-    return np.zeros((0, 1))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Traffic:
+class ProblemArrays(NamedTuple):
     """All times and sizes as arrays, indexed by node, part (the head last) and slice."""
 
     latency: Floats  # seconds [node, node]
@@ -62,22 +56,20 @@ class Traffic:
     forward: Floats  # seconds [part, slice]
     backward: Floats  # seconds [part, slice]
     message: Floats  # bytes [part, slice]
-    gap: float = 0.0  # seconds between two tasks on a node
-    first_gap: float = 0.0  # seconds after the first task of a micro-batch
-    serial: bool = False  # whether a link carries only one message at a time
-    wait: float = np.inf  # seconds that a task may wait on its node
-    part_slots: Ints | None = None  # micro-batches that it can hold [part, node]
-    sums: Floats = field(default_factory=_no_sums)  # bytes to sum [part, sum]
+    gap: float  # seconds between two tasks on a node
+    first_gap: float  # seconds after the first task of a micro-batch
+    serial: bool  # whether a link carries only one message at a time
+    wait: float  # seconds that a task may wait on its node
+    part_slots: Ints  # micro-batches that a node can hold [part, node]
+    sums: Floats  # bytes to sum [part, sum]
 
-    def slots_with(self, labels: Ints) -> Ints:
+    def slots_with(self, part_of_node: Ints) -> Ints:
         """Return how many micro-batches each node can hold with the part that it has.
 
         It is 0 if the part does not fit on the node. A node without a part has its most slots.
         """
-        if self.part_slots is None:
-            return self.slots
-        own: Ints = self.part_slots[labels, np.arange(len(labels))]
-        return np.where(labels < 0, self.slots, own)
+        own: Ints = self.part_slots[part_of_node, np.arange(len(part_of_node))]
+        return np.where(part_of_node < 0, self.slots, own)
 
     @property
     def nodes(self) -> int:
@@ -266,7 +258,6 @@ PLANNED = Policy()
 PUBLISHED = Policy(
     (QueueOrder.ARRIVAL,), rounds=2, reserved=True, staggers=(None, 1.0), ordered=False
 )
-NEXT_ROUND_SECONDS = 2.5  # earliest start of each further round, as published
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,7 +296,7 @@ class Problem:
     arranged: bool = False
     planned_sums: bool = True
     passes: int = 1
-    traffic: Traffic = field(init=False)
+    arrays: ProblemArrays = field(init=False)
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -346,7 +337,7 @@ class Problem:
             *body, head = self.parts
             body = [replace(part, gradients=self.gradients) for part in body]
             object.__setattr__(self, "parts", (*body, head))
-        object.__setattr__(self, "traffic", _traffic(self))
+        object.__setattr__(self, "arrays", _arrays_of(self))
 
     @property
     def body(self) -> int:
@@ -395,7 +386,7 @@ class Problem:
     @property
     def has_sums(self) -> bool:
         """Whether replicas have gradients to sum."""
-        return bool(self.traffic.sums.any())
+        return bool(self.arrays.sums.any())
 
     def mean_pass(self, last_backward: float, end: float) -> float:
         """Return the mean time of a pass, if the last one ends with the sums of gradients."""
@@ -410,7 +401,7 @@ class Problem:
 
     def stagger(self, choice: float | None) -> float:
         """Return the seconds between the first starts on a data node."""
-        return float(self.traffic.forward[0].sum()) if choice is None else choice
+        return float(self.arrays.forward[0].sum()) if choice is None else choice
 
 
 def even_parts(
@@ -487,7 +478,7 @@ def _backward(part: PartCost) -> Curve:
     return _sum_of(part.I, part.W) if part.B is None else part.B
 
 
-def _traffic(problem: Problem) -> Traffic:
+def _arrays_of(problem: Problem) -> ProblemArrays:
     """Return the arrays of a problem."""
     cluster = problem.cluster
     spans = [(end - begin, begin) for begin, end in pairwise(problem.cuts)]
@@ -512,7 +503,7 @@ def _traffic(problem: Problem) -> Traffic:
         problem.tokens,
         problem.cuts if problem.slices > 1 else (),
     )
-    return Traffic(
+    return ProblemArrays(
         latency,
         1.0 / bandwidth,
         1.0 / np.array([node.speed for node in cluster.nodes]),
@@ -520,11 +511,11 @@ def _traffic(problem: Problem) -> Traffic:
         np.array(forward),
         np.array(backward),
         np.array(message),
-        problem.gap,
-        problem.first_gap,
+        float(problem.gap),
+        float(problem.first_gap),
         cluster.serial,
-        problem.rules.wait,
-        None if (part_slots == part_slots[0]).all() else part_slots,
+        float(problem.rules.wait),
+        part_slots,
         _sums(problem),
     )
 
@@ -544,61 +535,15 @@ def _sums(problem: Problem) -> Floats:
     return sums
 
 
-def expand_paths(problem: Problem, paths: Ints, labels: Ints) -> tuple[Ints, Ints]:
-    """Return the node and the part of every position of every micro-batch.
-
-    paths: the nodes of each unit, the data node first.
-    labels: the part of each node.
-    """
-    rows = paths
-    if problem.policy.rounds > 1:
-        rows = np.tile(paths, (problem.policy.rounds, 1))
-    parts = labels[rows]
-    if problem.waves:
-        last_piece = 2 * problem.body - 1
-        nodes = np.hstack([rows, rows[:, ::-1]])
-        return nodes, np.hstack([parts, last_piece - parts[:, ::-1]])
-    nodes = np.hstack([rows, rows[:, :1]])
-    heads = np.full((len(rows), 1), problem.body)
-    return nodes, np.hstack([parts, heads])
-
-
-def positions_of(problem: Problem) -> int:
-    """Return the number of positions of a path, with the head or the way up."""
-    return 2 * (problem.hops + 1) if problem.waves else problem.hops + 2
-
-
-def start_conditions(
-    problem: Problem, paths: Ints, stagger: float
-) -> tuple[Ints, Floats]:
-    """Return, for each micro-batch, which one must be back before it starts, and its earliest start."""
-    count = len(paths)
-    rounds = problem.policy.rounds
-    after = np.arange(-count, count * (rounds - 1), dtype=np.int64)
-    after[:count] = -1
-    if not stagger:
-        return after, np.zeros(count * rounds)
-    place = np.zeros(count)  # of each unit, among those of its data node
-    started: dict[int, int] = {}
-    for unit, data_node in enumerate(paths[:, 0].tolist()):
-        place[unit] = started.get(data_node, 0)
-        started[data_node] = started.get(data_node, 0) + 1
-    release = [
-        place * stagger + NEXT_ROUND_SECONDS * number for number in range(rounds)
-    ]
-    return after, np.concatenate(release)
-
-
 def numbers_of_nodes(problem: Problem, nodes: Ints) -> tuple[bytes, ...]:
     """Return all numbers of some nodes. Nodes with equal numbers can have the same plan."""
-    traffic = problem.traffic
+    arrays = problem.arrays
     within = np.ix_(nodes, nodes)
-    slots = traffic.slots if traffic.part_slots is None else traffic.part_slots
     numbers = (
-        traffic.latency[within],
-        traffic.byte[within],
-        traffic.slow[nodes],
-        slots[..., nodes],
+        arrays.latency[within],
+        arrays.byte[within],
+        arrays.slow[nodes],
+        arrays.part_slots[:, nodes],
     )
     return tuple(np.ascontiguousarray(one).tobytes() for one in numbers)
 
@@ -662,8 +607,8 @@ def choose_data_nodes(batch: int, microbatches: int, wanted: int, given: bool) -
     given: whether the number was asked for, and must not change.
     """
     shares, left = divmod(batch, microbatches)
-    fitting = [count for count in divisors(shares) if count <= wanted] if shares else []
-    if left or not fitting or (given and fitting[-1] != wanted):
+    fitting = [count for count in range(1, wanted + 1) if shares % count == 0]
+    if left or not shares or (given and fitting[-1] != wanted):
         nearest = -(-batch // (microbatches * wanted)) * microbatches * wanted
         raise ShapeError(
             f"data.batch = {batch} sequences cannot be dealt out evenly to {wanted} data nodes with "
@@ -705,9 +650,9 @@ def circuit_terms(problem: Problem) -> CircuitTerms:
 
     Slices overlap: the first one carries the wait, and the others follow it.
     """
-    traffic = problem.traffic
-    forward = traffic.forward.sum(axis=1)
-    backward = traffic.backward.sum(axis=1)
+    arrays = problem.arrays
+    forward = arrays.forward.sum(axis=1)
+    backward = arrays.backward.sum(axis=1)
     work = forward + backward
     middle = range(1, problem.body)
     hop = float(np.mean([work[part] for part in middle]))
@@ -720,12 +665,12 @@ def circuit_terms(problem: Problem) -> CircuitTerms:
         back *= 2
         inner = 2.0
         close = 0.0
-    there = traffic.hop(1)
+    there = arrays.hop(1)
     return CircuitTerms(
         there + there.T,
-        data * traffic.slow,
-        hop * traffic.slow,
-        back * traffic.slow + traffic.gap,
+        data * arrays.slow,
+        hop * arrays.slow,
+        back * arrays.slow + arrays.gap,
         inner,
         close,
     )
@@ -748,12 +693,12 @@ class LeastWork:
     """
 
     def __init__(self, problem: Problem) -> None:
-        traffic = problem.traffic
+        arrays = problem.arrays
         body = problem.body
-        forward = traffic.forward.min(axis=1)
-        backward = traffic.backward.min(axis=1)
-        whole_forward = traffic.forward.sum(axis=1)
-        whole_backward = traffic.backward.sum(axis=1)
+        forward = arrays.forward.min(axis=1)
+        backward = arrays.backward.min(axis=1)
+        whole_forward = arrays.forward.sum(axis=1)
+        whole_backward = arrays.backward.sum(axis=1)
         # the other slices, which one node does one after the other
         other_slices = whole_forward - forward + whole_backward - backward
         both = forward + backward
@@ -780,5 +725,5 @@ class LeastWork:
             self.tasks_per_hop = 2 * problem.slices
         self.first_forward = float(whole_forward[0])
         self.first_backward = float(whole_backward[0])
-        self.one_way: Floats = traffic.latency + traffic.byte * traffic.message.min()
+        self.one_way: Floats = arrays.latency + arrays.byte * arrays.message.min()
         self.pair: Floats = self.one_way + self.one_way.T

@@ -59,13 +59,13 @@ def full_pipeline(
     policy = Policy(planned.policy.queue_orders, ordered=planned.policy.ordered)
     problem = replace(planned, rules=planned.rules.full_model(), policy=policy)
     sizes = [len(nodes) for nodes in plan.partitions]
-    labels = None
+    part_of_node = None
     if problem.arranged:
-        labels = np.array(plan.solution.labels)
+        part_of_node = plan.solution.part_of_node
     elif not problem.sized:
-        nodes = problem.traffic.nodes
+        nodes = problem.arrays.nodes
         sizes = list(replica_counts(nodes, problem.body, problem.hops, sizes[0]))
-    return best_plan(problem, labels, np.array(sizes), budget, seed, stages)
+    return best_plan(problem, part_of_node, np.array(sizes), budget, seed, stages)
 
 
 # ---------------------------------------------------------------- a different plan in each step
@@ -172,7 +172,9 @@ def full_steps(
 def _missing_sets(plan: PathPlan, plans: Sequence[PathPlan]) -> list[PartSet]:
     """Return the sets of parts that a path may meet, but no path of these plans does."""
     problem = plan.problem
-    alive = [part for part in range(1, problem.body) if part in plan.solution.labels]
+    alive = [
+        part for part in range(1, problem.body) if part in plan.solution.part_of_node
+    ]
     met: set[PartSet] = set()
     for other in plans:
         met |= parts_met(other)
@@ -196,9 +198,9 @@ def _solution_with(
     solutions = []
     for unit in units[:MAX_FORCED_UNITS]:
         for paths in force_parts(problem, plan.solution, unit, wanted, random):
-            solution = replace(plan.solution, paths=paths)
+            solution = replace(plan.solution, paths=np.array(paths))
             if not np.isfinite(simulate_solution(problem, solution).makespan):
-                solution = replace(solution, careful=True)
+                solution = replace(solution, avoid_deadlock=True)
             solutions.append(solution)
     budget.used += len(solutions) + 1
     if not solutions:
@@ -218,27 +220,29 @@ def force_parts(
     Return the paths of all units, once for each order that the rules allow on the path of this
     unit. The list is empty if no exchange is possible.
     """
-    labels = solution.labels
-    paths = list(solution.paths)
+    part_of_node = solution.part_of_node.tolist()
+    paths = list(map(tuple, solution.paths.tolist()))
     for part in sorted(wanted):
-        mine = {labels[node]: node for node in paths[unit][1:]}
+        mine = {part_of_node[node]: node for node in paths[unit][1:]}
         if part in mine:
             continue
         extra = next(own for own in mine if own not in wanted)
         partners = []
         for other, path in enumerate(paths):
-            if other != unit and _can_exchange(problem, labels, path, part, extra):
+            if other != unit and _can_exchange(
+                problem, part_of_node, path, part, extra
+            ):
                 partners.append(other)
         if not partners:
             return []
         partner = random.choice(partners)
-        theirs = {labels[node]: node for node in paths[partner][1:]}
+        theirs = {part_of_node[node]: node for node in paths[partner][1:]}
         mine[part] = theirs.pop(part)
         theirs[extra] = mine.pop(extra)
         paths[unit] = path_in_order(paths[unit][0], mine, sorted(mine))
         order = random.choice(part_orders(frozenset(theirs), problem.rules))
         paths[partner] = path_in_order(paths[partner][0], theirs, order)
-    node_of_part = {labels[node]: node for node in paths[unit][1:]}
+    node_of_part = {part_of_node[node]: node for node in paths[unit][1:]}
     results = []
     for order in part_orders(wanted, problem.rules):
         paths[unit] = path_in_order(paths[unit][0], node_of_part, order)
@@ -247,10 +251,14 @@ def force_parts(
 
 
 def _can_exchange(
-    problem: Problem, labels: tuple[int, ...], path: NodePath, given: int, taken: int
+    problem: Problem,
+    part_of_node: tuple[int, ...],
+    path: NodePath,
+    given: int,
+    taken: int,
 ) -> bool:
     """Whether a path can give away one part and take another."""
-    parts = {labels[node] for node in path[1:]}
+    parts = {part_of_node[node] for node in path[1:]}
     if given not in parts or taken in parts:
         return False
     changed = frozenset(parts - {given} | {taken})
@@ -258,10 +266,8 @@ def _can_exchange(
 
 
 def _part_sets(solution: Solution) -> frozenset[PartSet]:
-    part_sets = set()
-    for path in solution.paths:
-        part_sets.add(frozenset(solution.labels[node] for node in path[1:]))
-    return frozenset(part_sets)
+    parts = solution.part_of_node[solution.paths[:, 1:]]
+    return frozenset(map(frozenset, parts.tolist()))
 
 
 # ---------------------------------------------------------------- an arrangement for partial and full steps
@@ -324,9 +330,9 @@ def _pairs(
 def _paths_on(first: PathPlan, full: PathPlan, budget: Budget, seed: int) -> PathPlan:
     """Return paths for the arrangement of a full pipeline, as a plan of the same problem as `first`."""
     problem: Problem = replace(first.problem, arranged=True)
-    labels = np.array(full.solution.labels)
-    shape = np.bincount(labels[labels >= 0], minlength=problem.body)
-    found = best_plan(problem, labels, shape, budget, seed)
+    part_of_node = full.solution.part_of_node
+    shape = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
+    found = best_plan(problem, part_of_node, shape, budget, seed)
     # The bound of `first` holds for every arrangement.
     return replace(found, problem=first.problem, bound=min(first.bound, found.makespan))
 
@@ -364,25 +370,31 @@ def replan(
     budget = Budget(iterations, seconds, clock, stop)
     homes = dict(plan.homes) | _parts_by_node(plan.solution)
     gone = (set(plan.lost) | set(lost)) - set(returned)
-    labels = np.full(len(plan.solution.labels), NO_PART_HELD, dtype=np.int64)
+    part_of_node = np.full(
+        len(plan.solution.part_of_node), NO_PART_HELD, dtype=np.int64
+    )
     for node, part in homes.items():
         if node not in gone:
-            labels[node] = part
-    _refuse_nodes(plan, labels, lost, returned)
-    data_nodes_before = {path[0] for path in plan.solution.paths}
+            part_of_node[node] = part
+    _refuse_nodes(plan, part_of_node, lost, returned)
+    data_nodes_before = set(plan.solution.paths[:, 0].tolist())
     total_before = len(data_nodes_before) * plan.problem.microbatches
     total = max(plan.total_microbatches, total_before)
-    data_nodes = int((labels == 0).sum())
+    data_nodes = int((part_of_node == 0).sum())
     problem = replace(
         plan.problem,
         policy=_recovery_policy(plan.problem.policy),
         microbatches=max(round(total / data_nodes), 1),
     )
-    bound = pass_bound(problem, np.bincount(labels[labels >= 0]), labels)
+    bound = pass_bound(
+        problem, np.bincount(part_of_node[part_of_node >= 0]), part_of_node
+    )
 
     def starts(stage_seed: int, _budget: Budget) -> list[Solution]:
-        circuits = find_circuits(problem, labels, RECOVERY_CIRCUIT_MOVES, stage_seed)
-        return first_solutions(problem, labels, circuits, stage_seed)
+        circuits = find_circuits(
+            problem, part_of_node, RECOVERY_CIRCUIT_MOVES, stage_seed
+        )
+        return first_solutions(problem, part_of_node, circuits, stage_seed)
 
     best = search_in_stages(problem, starts, budget, False, seed)
     recovered = finish_plan(problem, best, bound, budget, tuple(sorted(gone)))
@@ -395,7 +407,7 @@ def replan(
 
 def _parts_by_node(solution: Solution) -> dict[int, int]:
     """Return the part of each node that holds one."""
-    held = enumerate(solution.labels)
+    held = enumerate(solution.part_of_node.tolist())
     return {node: part for node, part in held if part != NO_PART_HELD}
 
 
@@ -407,9 +419,9 @@ def _recovery_policy(policy: Policy) -> Policy:
 
 
 def _refuse_nodes(
-    plan: PathPlan, labels: Ints, lost: Sequence[int], returned: Sequence[int]
+    plan: PathPlan, part_of_node: Ints, lost: Sequence[int], returned: Sequence[int]
 ) -> None:
-    nodes = len(plan.solution.labels)
+    nodes = len(plan.solution.part_of_node)
     for change, changed in (("lost", lost), ("returned", returned)):
         for node in changed:
             if not 0 <= node < nodes:
@@ -419,12 +431,12 @@ def _refuse_nodes(
     never_lost = set(returned) - set(plan.lost)
     if never_lost:
         raise ShapeError(f"node {min(never_lost)} returned, but it was not lost")
-    if not (labels == 0).any():
+    if not (part_of_node == 0).any():
         raise ShapeError(
             "no data node is left: no remaining node holds part 0\n"
             "  bring a data node back, or make a new plan"
         )
-    if not (labels > 0).any():
+    if not (part_of_node > 0).any():
         raise ShapeError(
             "only data nodes are left: no remaining node holds any other part\n"
             "  bring nodes back, or make a new plan"

@@ -14,7 +14,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
 from typing import Generic, NamedTuple, TypeVar
@@ -22,25 +22,17 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.ir.table import Ints
-from penstock.plan.paths.problem import (
-    NO_PART_HELD,
-    Problem,
-    QueueOrder,
-    circuit_terms,
-    expand_paths,
-    positions_of,
-    start_conditions,
-)
+from penstock.plan.paths.problem import NO_PART_HELD, Problem, circuit_terms
 from penstock.plan.paths.rules import order_fault, part_orders
 from penstock.plan.paths.simulator import (
+    NO_TURN,
     NodePath,
-    PathTimes,
     Solution,
     mean_end_of_sums,
     path_in_order,
-    simulate_paths,
+    simulate_solution,
     step_end,
+    units_alone,
 )
 from penstock.plan.paths.starts import LinkPrices, cheapest_path
 
@@ -254,7 +246,11 @@ MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
 class Annealing(MoveSearch[list[float]]):
-    """Anneals a solution, or a group of its units."""
+    """Anneals a solution, or a group of its units. The units find their slots as they come, without turns.
+
+    state: the units and the parts of all nodes, in arrays that the moves change.
+    part, paths: the same as plain numbers, which moves read quickly.
+    """
 
     def __init__(
         self,
@@ -269,18 +265,9 @@ class Annealing(MoveSearch[list[float]]):
         self.free = free
         self.units = units
         self.resizable = not (problem.sized or problem.policy.reserved)
-        self.labels = np.array(solution.labels, dtype=np.int64)
-        self.paths: list[NodePath] = [solution.paths[unit] for unit in units]
-        self.delays = np.zeros((len(units), 2 * positions_of(problem)))
-        if solution.delays:
-            self.delays[:] = [solution.delays[unit] for unit in units]
-        self.queue_order = solution.queue_order
-        self.own_orders: tuple[QueueOrder, ...] = ()
-        if solution.own_orders:
-            self.own_orders = tuple([solution.own_orders[unit] for unit in units])
-        self.stagger = solution.stagger
-        self.careful = solution.careful
-        visited = {node for path in self.paths for node in path}
+        self.state = units_alone(solution, units)
+        self.state.turns[:] = NO_TURN
+        visited = set(self.state.paths.ravel().tolist())
         self.nodes = sorted(visited | self._idle_nodes(solution))
         allowed = self._allowed_moves()
         self.moves = list(allowed)
@@ -288,77 +275,49 @@ class Annealing(MoveSearch[list[float]]):
         self.terms = circuit_terms(problem)
         pair = self.terms.pair.tolist()
         self.links = LinkPrices(pair, self.terms.inner, self.terms.close)
-        self.loads = np.zeros(problem.traffic.nodes)
-        self.rows = np.array(self.paths, dtype=np.int64)
-        self._index_replicas()
+        self._index()
         self.keep(self._simulate())
 
     def _idle_nodes(self, solution: Solution) -> set[int]:
         """Return the nodes that no path visits, or a sample of them. They belong to every group."""
-        visited = {node for path in solution.paths for node in path}
+        visited = set(solution.paths.ravel().tolist())
         idle = []
-        for node, part in enumerate(solution.labels):
+        for node, part in enumerate(solution.part_of_node.tolist()):
             if (part >= 0 or self.free) and node not in visited:
                 idle.append(node)
         if len(idle) > MAX_GROUP_NODES:
             idle = self.random.sample(idle, MAX_GROUP_NODES)
         return set(idle)
 
+    def _index(self) -> None:
+        """Write down the paths of the state as plain numbers, and the parts of the nodes."""
+        self.paths: list[NodePath] = list(map(tuple, self.state.paths.tolist()))
+        self._index_replicas()
+
     def _index_replicas(self) -> None:
         """List the part of each node, and for each part those of its nodes that paths may visit."""
-        self.part = self.labels.tolist()
+        self.part = self.state.part_of_node.tolist()
         self.replicas: dict[int, list[int]] = {}
         for node in self.nodes:
             self.replicas.setdefault(self.part[node], []).append(node)
 
     def solution(self) -> Solution:
         """Return the current solution for the group alone."""
-        delays = tuple(map(tuple, self.delays.tolist())) if self.delays.any() else ()
-        return Solution(
-            tuple(self.part),
-            tuple(self.paths),
-            self.queue_order,
-            self.stagger,
-            delays,
-            self.careful,
-            self.own_orders,
-        )
+        return units_alone(self.state, range(len(self.paths)))
 
     def _simulate(self) -> Trial[list[float]]:
         """Simulate the step; the details are the end of each unit."""
         problem = self.problem
-        times = self._times(self.careful)
-        has_deadlock = times.makespan == np.inf
-        if has_deadlock and not self.careful:
-            times = self._times(careful=True)
-        end = step_end(problem, times, self.labels)
+        times = simulate_solution(problem, self.state)
+        if times.makespan == np.inf and not self.state.avoid_deadlock:
+            times = simulate_solution(problem, replace(self.state, avoid_deadlock=True))
+        part_of_node = self.state.part_of_node
+        end = step_end(problem, times, part_of_node)
         ends = times.finish.tolist()
         value = end + MEAN_WEIGHT * sum(ends) / len(ends)
         if problem.has_sums and end < math.inf:
-            value += SUM_WEIGHT * mean_end_of_sums(problem, times, self.labels)
+            value += SUM_WEIGHT * mean_end_of_sums(problem, times, part_of_node)
         return Trial(value, end, ends[-len(self.paths) :])
-
-    def _times(self, careful: bool) -> PathTimes:
-        """Simulate the paths, with or without slots that stay free for older micro-batches."""
-        problem = self.problem
-        rounds = problem.policy.rounds
-        nodes, parts = expand_paths(problem, self.rows, self.labels)
-        after, release = start_conditions(problem, self.rows, self.stagger)
-        queue_orders: QueueOrder | Ints = self.queue_order
-        if self.own_orders:
-            queue_orders = np.tile(self.own_orders, rounds)
-        delay = np.tile(self.delays, (rounds, 1)) if rounds > 1 else self.delays
-        return simulate_paths(
-            problem.traffic,
-            nodes,
-            parts,
-            queue_orders,
-            after,
-            release,
-            delay,
-            careful,
-            problem.traffic.slots_with(self.labels),
-        )
 
     def _note(self, details: list[float]) -> None:
         self.finish = details
@@ -367,24 +326,11 @@ class Annealing(MoveSearch[list[float]]):
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         scale = self.value if self.value < math.inf else 1.0
         found = self.anneal(budget, steps, scale, hot, COLD)
-        self._restore(found.solution)
+        self.state = found.solution
+        self._index()
         self.end = found.end
         self.value = found.value
         return found.is_complete
-
-    def _restore(self, solution: Solution) -> None:
-        """Return to an earlier solution of this annealing."""
-        self.labels = np.array(solution.labels, dtype=np.int64)
-        self.paths = list(solution.paths)
-        self.rows = np.array(self.paths, dtype=np.int64)
-        self.delays = np.zeros((len(self.paths), 2 * positions_of(self.problem)))
-        if solution.delays:
-            self.delays[:] = solution.delays
-        self.queue_order = solution.queue_order
-        self.own_orders = solution.own_orders
-        self.stagger = solution.stagger
-        self.careful = solution.careful
-        self._index_replicas()
 
     # ------------------------------------------------------------ moves: each registers how to undo it
     def _allowed_moves(self) -> dict[Callable[[], bool], int]:
@@ -438,11 +384,11 @@ class Annealing(MoveSearch[list[float]]):
 
         def undo() -> None:
             self.paths[unit] = old
-            self.rows[unit] = old
+            self.state.paths[unit] = old
 
         self.undo.append(undo)
         self.paths[unit] = path
-        self.rows[unit] = path
+        self.state.paths[unit] = path
 
     def _visit_instead(self, unit: int, node: int, others: list[int]) -> None:
         """Let a unit that visits a node visit one of the others instead."""
@@ -531,9 +477,9 @@ class Annealing(MoveSearch[list[float]]):
 
     def _slots_allow_trade(self, u: int, v: int) -> bool:
         """Whether each of two nodes has enough slots for the paths over the other."""
-        slots = self.problem.traffic.slots
-        paths_over_u = int((self.rows == u).sum())
-        paths_over_v = int((self.rows == v).sum())
+        slots = self.problem.arrays.slots
+        paths_over_u = int((self.state.paths == u).sum())
+        paths_over_v = int((self.state.paths == v).sum())
         return bool(paths_over_u <= slots[v] and paths_over_v <= slots[u])
 
     def _exchange_nodes(self, u: int, v: int) -> None:
@@ -541,10 +487,10 @@ class Annealing(MoveSearch[list[float]]):
         for unit, path in enumerate(self.paths):
             if u in path or v in path:
                 self.paths[unit] = tuple([exchanged.get(node, node) for node in path])
-                self.rows[unit] = self.paths[unit]
+                self.state.paths[unit] = self.paths[unit]
         if self.part[u] != self.part[v]:
-            self.labels[u] = self.part[v]
-            self.labels[v] = self.part[u]
+            self.state.part_of_node[u] = self.part[v]
+            self.state.part_of_node[v] = self.part[u]
             self._index_replicas()
 
     def _relabel(self) -> bool:
@@ -564,11 +510,11 @@ class Annealing(MoveSearch[list[float]]):
                 self._visit_instead(unit, node, others)
 
         def undo() -> None:
-            self.labels[node] = part
+            self.state.part_of_node[node] = part
             self._index_replicas()
 
         self.undo.append(undo)
-        self.labels[node] = new_part
+        self.state.part_of_node[node] = new_part
         self._index_replicas()
         return True
 
@@ -602,8 +548,8 @@ class Annealing(MoveSearch[list[float]]):
             self._visit_instead(unit, new, others)
 
         def relabel(data: int, other: int) -> None:
-            self.labels[data] = 0
-            self.labels[other] = part
+            self.state.part_of_node[data] = 0
+            self.state.part_of_node[other] = part
             self._index_replicas()
 
         self.undo.append(lambda: relabel(old, new))
@@ -615,8 +561,8 @@ class Annealing(MoveSearch[list[float]]):
 
     def _prices(self, units: list[int]) -> list[float]:
         """Return what a visit of each node costs because of its load without these units."""
-        loads = self.loads.copy()
-        rows = np.delete(self.rows, units, axis=0)[:, 1:]
+        loads = np.zeros(len(self.part))
+        rows = np.delete(self.state.paths, units, axis=0)[:, 1:]
         np.add.at(loads, rows.ravel(), 1.0)
         weight = self.random.choice(DRAWN_BUSY_PRICES)
         busy_hop = self.terms.hop * (1.0 + weight * loads)
@@ -641,41 +587,38 @@ class Annealing(MoveSearch[list[float]]):
         return self._change_delay()
 
     def _change_stagger(self) -> bool:
-        old = self.stagger
-
-        def undo() -> None:
-            self.stagger = old
-
-        self.undo.append(undo)
+        old = self.state.stagger
         choice = self.random.choice(self.problem.policy.staggers)
-        self.stagger = self.problem.stagger(choice)
-        return self.stagger != old
+        self._set_stagger(self.problem.stagger(choice))
+        self.undo.append(lambda: self._set_stagger(old))
+        return self.state.stagger != old
+
+    def _set_stagger(self, stagger: float) -> None:
+        self.state = replace(self.state, stagger=stagger)
 
     def _change_queue_order(self) -> bool:
         """Give all units the same queue order."""
-        old = self.queue_order
-        old_own_orders = self.own_orders
+        orders = self.state.orders
+        old = orders.copy()
 
         def undo() -> None:
-            self.queue_order = old
-            self.own_orders = old_own_orders
+            orders[:] = old
 
         self.undo.append(undo)
-        self.queue_order = self.random.choice(self.problem.policy.queue_orders)
-        self.own_orders = ()
-        return self.queue_order is not old or bool(old_own_orders)
+        orders[:] = self.random.choice(self.problem.policy.queue_orders)
+        return not np.array_equal(orders, old)
 
     def _change_delay(self) -> bool:
         """Let a unit stand further back or further ahead in all queues, or as far as the others."""
         unit = self.random.randrange(len(self.paths))
-        old = self.delays[unit].copy()
+        old = self.state.delays[unit].copy()
 
         def undo() -> None:
-            self.delays[unit] = old
+            self.state.delays[unit] = old
 
         self.undo.append(undo)
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
-        self.delays[unit] = self.random.choice((0.0, delay))
+        self.state.delays[unit] = self.random.choice((0.0, delay))
         return True
 
 

@@ -27,7 +27,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,29 +38,58 @@ from penstock.ir.needs import BACKWARD, FORWARD, RULES
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.problem import (
     Problem,
-    QueueOrder,
-    Traffic,
-    expand_paths,
-    start_conditions,
+    ProblemArrays,
 )
 
 FAR_FUTURE_SECONDS = 1e7  # later than any event of a step
 NO_TASK = -1
 NO_TURN = -1  # of a task whose node serves its queue freely
-NO_TURNS = np.zeros(0, dtype=np.int64)
 MAX_UNLOCKED_TASKS = 2  # tasks that wait directly for one task, in a reduced graph
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PathTimes:
-    """The start of every task, and the ends of nodes and micro-batches."""
+class Visits(NamedTuple):
+    """The nodes and the parts that micro-batches visit, and how nodes serve them.
 
-    start: Floats  # [micro-batch, position, slice, forward or backward]
-    makespan: float  # end of the last backward; infinite if micro-batches deadlock
-    last: Floats  # end of the last backward on each node
-    last_up: Floats  # of its head or, in a wave, of the way up
-    overdue: float  # seconds by which tasks wait longer than they may, all together
-    finish: Floats  # end of each micro-batch
+    nodes, parts: of each position of the path of each micro-batch [micro-batch, position].
+    holding: only positions before this one take a slot.
+    order: the `QueueOrder` of each micro-batch.
+    after: the micro-batch that must be back before this one starts, or -1.
+    release: the earliest start of each micro-batch.
+    delay: seconds by which a micro-batch stands further back in the queues of its tasks: forward and
+        backward of its first position, then of the next [micro-batch, task].
+    turns: the place of each task in the order of its node, or NO_TURN if the node serves its queue freely
+        [micro-batch, task]. A node waits for the task whose turn it is, even if others are ready.
+    slots: micro-batches that each node can hold with its part.
+    """
+
+    nodes: Ints
+    parts: Ints
+    holding: int
+    order: Ints
+    after: Ints
+    release: Floats
+    delay: Floats
+    turns: Ints
+    slots: Ints
+
+
+class PathTimes(NamedTuple):
+    """The start of every task, and the ends of nodes and micro-batches.
+
+    start: [micro-batch, position, slice, forward or backward].
+    makespan: the end of the last backward; infinite if micro-batches deadlock.
+    last: the end of the last backward on each node.
+    last_up: the end of the last backward of its head or, in a wave, of the way up.
+    overdue: seconds by which tasks wait longer than they may, all together.
+    finish: the end of each micro-batch.
+    """
+
+    start: Floats
+    makespan: float
+    last: Floats
+    last_up: Floats
+    overdue: float
+    finish: Floats
 
 
 # ---------------------------------------------------------------- who waits for whom
@@ -126,114 +156,35 @@ def _direct_needs(task: int, length: int, slices: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- the simulation
-def simulate_paths(
-    traffic: Traffic,
-    nodes: Ints,
-    parts: Ints,
-    queue_order: QueueOrder | Ints = QueueOrder.ARRIVAL,
-    after: Ints | None = None,
-    release: Floats | None = None,
-    delay: Floats | None = None,
-    careful: bool = False,
-    slots: Ints | None = None,
-    turns: Ints | None = None,
+def simulate_visits(
+    arrays: ProblemArrays, visits: Visits, avoid_deadlock: bool
 ) -> PathTimes:
-    """Return the times of micro-batches that visit these `nodes` with these `parts`, one row per micro-batch.
+    """Return the times of micro-batches that visit these nodes with these parts.
 
-    queue_order: of all micro-batches, or of each.
-    slots: micro-batches that each node can hold with its part; by default the most that it can hold.
-    after: the micro-batch that must be back before this one starts, or -1.
-    release: the earliest start of each micro-batch.
-    delay: seconds by which a micro-batch stands further back in the queues of its tasks: forward and
-        backward of its first position, then of the next [micro-batch, task].
-    careful: a node never gives its last slot to a young micro-batch while an older one will need it. This
-        prevents deadlocks.
-    turns: the place of each task in the order of its node, or NO_TURN if the node serves its queue freely
-        [micro-batch, task]. A node waits for the task whose turn it is, even if others are ready.
+    avoid_deadlock: a node never gives its last slot to a young micro-batch while an older one will need it.
     """
-    count, length = nodes.shape
-    holding = length // 2 if _are_waves(nodes) else length - 1
-    graph = task_graph(length, traffic.slices)
-    start = np.full((count, length, traffic.slices, 2), -1.0)
-    last = np.zeros(traffic.nodes)
-    last_up = np.zeros(traffic.nodes)
+    count, length = visits.nodes.shape
+    graph = task_graph(length, arrays.slices)
+    run = compile_if_large(_run, MIN_COMPILED_SIZE)
+    start = np.full((count, length, arrays.slices, 2), -1.0)
+    last = np.zeros((2, arrays.nodes))
     finish = np.zeros(count)
-    overdue = np.zeros(1)
-    links = (traffic.nodes, traffic.nodes) if traffic.serial else (1, 1)
-    link_free = np.zeros(links)
-    makespan = compile_if_large(_run, MIN_COMPILED_SIZE)(
-        nodes,
-        parts,
-        holding,
-        graph.needed,
-        graph.unlocked,
-        np.full(count, -1, dtype=np.int64) if after is None else after,
-        np.zeros(count) if release is None else release,
-        np.zeros((count, 2 * length)) if delay is None else delay,
-        traffic.forward,
-        traffic.backward,
-        traffic.message,
-        traffic.slow,
-        traffic.slots if slots is None else slots,
-        traffic.latency,
-        traffic.byte,
-        traffic.gap,
-        traffic.first_gap,
-        traffic.serial,
-        link_free,
-        np.full(count, queue_order) if isinstance(queue_order, int) else queue_order,
-        careful,
-        start,
-        last,
-        last_up,
-        traffic.wait,
-        overdue,
-        finish,
-        NO_TURNS if turns is None else turns.ravel(),
-    )
-    return PathTimes(start, float(makespan), last, last_up, float(overdue[0]), finish)
-
-
-def _are_waves(nodes: Ints) -> bool:
-    """Whether the paths are waves, which turn around on the node in their middle."""
-    length = nodes.shape[1]
-    if length % 2 or length <= 2:
-        return False
-    middle = length // 2
-    return bool((nodes[:, middle - 1] == nodes[:, middle]).all())
+    makespan, overdue = run(arrays, visits, graph, avoid_deadlock, start, last, finish)
+    return PathTimes(start, makespan, last[0], last[1], overdue, finish)
 
 
 def _run(  # noqa: PLR0912, PLR0915
-    nodes: Ints,
-    parts: Ints,
-    holding: int,
-    needed: Ints,
-    unlocked: Ints,
-    after: Ints,
-    release: Floats,
-    delay: Floats,
-    forward: Floats,
-    backward: Floats,
-    message: Floats,
-    slow: Floats,
-    slots: Ints,
-    latency: Floats,
-    byte: Floats,
-    gap: float,
-    first_gap: float,
-    serial: bool,
-    link_free: Floats,
-    queue_orders: Ints,
-    careful: bool,
+    arrays: ProblemArrays,
+    visits: Visits,
+    graph: TaskGraph,
+    avoid_deadlock: bool,
     start: Floats,
     last: Floats,
-    last_up: Floats,
-    wait: float,
-    overdue: Floats,
     finish: Floats,
-    turns: Ints,
-) -> float:
-    """Process the events in order of time. Only positions below `holding` take a slot.
+) -> tuple[float, float]:
+    """Process the events in order of time, and return the makespan and the seconds of forbidden waiting.
+
+    Fills `start`, `finish`, and the ends of the last backwards [of all or of the head or the way up, node].
 
     An action is the number of a task in `TaskGraph`, plus `stride` times its micro-batch. The
     functions inside become part of this loop when it is compiled; each is called in one place.
@@ -242,6 +193,13 @@ def _run(  # noqa: PLR0912, PLR0915
           ▲        choose: a free node takes the action with the least key that may start
           └─────── begin:  its end and its messages are new events
     """
+    nodes = visits.nodes
+    parts = visits.parts
+    holding = visits.holding
+    turns = visits.turns
+    forward = arrays.forward
+    backward = arrays.backward
+    slow = arrays.slow
     count, length = nodes.shape
     slices = forward.shape[1]
     stride = length * slices * 2
@@ -252,12 +210,13 @@ def _run(  # noqa: PLR0912, PLR0915
     queue = np.full(len(slow), -1, np.int64)
     used = np.zeros(len(slow), np.int64)
     busy = np.zeros(len(slow), np.bool_)
-    has_turns = len(turns) > 0
     served = np.zeros(len(slow), np.int64)  # tasks that have begun on each node
     changed = np.zeros(len(slow), np.int64)  # nodes to look at
     marked = np.zeros(len(slow), np.bool_)
     # An event is (time, action that has one need less) or (time, ~node that becomes free).
     events = [(0.0, np.int64(0)) for _ in range(0)]
+    links = len(slow) if arrays.serial else 1
+    link_free = np.zeros((links, links))
     follower = np.full(count, -1, np.int64)
     # seconds from a task's start to the end of its micro-batch, if nothing is in its way
     tail = np.zeros((count, length, 2))
@@ -265,7 +224,7 @@ def _run(  # noqa: PLR0912, PLR0915
     # low: the first of them that has not begun there.
     first = np.zeros(len(slow) + 1, np.int64)
     low = np.zeros(len(slow), np.int64)
-    guests = np.zeros(count * holding if careful else 1, np.int64)
+    guests = np.zeros(count * holding if avoid_deadlock else 1, np.int64)
 
     def fill_tail(m: int) -> None:
         """Add up the way of a micro-batch from its end: the backwards, then the forwards."""
@@ -274,15 +233,18 @@ def _run(  # noqa: PLR0912, PLR0915
             way += backward[parts[m, p]].sum() * slow[nodes[m, p]]
             tail[m, p, 1] = way
             if p < length - 1 and nodes[m, p] != nodes[m, p + 1]:
-                way += latency[nodes[m, p + 1], nodes[m, p]]
-                way += byte[nodes[m, p + 1], nodes[m, p]] * message[parts[m, p]].sum()
+                way += arrays.latency[nodes[m, p + 1], nodes[m, p]]
+                way += (
+                    arrays.byte[nodes[m, p + 1], nodes[m, p]]
+                    * arrays.message[parts[m, p]].sum()
+                )
         for p in range(length - 1, -1, -1):
             way += forward[parts[m, p]].sum() * slow[nodes[m, p]]
             tail[m, p, 0] = way
             if p > 0 and nodes[m, p] != nodes[m, p - 1]:
-                way += latency[nodes[m, p - 1], nodes[m, p]]
-                size = message[parts[m, p - 1]].sum()
-                way += byte[nodes[m, p - 1], nodes[m, p]] * size
+                way += arrays.latency[nodes[m, p - 1], nodes[m, p]]
+                size = arrays.message[parts[m, p - 1]].sum()
+                way += arrays.byte[nodes[m, p - 1], nodes[m, p]] * size
 
     def list_guests() -> None:
         """List who will visit each node."""
@@ -300,18 +262,18 @@ def _run(  # noqa: PLR0912, PLR0915
 
     def key_of(m: np.int64, p: np.int64, back: np.int64, now: float) -> float:  # noqa: PLR0911
         """The rank of a task in the queue of its node: the least goes first."""
-        queue_order = queue_orders[m]
-        if queue_order == 0:
+        order = visits.order[m]
+        if order == 0:
             return now if back == 1 or p > 0 else FAR_FUTURE_SECONDS + m
-        if queue_order == 1:
+        if order == 1:
             if back == 1:
                 return now
             if p > 0:
                 return FAR_FUTURE_SECONDS + now
             return 2 * FAR_FUTURE_SECONDS + m
-        if queue_order == 2:
+        if order == 2:
             return float(m)
-        if queue_order == 3:
+        if order == 3:
             begin = 0.0 if back == 1 else FAR_FUTURE_SECONDS
             return float(begin - tail[m, p, back])
         return float(-tail[m, p, back])
@@ -334,17 +296,17 @@ def _run(  # noqa: PLR0912, PLR0915
 
     def may_start(here: np.int64, at: np.int64) -> bool:
         """Whether it is the turn of an action, and its node has a slot if it needs one."""
-        has_turn = has_turns and turns[at] >= 0
-        if has_turn and turns[at] != served[here]:
+        turn = turns[at // stride, at % stride]
+        if turn >= 0 and turn != served[here]:
             return False
         p = at % stride // (2 * slices)
         takes_slot = at & 1 == 0 and p < holding and at % (2 * slices) == 0
         if not takes_slot:
             return True
-        spare = slots[here] - used[here] - 1
+        spare = visits.slots[here] - used[here] - 1
         if spare < 0:
             return False
-        return not careful or has_turn or leaves_room(here, at // stride, spare)
+        return not avoid_deadlock or turn >= 0 or leaves_room(here, at // stride, spare)
 
     def choose(here: np.int64) -> np.int64:
         """Take the best action out of the queue of a free node; -1 if none may start."""
@@ -371,26 +333,27 @@ def _run(  # noqa: PLR0912, PLR0915
 
     def arrival(here: np.int64, there: np.int64, size: float, end: float) -> float:
         """When a message arrives that leaves a node at this end, or as soon as its link is free."""
-        wire = byte[here, there] * size
+        wire = arrays.byte[here, there] * size
         leave = end
-        if serial:
+        if arrays.serial:
             leave = max(end, link_free[here, there])
             link_free[here, there] = leave + wire
-        return float(leave + wire + latency[here, there])
+        return float(leave + wire + arrays.latency[here, there])
 
     for m in range(count):
         for task in range(stride):
-            waiting[m * stride + task] = needed[task]
+            waiting[m * stride + task] = graph.needed[task]
         waiting[m * stride] += 1  # the first forward also waits for its release
-        if after[m] >= 0:
-            follower[after[m]] = m
+        if visits.after[m] >= 0:
+            follower[visits.after[m]] = m
         else:
-            heapq.heappush(events, (release[m], np.int64(m * stride)))
+            heapq.heappush(events, (visits.release[m], np.int64(m * stride)))
         fill_tail(m)
-    if careful:
+    if avoid_deadlock:
         list_guests()
     done = 0
     makespan = 0.0
+    overdue = 0.0
     looks = 0
 
     while len(events) > 0:
@@ -408,7 +371,7 @@ def _run(  # noqa: PLR0912, PLR0915
                 if waiting[at] == 0:
                     back = at & 1
                     ready[at] = now
-                    key[at] = key_of(m, p, back, now) + delay[m, 2 * p + back]
+                    key[at] = key_of(m, p, back, now) + visits.delay[m, 2 * p + back]
                     behind[at] = queue[here]
                     queue[here] = at
             if not marked[here]:
@@ -433,9 +396,9 @@ def _run(  # noqa: PLR0912, PLR0915
             end = now + seconds * slow[here]
             start[m, p, s, back] = now
             if p > 0 or back == 1 or s > 0:
-                overdue[0] += max(now - ready[best] - wait, 0.0)
+                overdue += max(now - ready[best] - arrays.wait, 0.0)
             busy[here] = True
-            pause = first_gap if back == 0 and p == 0 else gap
+            pause = arrays.first_gap if back == 0 and p == 0 else arrays.gap
             if back == 0:
                 if p < holding and s == 0:
                     used[here] += 1
@@ -450,37 +413,41 @@ def _run(  # noqa: PLR0912, PLR0915
             if back == 1:
                 if p < holding and s == 0:
                     used[here] -= 1
-                last[here] = max(last[here], end)
+                last[0, here] = max(last[0, here], end)
                 if p >= holding:
-                    last_up[here] = max(last_up[here], end)
+                    last[1, here] = max(last[1, here], end)
                 if p == 0 and s == 0:
                     done += 1
                     finish[m] = end
                     makespan = max(makespan, end)
                     if follower[m] >= 0:
-                        begin = max(end, release[follower[m]])
+                        begin = max(end, visits.release[follower[m]])
                         heapq.heappush(events, (begin, np.int64(follower[m] * stride)))
-            for column in range(unlocked.shape[1]):
-                then = unlocked[task, column]
+            for column in range(graph.unlocked.shape[1]):
+                then = graph.unlocked[task, column]
                 if then < 0:
                     break
                 p_then = then // (2 * slices)
                 there = nodes[m, p_then]
                 arrives = end
                 if there != here:
-                    size = message[parts[m, min(p, p_then)], s]
+                    size = arrays.message[parts[m, min(p, p_then)], s]
                     arrives = arrival(here, there, size, end)
                 heapq.heappush(events, (arrives, np.int64(m * stride + then)))
             heapq.heappush(events, (end + pause, np.int64(~here)))
         looks = 0
-    return makespan if done == count else np.inf
+    return makespan if done == count else np.inf, overdue
 
 
 # ---------------------------------------------------------------- sums of gradients
 
 
 def ends_of_sums(
-    traffic: Traffic, planned: bool, labels: Ints, last: Floats, last_up: Floats
+    arrays: ProblemArrays,
+    planned: bool,
+    part_of_node: Ints,
+    last: Floats,
+    last_up: Floats,
 ) -> Floats:
     """Return when each part's gradients are summed, or 0 if it has none to sum.
 
@@ -488,14 +455,16 @@ def ends_of_sums(
     last_up: the end of the last backward of its head, or of its way up in a wave.
     """
     times = np.stack([last_up, last, last])
-    links = (traffic.latency, traffic.byte)
-    return choose_sums(*links, labels, times, traffic.sums, planned).ends
+    links = (arrays.latency, arrays.byte)
+    return choose_sums(*links, part_of_node, times, arrays.sums, planned).ends
 
 
-def seconds_of_sums(problem: Problem, labels: Ints) -> Floats:
+def seconds_of_sums(problem: Problem, part_of_node: Ints) -> Floats:
     """Return how long each part's sums take if all its replicas are done at once."""
-    at_once = np.zeros(len(labels))
-    return ends_of_sums(problem.traffic, problem.planned_sums, labels, at_once, at_once)
+    at_once = np.zeros(len(part_of_node))
+    return ends_of_sums(
+        problem.arrays, problem.planned_sums, part_of_node, at_once, at_once
+    )
 
 
 # ---------------------------------------------------------------- solutions
@@ -507,36 +476,72 @@ def seconds_of_sums(problem: Problem, labels: Ints) -> Floats:
 # A plan counts as this many seconds longer for each second of forbidden waiting.
 WAIT_FINE = 10.0
 TIME_ROUNDING = 1e-9  # seconds by which equal times may differ
+NEXT_ROUND_SECONDS = 2.5  # earliest start of each further round, as published
 NodePath = tuple[int, ...]
-Delays = tuple[float, ...]
-Turns = tuple[int, ...]
-Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Solution:
     """The part of each node, the path of each unit, and the order in which nodes serve their queues.
 
-    labels: the part of each node, or -1 for a node that holds none.
-    paths: the nodes that each unit visits; the first is its data node.
-    queue_order: which of the waiting tasks a node takes next.
-    own_orders: the queue order of each unit, if units that never meet have different ones.
-    stagger: seconds between the first starts on a data node.
+    part_of_node: the part of each node, or -1 for a node that holds none.
+    paths: the nodes that each unit visits; the first is its data node [unit, place].
+    orders: the queue order of each unit; units that never meet may have different ones.
     delays: seconds by which each unit stands further back in the queues of its tasks, forward and
-        backward at each position of its path; empty if no unit does.
-    careful: keep slots free for older micro-batches, so that no deadlock can arise.
-    turns: the place of each task of each unit in the order of its node, or -1 if that node serves
-        its queue; empty if all nodes do.
+        backward at each position of its path [unit, task].
+    turns: the place of each task of each unit in the order of its node, or NO_TURN if that node serves
+        its queue [unit, task].
+    stagger: seconds between the first starts on a data node.
+    avoid_deadlock: keep slots free for older micro-batches, so that no deadlock can arise.
     """
 
-    labels: tuple[int, ...]
-    paths: tuple[NodePath, ...]
-    queue_order: QueueOrder
+    part_of_node: Ints
+    paths: Ints
+    orders: Ints
+    delays: Floats
+    turns: Ints
     stagger: float = 0.0
-    delays: tuple[Delays, ...] = ()
-    careful: bool = False
-    own_orders: tuple[QueueOrder, ...] = ()
-    turns: tuple[Turns, ...] = ()
+    avoid_deadlock: bool = False
+
+
+def solution_of(
+    problem: Problem, part_of_node: Sequence[int] | Ints, paths: Sequence[NodePath]
+) -> Solution:
+    """Return the solution with these paths in which all nodes serve their queues in the first order of the policy."""
+    rows = np.array(paths, dtype=np.int64)
+    units, length = rows.shape
+    positions = 2 * length if problem.waves else length + 1
+    return Solution(
+        np.array(part_of_node, dtype=np.int64),
+        rows,
+        np.full(units, problem.policy.queue_orders[0]),
+        np.zeros((units, 2 * positions)),
+        np.full((units, 2 * positions * problem.slices), NO_TURN),
+        problem.stagger(problem.policy.staggers[0]),
+    )
+
+
+def units_alone(solution: Solution, units: Sequence[int]) -> Solution:
+    """Return the solution of some units alone, in arrays of its own."""
+    return replace(
+        solution,
+        part_of_node=solution.part_of_node.copy(),
+        paths=solution.paths[units],
+        orders=solution.orders[units],
+        delays=solution.delays[units],
+        turns=solution.turns[units],
+    )
+
+
+def with_units(solution: Solution, units: Sequence[int], own: Solution) -> Solution:
+    """Return the solution with these units, and the parts of all nodes, as another one has them."""
+    new = units_alone(solution, range(len(solution.paths)))
+    new.part_of_node[:] = own.part_of_node
+    new.paths[units] = own.paths
+    new.orders[units] = own.orders
+    new.delays[units] = own.delays
+    new.turns[units] = own.turns
+    return new
 
 
 def path_in_order(
@@ -548,85 +553,101 @@ def path_in_order(
 
 def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
     """Return the times of all tasks of a solution."""
-    paths = np.array(solution.paths, dtype=np.int64)
-    labels = np.array(solution.labels, dtype=np.int64)
-    nodes, parts = expand_paths(problem, paths, labels)
-    after, release = start_conditions(problem, paths, solution.stagger)
-    delay = None
-    if solution.delays:
-        delay = np.tile(np.array(solution.delays), (problem.policy.rounds, 1))
-    return simulate_paths(
-        problem.traffic,
-        nodes,
-        parts,
-        _queue_orders(problem, solution),
+    visits = visits_of(problem, solution)
+    return simulate_visits(problem.arrays, visits, solution.avoid_deadlock)
+
+
+def visits_of(problem: Problem, solution: Solution) -> Visits:
+    """Return the visits of all micro-batches: those of each unit, once for each round.
+
+    In waves a path comes back the way it went; otherwise the head follows on the data node.
+    """
+    rounds = problem.policy.rounds
+    rows = np.tile(solution.paths, (rounds, 1))
+    parts = solution.part_of_node[rows]
+    if problem.waves:
+        back = rows[:, ::-1]
+        back_parts = 2 * problem.body - 1 - parts[:, ::-1]
+    else:
+        back = rows[:, :1]
+        back_parts = np.full((len(rows), 1), problem.body)
+    count = len(solution.paths)
+    after = np.arange(-count, count * (rounds - 1), dtype=np.int64)
+    after[:count] = -1
+    return Visits(
+        np.hstack([rows, back]),
+        np.hstack([parts, back_parts]),
+        rows.shape[1],
+        np.tile(solution.orders, rounds),
         after,
-        release,
-        delay,
-        solution.careful,
-        problem.traffic.slots_with(labels),
-        np.array(solution.turns, dtype=np.int64) if solution.turns else None,
+        _releases(problem, solution),
+        np.tile(solution.delays, (rounds, 1)),
+        np.tile(solution.turns, (rounds, 1)),
+        problem.arrays.slots_with(solution.part_of_node),
     )
 
 
-def _queue_orders(problem: Problem, solution: Solution) -> QueueOrder | Ints:
-    """Return the queue order of all micro-batches, or of each."""
-    if not solution.own_orders:
-        return solution.queue_order
-    return np.tile(np.array(solution.own_orders), problem.policy.rounds)
+def _releases(problem: Problem, solution: Solution) -> Floats:
+    """Return the earliest start of each micro-batch."""
+    place = np.zeros(len(solution.paths))  # of each unit, among those of its data node
+    rounds = np.arange(problem.policy.rounds)
+    if not solution.stagger:
+        return np.tile(place, len(rounds))
+    started: dict[int, int] = {}
+    for unit, data_node in enumerate(solution.paths[:, 0].tolist()):
+        place[unit] = started.get(data_node, 0)
+        started[data_node] = started.get(data_node, 0) + 1
+    releases: Floats = NEXT_ROUND_SECONDS * rounds[:, None] + place * solution.stagger
+    return releases.ravel()
 
 
-def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
+def step_end(problem: Problem, times: PathTimes, part_of_node: Ints) -> float:
     """Return the end of the last backward or sum of gradients; with several passes, the mean time of one.
 
     Seconds that tasks wait for longer than the rules allow are added many times. The end is
     infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
     """
-    if times.makespan == np.inf or problem.traffic.slots_with(labels).min() < 1:
+    if times.makespan == np.inf or problem.arrays.slots_with(part_of_node).min() < 1:
         return math.inf
     fine = WAIT_FINE * times.overdue
     if not problem.has_sums:
         return times.makespan + fine
     sums = ends_of_sums(
-        problem.traffic, problem.planned_sums, labels, times.last, times.last_up
+        problem.arrays, problem.planned_sums, part_of_node, times.last, times.last_up
     )
     end = max(times.makespan, float(sums.max()))
     return problem.mean_pass(times.makespan, end) + fine
 
 
-def mean_end_of_sums(problem: Problem, times: PathTimes, labels: Ints) -> float:
+def mean_end_of_sums(problem: Problem, times: PathTimes, part_of_node: Ints) -> float:
     """Return the mean end of the parts' sums, planned ones even if rings are used.
 
     A ring is as slow as its slowest link, so most moves of a search would change nothing.
     """
-    sums = ends_of_sums(problem.traffic, True, labels, times.last, times.last_up)
+    sums = ends_of_sums(problem.arrays, True, part_of_node, times.last, times.last_up)
     return float(sums.mean())
 
 
 def choose_queueing(problem: Problem, solution: Solution) -> Solution:
     """Return the solution with the queue order, stagger and care that end the step first."""
-    labels = np.array(solution.labels)
+    policy = problem.policy
     best = solution
     least = math.inf
-    for queue_order in problem.policy.queue_orders:
-        for choice in problem.policy.staggers:
-            stagger = problem.stagger(choice)
-            for careful in (False, True):
-                trial = replace(
-                    solution,
-                    queue_order=queue_order,
-                    stagger=stagger,
-                    careful=careful,
-                    own_orders=(),
-                    turns=(),
-                )
-                times = simulate_solution(problem, trial)
-                end = step_end(problem, times, labels)
-                if end < least:
-                    best = trial
-                    least = end
-                if end < math.inf:
-                    break  # only solutions that deadlock need care
+    for order, choice in product(policy.queue_orders, policy.staggers):
+        for avoid_deadlock in (False, True):
+            trial = replace(
+                solution,
+                orders=np.full_like(solution.orders, order),
+                turns=np.full_like(solution.turns, NO_TURN),
+                stagger=problem.stagger(choice),
+                avoid_deadlock=avoid_deadlock,
+            )
+            end = solution_value(problem, trial)[0]
+            if end < least:
+                best = trial
+                least = end
+            if end < math.inf:
+                break  # only solutions that deadlock need care
     return best
 
 
@@ -638,21 +659,6 @@ def better_queueing(problem: Problem, solution: Solution) -> Solution:
 
 def solution_value(problem: Problem, solution: Solution) -> tuple[float, float]:
     """Return the end of the step and the mean end of the micro-batches. Less is better."""
-    labels = np.array(solution.labels)
     times = simulate_solution(problem, solution)
-    return step_end(problem, times, labels), float(times.finish.mean())
-
-
-def units_alone(solution: Solution, units: Sequence[int]) -> Solution:
-    """Return the solution of some units alone."""
-
-    def own(values: Sequence[Value]) -> tuple[Value, ...]:
-        return tuple(values[unit] for unit in units) if values else ()
-
-    return replace(
-        solution,
-        paths=own(solution.paths),
-        delays=own(solution.delays),
-        own_orders=own(solution.own_orders),
-        turns=own(solution.turns),
-    )
+    end = step_end(problem, times, solution.part_of_node)
+    return end, float(times.finish.mean())

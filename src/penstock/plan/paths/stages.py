@@ -23,19 +23,16 @@ from dataclasses import replace
 from itertools import count
 from random import Random
 
-import numpy as np
-
 from penstock.plan.paths.lanes import LaneSearch, can_search_lanes
-from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
+from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.search import HOT, MAX_GROUP_NODES, WARM, Annealing, Budget
 from penstock.plan.paths.simulator import (
-    NO_TURN,
     Solution,
     better_queueing,
     choose_queueing,
     simulate_solution,
     solution_value,
-    units_alone,
+    with_units,
 )
 
 # ---------------------------------------------------------------- groups of paths that meet
@@ -103,7 +100,7 @@ def _improve_lanes(
         moves = min(moves * (1 + failed), end - budget.used)
         search = LaneSearch(problem, solution, units, random)
         complete = search.run(budget, moves)
-        trial = _copy_to_twins(problem, solution, search.best, units)
+        trial = with_units(solution, units, search.best)
         value = solution_value(problem, trial)
         if value < current:
             solution = trial
@@ -131,7 +128,7 @@ def needs_groups(solution: Solution) -> bool:
 
 def _nodes_of(solution: Solution, units: range | list[int]) -> set[int]:
     """Return the nodes that these units visit."""
-    return {node for unit in units for node in solution.paths[unit]}
+    return set(solution.paths[units].ravel().tolist())
 
 
 def _better(
@@ -142,7 +139,7 @@ def _better(
     choose_queues: first give each the queue order and stagger that suit it best.
     """
     if not math.isfinite(simulate_solution(problem, new).makespan):
-        new = replace(new, careful=True)
+        new = replace(new, avoid_deadlock=True)
     tried = [old, new]
     if choose_queues:
         tried = [better_queueing(problem, solution) for solution in tried]
@@ -159,12 +156,6 @@ def _improve_by_groups(
     lane_moves: int,
 ) -> Solution:
     """Improve one group after the other, the slowest first, and then the lanes."""
-    if not solution.delays:
-        length = 2 * positions_of(problem)
-        solution = replace(solution, delays=((0.0,) * length,) * len(solution.paths))
-    if not solution.own_orders:
-        orders = (solution.queue_order,) * len(solution.paths)
-        solution = replace(solution, own_orders=orders)
     current = solution_value(problem, solution)
     failed = 0
     end = budget.used + steps - lane_moves
@@ -181,7 +172,7 @@ def _improve_by_groups(
         if (annealing.end, annealing.value) >= before:
             failed += 1
             continue
-        trial = _copy_to_twins(problem, solution, _merge(solution, annealing), units)
+        trial = with_units(solution, units, annealing.state)
         value = solution_value(problem, trial)
         if value < current:
             solution = trial
@@ -193,95 +184,6 @@ def _improve_by_groups(
     if budget.spent:
         return solution
     return _improve_lanes(problem, solution, budget, random, lane_moves)
-
-
-def _copy_to_twins(
-    problem: Problem, before: Solution, after: Solution, units: list[int]
-) -> Solution:
-    """Return the solution with the changes of these units made for all their twins too.
-
-    Twins are sets of units that share nodes, on nodes with the same numbers and links, and that
-    had the same parts, paths and delays before.
-    """
-    components = _components(before)
-    mine = [chosen for chosen in components.values() if chosen == units]
-    nodes = sorted(_nodes_of(before, units))
-    changed = {
-        node
-        for node, part in enumerate(after.labels)
-        if part != before.labels[node] or node in _nodes_of(after, units)
-    }
-    if not mine or not changed <= set(nodes):
-        return after
-    key = _twin_key(problem, before, units)
-    labels = list(after.labels)
-    paths = list(after.paths)
-    delays = list(after.delays)
-    orders = list(after.own_orders)
-    turns = list(after.turns)
-    for twins in components.values():
-        if twins == units or len(twins) != len(units):
-            continue
-        if _twin_key(problem, before, twins) != key:
-            continue
-        there = dict(zip(nodes, sorted(_nodes_of(before, twins)), strict=True))
-        for node, other in there.items():
-            labels[other] = after.labels[node]
-        for unit, twin in zip(units, twins, strict=True):
-            paths[twin] = tuple([there[node] for node in after.paths[unit]])
-            if delays:
-                delays[twin] = after.delays[unit]
-            if orders:
-                orders[twin] = after.own_orders[unit]
-            if turns:
-                turns[twin] = after.turns[unit]
-    return replace(
-        after,
-        labels=tuple(labels),
-        paths=tuple(paths),
-        delays=tuple(delays),
-        own_orders=tuple(orders),
-        turns=tuple(turns),
-    )
-
-
-def _twin_key(problem: Problem, solution: Solution, units: list[int]) -> object:
-    """Return everything that the times of these units depend on, with nodes counted from 0."""
-    nodes = sorted(_nodes_of(solution, units))
-    place = {node: number for number, node in enumerate(nodes)}
-    paths = [tuple([place[node] for node in solution.paths[unit]]) for unit in units]
-    labels = [solution.labels[node] for node in nodes]
-    own = units_alone(solution, units)
-    queueing = (own.delays, own.own_orders, own.turns)
-    return paths, labels, queueing, numbers_of_nodes(problem, np.array(nodes))
-
-
-def _merge(solution: Solution, annealing: Annealing) -> Solution:
-    """Return the solution with the annealed paths of one group."""
-    paths = list(solution.paths)
-    delays = list(solution.delays)
-    changes = zip(
-        annealing.units, annealing.paths, annealing.delays.tolist(), strict=True
-    )
-    orders = list(solution.own_orders)
-    new_orders = annealing.own_orders or (annealing.queue_order,) * len(annealing.units)
-    for unit, path, delay in changes:
-        paths[unit] = path
-        delays[unit] = tuple(delay)
-    for unit, order in zip(annealing.units, new_orders, strict=True):
-        orders[unit] = order
-    turns = list(solution.turns)
-    if turns:
-        for unit in annealing.units:
-            turns[unit] = (NO_TURN,) * len(turns[unit])
-    return replace(
-        solution,
-        labels=tuple(annealing.part),
-        paths=tuple(paths),
-        delays=tuple(delays),
-        own_orders=tuple(orders),
-        turns=tuple(turns),
-    )
 
 
 def _choose_group(
@@ -322,11 +224,11 @@ def _distances(
     components: dict[int, list[int]],
 ) -> dict[int, float]:
     """Return how far each component is from these nodes: the mean over its first path."""
-    least = problem.traffic.hop(1)[sorted(nodes)].min(axis=0)
+    least = problem.arrays.hop(1)[sorted(nodes)].min(axis=0)
     distances = {}
     for root, units in components.items():
         first_path = solution.paths[units[0]]
-        distances[root] = float(np.mean([least[node] for node in first_path]))
+        distances[root] = float(least[first_path].mean())
     return distances
 
 
@@ -335,7 +237,8 @@ def _components(solution: Solution) -> dict[int, list[int]]:
 
     The times of one set do not depend on the others.
     """
-    parent = {node: node for path in solution.paths for node in path}
+    paths = solution.paths.tolist()
+    parent = {node: node for path in paths for node in path}
 
     def root(node: int) -> int:
         while parent[node] != node:
@@ -343,11 +246,11 @@ def _components(solution: Solution) -> dict[int, list[int]]:
             node = parent[node]
         return node
 
-    for path in solution.paths:
+    for path in paths:
         for node in path[1:]:
             parent[root(node)] = root(path[0])
     components: dict[int, list[int]] = {}
-    for unit, path in enumerate(solution.paths):
+    for unit, path in enumerate(paths):
         components.setdefault(root(path[0]), []).append(unit)
     return components
 

@@ -44,22 +44,22 @@ def improve_circuits(
     problem: Problem,
     circuits: Ints,
     spare: Ints,
-    labels: Ints | None,
+    part_of_node: Ints | None,
     iterations: int,
     seed: int,
 ) -> tuple[Ints, Ints]:
     """Return the circuits and the spare nodes after `iterations` tried moves.
 
-    labels: the parts of the nodes, if they are fixed.
+    part_of_node: the parts of the nodes, if they are fixed.
     """
     terms = circuit_terms(problem)
     distance = terms.pair + np.diag(np.full(len(terms.pair), np.inf))
     nearest = np.argsort(distance, axis=1, kind="stable")[:, :NEAREST_NODES]
     circuits = np.ascontiguousarray(circuits).copy()
     spare = np.append(spare, -1).astype(np.int64)  # never empty, for the compiler
-    fixed = labels is not None
-    if labels is None:
-        labels = np.full(problem.traffic.nodes, -1)
+    fixed = part_of_node is not None
+    if part_of_node is None:
+        part_of_node = np.full(problem.arrays.nodes, -1)
     compile_if_large(_anneal_circuits, MIN_COMPILED_SIZE)(
         circuits,
         spare,
@@ -71,9 +71,9 @@ def improve_circuits(
         terms.back,
         terms.inner,
         terms.close,
-        problem.traffic.slots,
+        problem.arrays.slots,
         problem.microbatches,
-        labels.astype(np.int64),
+        part_of_node.astype(np.int64),
         fixed,
         _limits(problem.rules),
         iterations,
@@ -101,7 +101,7 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
     close: float,
     slots: Ints,
     microbatches: int,
-    labels: Ints,
+    part_of_node: Ints,
     fixed: bool,
     limits: Ints,
     iterations: int,
@@ -130,17 +130,17 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
         return float(max(by_trips, by_work))
 
     def legal(circuit: Ints) -> bool:
-        if labels[circuit[0]] != 0:
+        if part_of_node[circuit[0]] != 0:
             return False
         frontier = 0
         distance = 0
         swaps = 0
         for p in range(1, length):
-            part = labels[circuit[p]]
+            part = part_of_node[circuit[p]]
             if part <= 0 or part - frontier > limits[3]:
                 return False
             for q in range(1, p):
-                if labels[circuit[q]] == part:
+                if part_of_node[circuit[q]] == part:
                     return False
             if part < frontier:
                 if frontier - part > limits[0]:
@@ -254,13 +254,13 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
 Route = tuple[int, ...]
 
 
-def deal_parts(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
+def deal_parts(problem: Problem, part_of_node: Ints) -> list[tuple[int, ...]]:
     """Return the parts that each unit visits after the first part, all equally often.
 
     Successive units belong to different data nodes.
     """
-    data = int((labels == 0).sum())
-    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    data = int((part_of_node == 0).sum())
+    alive = [part for part in range(1, problem.body) if (part_of_node == part).any()]
     hops = min(problem.hops, len(alive))
     # If one unit per data node visits all parts equally often, the next such set may be shifted.
     even = len(alive) > 0 and data * hops % len(alive) == 0
@@ -273,7 +273,7 @@ def deal_parts(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
 
 def route_units(
     problem: Problem,
-    labels: Ints,
+    part_of_node: Ints,
     weight: float,
     dealt: Sequence[tuple[int, ...]] | None = None,
 ) -> list[Route]:
@@ -283,10 +283,10 @@ def route_units(
     dealt: the parts that each unit visits, if they are not to be dealt out here.
     """
     terms = circuit_terms(problem)
-    data = np.flatnonzero(labels == 0).tolist()
-    price = np.zeros(problem.traffic.nodes)
+    data = np.flatnonzero(part_of_node == 0).tolist()
+    price = np.zeros(problem.arrays.nodes)
     paths = []
-    for unit, parts in enumerate(dealt or deal_parts(problem, labels)):
+    for unit, parts in enumerate(dealt or deal_parts(problem, part_of_node)):
         orders = part_orders(frozenset(parts), problem.rules)
         if not orders:
             raise ShapeError(
@@ -296,7 +296,9 @@ def route_units(
         best: Route = ()
         least = np.inf
         for order in orders:
-            seconds, path = _cheapest_route(terms, labels, data_node, order, price)
+            seconds, path = _cheapest_route(
+                terms, part_of_node, data_node, order, price
+            )
             if not best or seconds < least:
                 best = path
                 least = seconds
@@ -307,24 +309,29 @@ def route_units(
 
 
 def cheapest_route(
-    problem: Problem, labels: Ints, data_node: int, parts: Sequence[int], loads: Floats
+    problem: Problem,
+    part_of_node: Ints,
+    data_node: int,
+    parts: Sequence[int],
+    loads: Floats,
 ) -> Route:
     """Return the cheapest path over these parts, given how often each node has been visited already."""
     terms = circuit_terms(problem)
     price = loads * terms.hop
     orders = part_orders(frozenset(parts), problem.rules)
     routes = [
-        _cheapest_route(terms, labels, data_node, order, price) for order in orders
+        _cheapest_route(terms, part_of_node, data_node, order, price)
+        for order in orders
     ]
     return min(routes)[1]
 
 
-def random_routes(problem: Problem, labels: Ints, seed: int) -> list[Route]:
+def random_routes(problem: Problem, part_of_node: Ints, seed: int) -> list[Route]:
     """Return random paths that keep to the rules: any legal order, any replica with a free place."""
     random = Random(seed)
-    dealt = deal_parts(problem, labels)
-    data = np.flatnonzero(labels == 0).tolist()
-    places = _places(problem, labels, random, dealt)
+    dealt = deal_parts(problem, part_of_node)
+    data = np.flatnonzero(part_of_node == 0).tolist()
+    places = _places(problem, part_of_node, random, dealt)
     random.shuffle(dealt)
     paths = []
     for unit, parts in enumerate(dealt):
@@ -336,7 +343,7 @@ def random_routes(problem: Problem, labels: Ints, seed: int) -> list[Route]:
 
 def _places(
     problem: Problem,
-    labels: Ints,
+    part_of_node: Ints,
     random: Random,
     dealt: Sequence[tuple[int, ...]],
 ) -> dict[int, list[int]]:
@@ -347,7 +354,7 @@ def _places(
     """
     places = {}
     for part in {part for parts in dealt for part in parts}:
-        replicas = np.flatnonzero(labels == part).tolist()
+        replicas = np.flatnonzero(part_of_node == part).tolist()
         needed = sum(part in parts for parts in dealt)
         if problem.policy.reserved:
             places[part] = _one_per_slot(problem, replicas)
@@ -366,19 +373,19 @@ def _one_per_slot(problem: Problem, nodes: list[int]) -> list[int]:
     """Return each node as often as it has slots."""
     places = []
     for node in nodes:
-        places += [node] * int(problem.traffic.slots[node])
+        places += [node] * int(problem.arrays.slots[node])
     return places
 
 
 def _cheapest_route(
     terms: CircuitTerms,
-    labels: Ints,
+    part_of_node: Ints,
     data_node: int,
     order: Sequence[int],
     price: Floats,
 ) -> tuple[float, Route]:
     """Return the cheapest path over parts in this order, and its seconds with prices."""
-    layers = [np.flatnonzero(labels == part) for part in order]
+    layers = [np.flatnonzero(part_of_node == part) for part in order]
     if not layers:
         return 0.0, (data_node,)
     first = layers[0]
@@ -489,7 +496,7 @@ def _next_layer(
 #
 #     sizes     20 nodes, 6 parts, paths over 4: 5 data nodes for part 0, 3 replicas of every other part
 #     circuits  the nodes cut into 5 circuits of 4, whatever their parts       (penstock.plan.paths.circuits)
-#     labels    the places of the circuits get parts, rising along each circuit and all equally often, so that the
+#     part_of_node    the places of the circuits get parts, rising along each circuit and all equally often, so that the
 #               replicas of a part are near each other if they have gradients to sum
 #
 # Because circuits come first and parts second, arrangement and paths are one search: a circuit
@@ -552,19 +559,19 @@ def tilt_counts(sizes: Sequence[int], hops: int) -> tuple[int, ...]:
 
 def part_of_each_node(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:
     """Return the part of each node, given the nodes of each part."""
-    labels = np.full(nodes, NO_PART_HELD, dtype=np.int64)
+    part_of_node = np.full(nodes, NO_PART_HELD, dtype=np.int64)
     for part, members in enumerate(partitions):
         for node in members:
             if not 0 <= node < nodes:
                 raise ShapeError(
                     f"part {part} is on node {node}, but there are nodes 0..{nodes - 1}"
                 )
-            if labels[node] != NO_PART_HELD:
+            if part_of_node[node] != NO_PART_HELD:
                 raise ShapeError(
-                    f"node {node} holds parts {labels[node]} and {part}; a node holds one"
+                    f"node {node} holds parts {part_of_node[node]} and {part}; a node holds one"
                 )
-            labels[node] = part
-    return labels
+            part_of_node[node] = part
+    return part_of_node
 
 
 def part_designs(circuits: int, parts: int, hops: int) -> list[tuple[int, ...]]:
@@ -582,7 +589,7 @@ def arrange(
     problem: Problem, sizes: Sequence[int], iterations: int, seed: int
 ) -> tuple[Ints, Ints]:
     """Choose the part of each node, and circuits. A circuit is a data node and its hops."""
-    nodes = problem.traffic.nodes
+    nodes = problem.arrays.nodes
     order = np.random.default_rng(seed).permutation(nodes)
     data_nodes = sizes[0]
     places = data_nodes * (problem.hops + 1)
@@ -600,47 +607,52 @@ def arrange(
     return _label_nodes(problem, sizes, circuits, spare, seed), circuits
 
 
-def fit_nodes(problem: Problem, labels: Ints, circuits: Ints) -> tuple[Ints, Ints]:
+def fit_nodes(
+    problem: Problem, part_of_node: Ints, circuits: Ints
+) -> tuple[Ints, Ints]:
     """Let nodes exchange their places until every part fits into the memory of its nodes.
 
     A node whose part does not fit exchanges with one for which both parts fit afterwards.
     """
-    slots = problem.traffic.part_slots
-    if slots is None:
-        return labels, circuits
-    labels = labels.copy()
+    slots = problem.arrays.part_slots
+    part_of_node = part_of_node.copy()
     circuits = circuits.copy()
-    for node in np.flatnonzero(labels >= 0).tolist():
-        if slots[labels[node], node] > 0:
+    for node in np.flatnonzero(part_of_node >= 0).tolist():
+        if slots[part_of_node[node], node] > 0:
             continue
-        partner = _partner(slots, labels, node)
+        partner = _partner(slots, part_of_node, node)
         mine = circuits == node
         circuits[circuits == partner] = node
         circuits[mine] = partner
-        labels[node], labels[partner] = labels[partner], labels[node]
-    return labels, circuits
+        part_of_node[node], part_of_node[partner] = (
+            part_of_node[partner],
+            part_of_node[node],
+        )
+    return part_of_node, circuits
 
 
-def _partner(slots: Ints, labels: Ints, node: int) -> int:
+def _partner(slots: Ints, part_of_node: Ints, node: int) -> int:
     """Return the node that can take this node's part and whose part fits here, with most room for it."""
-    part = labels[node]
-    room = np.where(labels >= 0, slots[labels, node], 0) > 0
-    gain = np.where(room & (labels != part), slots[part], 0)
+    part = part_of_node[node]
+    room = np.where(part_of_node >= 0, slots[part_of_node, node], 0) > 0
+    gain = np.where(room & (part_of_node != part), slots[part], 0)
     partner = int(gain.argmax())
     if gain[partner] < 1:
         fitting = int((slots[part] > 0).sum())
         raise ShapeError(
-            f"part {part} fits into the memory of {fitting} of {len(labels)} nodes, which is "
+            f"part {part} fits into the memory of {fitting} of {len(part_of_node)} nodes, which is "
             "too few\n"
             "  make more parts or fewer data nodes, or shorten the micro-batches"
         )
     return partner
 
 
-def find_circuits(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints:
+def find_circuits(
+    problem: Problem, part_of_node: Ints, iterations: int, seed: int
+) -> Ints:
     """Return circuits over nodes whose parts are given. If there are too few nodes, circuits share some."""
-    data = np.flatnonzero(labels == 0)
-    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    data = np.flatnonzero(part_of_node == 0)
+    alive = [part for part in range(1, problem.body) if (part_of_node == part).any()]
     hops = min(problem.hops, len(alive))
     circuits = np.empty((len(data), hops + 1), dtype=np.int64)
     disjoint = True
@@ -652,15 +664,17 @@ def find_circuits(problem: Problem, labels: Ints, iterations: int, seed: int) ->
         parts = allowed[0] if allowed else _any_order(alive, hops, problem)
         circuits[circuit, 0] = node
         for place, part in enumerate(parts, start=1):
-            replicas = np.flatnonzero(labels == part)
+            replicas = np.flatnonzero(part_of_node == part)
             if taken[part] >= len(replicas):
                 disjoint = False
             circuits[circuit, place] = replicas[taken[part] % len(replicas)]
             taken[part] += 1
     if not disjoint or hops == 0:
         return circuits
-    spare = np.setdiff1d(np.flatnonzero(labels > 0), circuits[:, 1:])
-    improved, _ = improve_circuits(problem, circuits, spare, labels, iterations, seed)
+    spare = np.setdiff1d(np.flatnonzero(part_of_node > 0), circuits[:, 1:])
+    improved, _ = improve_circuits(
+        problem, circuits, spare, part_of_node, iterations, seed
+    )
     return improved
 
 
@@ -681,12 +695,12 @@ def _arrange_sharing(
     problem: Problem, sizes: Sequence[int], order: Ints
 ) -> tuple[Ints, Ints]:
     """Give the nodes their parts in this order, and find circuits that share nodes."""
-    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
+    part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD, dtype=np.int64)
     begin = 0
     for part, size in enumerate(sizes):
-        labels[order[begin : begin + size]] = part
+        part_of_node[order[begin : begin + size]] = part
         begin += size
-    return labels, find_circuits(problem, labels, 1, 0)
+    return part_of_node, find_circuits(problem, part_of_node, 1, 0)
 
 
 # ---------------------------------------------------------------- parts for the places of circuits
@@ -699,26 +713,26 @@ def _label_nodes(
         _refuse_design(problem, design)
     if problem.has_sums and len(circuits) > 1:
         designs = _bring_replicas_together(problem, circuits, designs, seed)
-    labels = _labels_from(problem, circuits, designs)
+    part_of_node = _labels_from(problem, circuits, designs)
     missing = list(sizes)
-    for part in labels[labels >= 0].tolist():
+    for part in part_of_node[part_of_node >= 0].tolist():
         missing[part] -= 1
     for node in spare.tolist():  # goes to the part that lacks most, but never to part 0
         part = 1 + int(np.argmax(missing[1:]))
-        labels[node] = part
+        part_of_node[node] = part
         missing[part] -= 1
-    return labels
+    return part_of_node
 
 
 def _labels_from(
     problem: Problem, circuits: Ints, designs: list[tuple[int, ...]]
 ) -> Ints:
     """Return the part of each node on a circuit."""
-    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
-    labels[circuits[:, 0]] = 0
+    part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD, dtype=np.int64)
+    part_of_node[circuits[:, 0]] = 0
     for circuit, design in zip(circuits, designs, strict=True):
-        labels[circuit[1:]] = design
-    return labels
+        part_of_node[circuit[1:]] = design
+    return part_of_node
 
 
 def _refuse_design(problem: Problem, design: tuple[int, ...]) -> None:
@@ -734,21 +748,21 @@ def _bring_replicas_together(
 ) -> list[tuple[int, ...]]:
     """Let circuits exchange their parts as long as the slowest all-reduce gets no slower."""
     random = np.random.default_rng(seed)
-    labels = _labels_from(problem, circuits, designs)
-    sums = seconds_of_sums(problem, labels)
+    part_of_node = _labels_from(problem, circuits, designs)
+    sums = seconds_of_sums(problem, part_of_node)
     for _ in range(min(EXCHANGES_PER_CIRCUIT * len(circuits), MAX_EXCHANGES)):
         i, j = random.choice(len(circuits), 2, replace=False).tolist()
         if designs[i] == designs[j]:
             continue
-        labels[circuits[i, 1:]] = designs[j]
-        labels[circuits[j, 1:]] = designs[i]
-        new_sums = seconds_of_sums(problem, labels)
+        part_of_node[circuits[i, 1:]] = designs[j]
+        part_of_node[circuits[j, 1:]] = designs[i]
+        new_sums = seconds_of_sums(problem, part_of_node)
         if _allreduce_value(new_sums) <= _allreduce_value(sums):
             sums = new_sums
             designs[i], designs[j] = designs[j], designs[i]
         else:
-            labels[circuits[i, 1:]] = designs[i]
-            labels[circuits[j, 1:]] = designs[j]
+            part_of_node[circuits[i, 1:]] = designs[i]
+            part_of_node[circuits[j, 1:]] = designs[j]
     return designs
 
 
@@ -783,7 +797,7 @@ BUSY_PRICE = 0.4
 
 def exchange_parts(
     problem: Problem,
-    labels: Ints,
+    part_of_node: Ints,
     seed: int,
     with_sums: bool = False,
     max_moves: int = MAX_EXCHANGE_MOVES,
@@ -793,10 +807,10 @@ def exchange_parts(
     with_sums: also bring the replicas of each part near each other, for their sums of gradients.
     """
     terms = circuit_terms(problem)
-    traffic = problem.traffic
+    arrays = problem.arrays
     orders: list[tuple[int, ...]] = []
     first = [0]  # the orders of set r are those from first[r] to first[r + 1]
-    for parts in sorted(set(deal_parts(problem, labels))):
+    for parts in sorted(set(deal_parts(problem, part_of_node))):
         allowed = part_orders(frozenset(parts), problem.rules)[:MAX_ORDERS_PER_SET]
         if not allowed:
             raise ShapeError(
@@ -804,14 +818,14 @@ def exchange_parts(
             )
         orders += allowed
         first.append(len(orders))
-    replicas = np.bincount(labels[labels >= 0], minlength=problem.body)
+    replicas = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
     links = int(replicas[1:].max()) ** 2  # between two parts
     steps_per_move = (
-        int(replicas[0]) * len(orders) * problem.hops * links + traffic.nodes
+        int(replicas[0]) * len(orders) * problem.hops * links + arrays.nodes
     )
-    labels = labels.copy()
+    part_of_node = part_of_node.copy()
     compile_if_large(_anneal_parts, MIN_COMPILED_SIZE)(
-        labels,
+        part_of_node,
         np.array(orders, dtype=np.int64),
         np.array(first, dtype=np.int64),
         terms.pair,
@@ -820,22 +834,22 @@ def exchange_parts(
         terms.back,
         terms.inner,
         terms.close,
-        traffic.slots,
+        arrays.slots,
         problem.microbatches,
         problem.body,
         min(max_moves, MAX_INNER_STEPS // steps_per_move),
         BUSY_PRICE,
         seed,
-        traffic.latency,
-        traffic.byte,
-        traffic.sums.sum(axis=1) if with_sums else np.zeros(problem.body),
+        arrays.latency,
+        arrays.byte,
+        arrays.sums.sum(axis=1) if with_sums else np.zeros(problem.body),
         not problem.planned_sums,
     )
-    return labels
+    return part_of_node
 
 
 def _anneal_parts(  # noqa: PLR0915
-    labels: Ints,
+    part_of_node: Ints,
     orders: Ints,
     first: Ints,
     pair: Floats,
@@ -855,8 +869,8 @@ def _anneal_parts(  # noqa: PLR0915
     gradients: Floats,
     rings: bool,
 ) -> None:
-    """Exchange the parts in `labels`, and leave the best ones there."""
-    count = len(labels)
+    """Exchange the parts in `part_of_node`, and leave the best ones there."""
+    count = len(part_of_node)
     hops = orders.shape[1]
     sets = len(first) - 1
     np.random.seed(seed)
@@ -871,9 +885,9 @@ def _anneal_parts(  # noqa: PLR0915
         sizes[:] = 0
         load[:] = 0.0
         for n in range(count):
-            if labels[n] >= 0:
-                members[labels[n], sizes[labels[n]]] = n
-                sizes[labels[n]] += 1
+            if part_of_node[n] >= 0:
+                members[part_of_node[n], sizes[part_of_node[n]]] = n
+                sizes[part_of_node[n]] += 1
         total = 0.0
         each = microbatches / sets
         for k in range(sizes[0]):
@@ -942,18 +956,22 @@ def _anneal_parts(  # noqa: PLR0915
             total += (mean + rounds * slowest) ** 8
         return float(total**0.125)
 
-    best = labels.copy()
+    best = part_of_node.copy()
     value = np.inf
     least = np.inf
-    for step in range(-1, iterations):  # step -1 only estimates the given labels
+    for step in range(-1, iterations):  # step -1 only estimates the given part_of_node
         u = 0
         v = 0
         if step >= 0:
             u = np.random.randint(count)
             v = np.random.randint(count)
-            if labels[u] == labels[v] or labels[u] < 0 or labels[v] < 0:
+            if (
+                part_of_node[u] == part_of_node[v]
+                or part_of_node[u] < 0
+                or part_of_node[v] < 0
+            ):
                 continue
-        labels[u], labels[v] = labels[v], labels[u]
+        part_of_node[u], part_of_node[v] = part_of_node[v], part_of_node[u]
         new = estimate()
         heat = 0.01 * least * (1.0 - step / max(iterations, 1)) ** 2 + 1e-12
         if new <= value or np.random.random() < np.exp((value - new) / heat):
@@ -961,8 +979,8 @@ def _anneal_parts(  # noqa: PLR0915
             if value < least:
                 least = value
                 for n in range(count):
-                    best[n] = labels[n]
+                    best[n] = part_of_node[n]
         else:
-            labels[u], labels[v] = labels[v], labels[u]
+            part_of_node[u], part_of_node[v] = part_of_node[v], part_of_node[u]
     for n in range(count):
-        labels[n] = best[n]
+        part_of_node[n] = best[n]
