@@ -34,7 +34,7 @@ from penstock.config import (
     ScheduleConfig,
 )
 from penstock.cost.sum_bytes import SUM_SHARES
-from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime import Comm, run_threads
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.history import read_rows

@@ -13,7 +13,7 @@ import pytest
 from penstock.cost import Cost
 from penstock.cost.columns import columns
 from penstock.ir import Schedule
-from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS
 
 MAX_DENOMINATOR = 1000
 

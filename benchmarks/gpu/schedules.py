@@ -37,7 +37,7 @@ from bench import (
 from penstock import Schedule, make, simulate
 from penstock.cost.network import Network
 from penstock.formats import read_plan
-from penstock.ir.idle import split_idle_time
+from penstock.ir.timeline import split_idle_time
 from penstock.measure.links import measured_network
 from penstock.runtime import Comm, spawn
 from penstock.sim.own_times import own_cost

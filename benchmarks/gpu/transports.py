@@ -49,9 +49,8 @@ from torch import nn
 
 from penstock import Schedule, lower, make, simulate
 from penstock.cost.network import Network
-from penstock.ir.idle import split_idle_time
 from penstock.ir.program import Program
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Timeline, split_idle_time
 from penstock.measure.links import (
     gather_rows,
     groups_that_sum,

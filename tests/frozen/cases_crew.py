@@ -37,7 +37,7 @@ from penstock.crew.pace import PaceWatch
 from penstock.crew.separate import SeparateCheckpoints
 from penstock.crew.tls import context_of, receive_frame, send_frame, split_address
 from penstock.errors import PenstockError
-from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
 from penstock.train.history import EventLog, read_events

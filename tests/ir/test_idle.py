@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock import UnitCost, make, simulate
-from penstock.ir.idle import split_idle_time
+from penstock.ir.timeline import split_idle_time
 
 NAMES = ["gpipe", "1f1b", "hanayo", "zb-v", "interleaved"]
 

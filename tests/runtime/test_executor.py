@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import REGISTRY, UnitCost, lower, make, needs, simulate
 from penstock.errors import ShapeError
-from penstock.ir.compare import compare
+from penstock.ir.timeline import compare
 from penstock.models import Llama, LlamaConfig, split
 from penstock.runtime import (
     Executor,

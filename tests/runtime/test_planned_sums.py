@@ -9,7 +9,7 @@ import torch
 
 from penstock import lower, make
 from penstock.errors import ShapeError
-from penstock.ir.sum_plan import SumKind, SumPlan, even_sum
+from penstock.ir.sums import SumKind, SumPlan, even_sum
 from penstock.models import part_parameters, split
 from penstock.runtime import Executor, run_threads
 from penstock.runtime.gradients import Mean

@@ -45,7 +45,7 @@ from penstock.crew.tls import (
     split_address,
 )
 from penstock.errors import ConfigError, FileError, PeerLostError
-from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime.planned_sums import PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.quantized import CellFormat

@@ -18,8 +18,14 @@ from penstock.errors import FileError, ProgramError, ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Plan
 from penstock.ir import verify_sums as proof
-from penstock.ir.sum_plan import SumKind, SumPlan, even_sum, sums_of_survivors
-from penstock.ir.sum_rounds import cell_bounds, rounds_of
+from penstock.ir.sums import (
+    SumKind,
+    SumPlan,
+    cell_bounds,
+    even_sum,
+    rounds_of,
+    sums_of_survivors,
+)
 from penstock.ir.verify_sums import run_rounds, verify_sums
 from penstock.plan.paths import even_parts, paths_plan, plan_paths, rule_faults
 from penstock.plan.paths.bound import path_bound

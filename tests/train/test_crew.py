@@ -23,7 +23,7 @@ from penstock.crew.decision import (
 )
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
-from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.ir.sums import SumKind, SumPlan
 from penstock.plan.survivors import without_ranks
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip_paths import dealt

@@ -27,7 +27,6 @@ from penstock.plan.overview import (
     front,
     placement_name,
     rivals,
-    splits_backwards,
 )
 from penstock.plan.pricing import Question, profile_question, unit_question
 from penstock.plan.search import CANNOT_WIN, Landscape, search
@@ -173,14 +172,14 @@ def test_each_rival_is_the_fastest_plan_of_a_kind_that_the_best_plan_is_not() ->
     landscape, _ = unit_case()
     best = landscape.best.candidate
     assert best.slices > 1
-    assert splits_backwards(best.schedule)
+    assert best.schedule.is_split
     found = {kind: rival.row for rival in rivals(landscape) for kind in rival.kinds}
     rest = [row.candidate for row in landscape.rows[1:]]
     assert found["without token slices"].candidate.step == min(
         one.step for one in rest if one.slices == 1
     )
     assert found["with whole backwards"].candidate.step == min(
-        one.step for one in rest if not splits_backwards(one.schedule)
+        one.step for one in rest if not one.schedule.is_split
     )
     assert found["with plain 1F1B"].candidate.name == "1f1b"
     assert "with another number of copies" not in found

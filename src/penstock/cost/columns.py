@@ -21,8 +21,7 @@ import numpy as np
 
 from penstock.cost.buffers import busy_seconds
 from penstock.cost.cost import Cost
-from penstock.ir.action import OP_CODES, Action, Op
-from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action import BACKWARD, FORWARD, OP_CODES, WEIGHTS, Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
 
@@ -276,7 +275,7 @@ def _losses(table: Table, held: Floats, kept: Floats) -> Floats:
     backward = np.flatnonzero(table.kind == BACKWARD)
     own_forward = table.at[table.slots[backward] - 1]
     loss[backward] = held[own_forward]
-    is_split = table.op[backward] == OP_CODES[Op.I]
+    is_split = table.then[backward] == WEIGHTS
     split = backward[is_split]
     loss[split] -= kept[split]
     weights = np.flatnonzero(table.kind == WEIGHTS)

@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.cost.columns import Columns, columns, example_column, levels
 from penstock.cost.cost import Cost
-from penstock.ir.needs import BACKWARD, FORWARD
+from penstock.ir.action import BACKWARD, FORWARD
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import shared_gradients

@@ -15,8 +15,7 @@ from penstock.cost.allreduce import (
     choose_sum,
     ring_order,
 )
-from penstock.ir.sum_plan import SumKind, SumPlan
-from penstock.ir.sum_rounds import CellMessage, cell_shares, rounds_of
+from penstock.ir.sums import CellMessage, SumKind, SumPlan, cell_shares, rounds_of
 from penstock.ir.table import Floats
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.cost.wrapped import WrappedCost
-from penstock.ir.action import Action, Op
+from penstock.ir.action import FORWARD, WEIGHTS, Action
 from penstock.ir.schedule import Schedule
 
 
@@ -34,8 +34,8 @@ class WaitingCost(WrappedCost):
 
 def _receiver(schedule: Schedule, action: Action) -> int | None:
     """The rank to which the result of an action goes; None if nobody needs it."""
-    if action.op is Op.W:
+    if action.op.kind == WEIGHTS:
         return None
     path = schedule.microbatches[action.microbatch].path
-    place = path.index(action.stage) + (1 if action.op is Op.F else -1)
+    place = path.index(action.stage) + (1 if action.op.kind == FORWARD else -1)
     return schedule.stages[path[place]].rank if 0 <= place < len(path) else None

@@ -14,7 +14,7 @@ from penstock.cost.cost import Cost
 from penstock.cost.planned_sum import quickest_sum, rounds_end
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan
+from penstock.ir.sums import SumPlan
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Units
 

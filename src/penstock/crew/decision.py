@@ -42,7 +42,7 @@ from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import fitting_sums
+from penstock.ir.sums import fitting_sums
 from penstock.ir.verify import verify
 from penstock.ir.verify_sums import verify_sums
 from penstock.plan.survivors import (

@@ -78,7 +78,7 @@ from penstock.formats.text import (
 from penstock.ir.action import Action, parse_action
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
-from penstock.ir.sum_plan import SumKind, SumPlan
+from penstock.ir.sums import SumKind, SumPlan
 
 PLAN_VERSION = 1
 

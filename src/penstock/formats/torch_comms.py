@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from penstock.formats.torch_csv import check_expressible
-from penstock.ir.action import Action, Op
+from penstock.ir.action import FORWARD, Action
 from penstock.ir.program import (
     Free,
     InstructionLane,
@@ -115,7 +115,7 @@ def _row(schedule: Schedule, lane: InstructionLane) -> list[str]:
         ending = []
         word = str(action._replace(stage=part))
         if isinstance(instruction, Receive):
-            part += 1 if action.op is Op.F else -1
+            part += 1 if action.op.kind == FORWARD else -1
             word = f"{part}RECV_{_direction(action)}{action.microbatch}"
         elif last[action.stage] == action:
             ending = [f"{part}REDUCE_GRAD", f"{part}RESHARD"]
@@ -134,4 +134,4 @@ def _last_actions(lane: InstructionLane) -> dict[int, Action]:
 
 def _direction(action: Action) -> str:
     """F for a forward's result, B for that of a whole or an input gradient."""
-    return "F" if action.op is Op.F else "B"
+    return "F" if action.op.kind == FORWARD else "B"

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from penstock.errors import FileError, ScheduleError
 from penstock.formats.text import Page, Steps, Stretch, fail, read_text
-from penstock.ir.action import Action, Op, parse_action
+from penstock.ir.action import FORWARD, Action, parse_action
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 
 SHOWN_CELL_CHARACTERS = 60
@@ -170,7 +170,7 @@ def _incomplete(page: Page, content: str) -> FileError:
 def _count_microbatches(page: Page, cells: Iterable[_Cell]) -> int:
     microbatches = set()
     for cell in cells:
-        if cell.action.op is Op.F and cell.action.stage == 0:
+        if cell.action.op.kind == FORWARD and cell.action.stage == 0:
             microbatches.add(cell.action.microbatch)
     if not microbatches:
         raise FileError(

@@ -13,16 +13,48 @@ from typing import NamedTuple
 
 from penstock.errors import FileError
 
+FORWARD, BACKWARD, WEIGHTS = range(3)  # the kinds of action
+KINDS = 3
+
+
+class OpRow(NamedTuple):
+    """What there is to know of an op.
+
+    A stage runs at most one action of each kind for a slice of a micro-batch. `then` is the kind that must follow, -1
+    if none must. `shades` are the lightest, middle and darkest colour in figures.
+    """
+
+    kind: int
+    then: int
+    label: str
+    shades: tuple[str, str, str]
+
 
 class Op(StrEnum):
     """The kind of work. The letters are those of torch."""
 
-    F = "F"  # forward
-    B = "B"  # whole backward
-    I = "I"  # noqa: E741  # backward, only the gradient of the input
-    W = "W"  # backward, only the gradient of the weights
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741
+    W = "W"
+
+    @property
+    def row(self) -> OpRow:
+        """What there is to know of it."""
+        return OP_TABLE[self]
+
+    @property
+    def kind(self) -> int:
+        """FORWARD, BACKWARD or WEIGHTS."""
+        return OP_TABLE[self].kind
 
 
+OP_TABLE = {
+    Op.F: OpRow(FORWARD, BACKWARD, "forward", ("#d5e4fc", "#6d9ff0", "#1c4fae")),
+    Op.B: OpRow(BACKWARD, -1, "backward", ("#cdebc7", "#69b86c", "#1d6630")),
+    Op.I: OpRow(BACKWARD, WEIGHTS, "input gradient", ("#c3efea", "#3fbdb2", "#0b6e69")),
+    Op.W: OpRow(WEIGHTS, -1, "weight gradient", ("#fde3be", "#f2a33c", "#a85005")),
+}
 OPS = tuple(Op)
 # The numbers of ops in tables: F 0, B 1, I 2, W 3.
 OP_CODES = {op: code for code, op in enumerate(OPS)}
@@ -47,6 +79,25 @@ class Action(NamedTuple):
 
     def __repr__(self) -> str:
         return f"<{self}>"
+
+
+def forward(stage: int, microbatch: int, piece: int = 0) -> Action:
+    """The F of a slice on a stage."""
+    return Action(Op.F, stage, microbatch, piece)
+
+
+def backward(stage: int, microbatch: int, piece: int = 0) -> Action:
+    """The B of a slice on a stage: its backward in one piece."""
+    return Action(Op.B, stage, microbatch, piece)
+
+
+def halves(action: Action) -> tuple[Action, Action]:
+    """The I and the W into which the backward of an action is split.
+
+    >>> halves(backward(2, 0))
+    (<2I0>, <2W0>)
+    """
+    return action._replace(op=Op.I), action._replace(op=Op.W)
 
 
 def parse_action(text: str) -> Action:

@@ -8,30 +8,40 @@ action:
   rank 2 | 2F1 2B0 2F2 2B1 2F3 2B2
                ^^^
   every micro-batch needs one F on every stage of its path
+
+Then it walks along the lanes. Each rank runs its lane from left to right and stops at an action that
+needs another one. If all of them stop before the end, they wait for each other in a circle:
+
+rank 0 | 0F0 0B0 0F1 0B1      waits at 0B0 for 1B0, which rank 1 runs after 1F1
+rank 1 | 1F0 1F1 1B0 1B1      waits at 1F1 for 0F1, which rank 0 runs after 0B0
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, Op
-from penstock.ir.faults import (
-    count_others,
-    draw_action_fault,
-    draw_action_faults,
-    drawn_ones,
+from penstock.ir.action import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    WEIGHTS,
+    Action,
+    Op,
+    backward,
+    halves,
 )
-from penstock.ir.lane_order import order_faults
-from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS, needed_slots
-from penstock.ir.table import Ints, Table, split_slots, tabulate
+from penstock.ir.compiled import compile_if_large
+from penstock.ir.needs import needed_slots
+from penstock.ir.table import Ints, Table, called_slots, tabulate
 
 if TYPE_CHECKING:
     from penstock.ir.schedule import MicroBatch, Schedule
+
 
 BACKWARD_RULE = "a backward is either B alone, or I and W"
 
@@ -189,8 +199,9 @@ def _missing_faults(schedule: Schedule, table: Table, slots: Ints) -> list[str]:
     Each is drawn under an action that needs it, or next to which it belongs.
     """
     is_empty = table.at < 0
-    is_required = np.ones(len(table.at), dtype=np.bool_)
-    is_required[WEIGHTS::3] = split_slots(table)  # There is a W only after an I.
+    is_required = called_slots(table)
+    is_required[FORWARD::KINDS] = True
+    is_required[BACKWARD::KINDS] = True
     missing = np.flatnonzero(is_empty & is_required)
     if not len(missing):
         return []
@@ -218,7 +229,7 @@ def _draw_needed(schedule: Schedule, table: Table, slot: int, user: int) -> str:
     """The message for a missing action, under an action that needs it."""
     action = _action_in(schedule, table, slot)
     what = f"{table.action(user)} needs {action}, which no rank ever runs"
-    lacking = "F" if slot % 3 == FORWARD else "B (or I and W)"
+    lacking = "F" if slot % KINDS == FORWARD else "B (or I and W)"
     advice = f"every micro-batch needs one {lacking} on every stage of its path"
     return draw_action_fault(schedule, table, user, what, advice)
 
@@ -226,7 +237,7 @@ def _draw_needed(schedule: Schedule, table: Table, slot: int, user: int) -> str:
 def _draw_unneeded(schedule: Schedule, table: Table, slot: int) -> str:
     """The message for a missing action that no other needs, next to where it belongs."""
     action = _action_in(schedule, table, slot)
-    kind = slot % 3
+    kind = slot % KINDS
     # A missing backward belongs after its F, and a missing W after its I.
     before = int(table.at[slot - 1]) if kind != FORWARD else -1
     if kind == WEIGHTS:
@@ -245,9 +256,9 @@ def _draw_unneeded(schedule: Schedule, table: Table, slot: int) -> str:
 def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
     """The action that belongs in a slot."""
     microbatch = int(np.searchsorted(table.base, slot, side="right")) - 1
-    place, kind = divmod(slot - int(table.base[microbatch]), 3)
+    place, kind = divmod(slot - int(table.base[microbatch]), KINDS)
     position, piece = divmod(place, int(table.slices[microbatch]))
-    op = (Op.F, Op.B, Op.W)[kind]
+    op = next(op for op in Op if op.kind == kind)
     stage = schedule.microbatches[microbatch].path[position]
     return Action(op, stage, microbatch, piece)
 
@@ -255,16 +266,187 @@ def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
 def _lonely_weight_faults(schedule: Schedule, table: Table) -> list[str]:
     """Each W whose backward is a B instead of an I."""
     is_filled = table.at >= 0
-    has_weights = is_filled[WEIGHTS::3]
-    has_backward = is_filled[BACKWARD::3]
-    is_lonely = has_weights & has_backward & ~split_slots(table)
-    lonely = table.at[WEIGHTS::3][is_lonely]
+    has_weights = is_filled[WEIGHTS::KINDS]
+    has_backward = is_filled[BACKWARD::KINDS]
+    is_called = called_slots(table)[WEIGHTS::KINDS]
+    lonely = table.at[WEIGHTS::KINDS][has_weights & has_backward & ~is_called]
     return draw_action_faults(schedule, table, lonely, _explain_lonely, "W without I")
 
 
 def _explain_lonely(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
     """Which I is missing beside a W, and which B is in its place."""
     action = table.action(number)
-    backward = action._replace(op=Op.B)
-    partner = action._replace(op=Op.I)
-    return f"{action} has no {partner}: its backward is {backward}", BACKWARD_RULE
+    whole = backward(action.stage, action.microbatch, action.slice)
+    partner, _ = halves(action)
+    return f"{action} has no {partner}: its backward is {whole}", BACKWARD_RULE
+
+
+# ---------------------------------------------------------------- drawing faults
+MAX_DRAWN_FAULTS = 100  # of each kind; the others are only counted
+DRAWN_NEIGHBOURS = 6  # actions drawn on each side of the faulty one
+# Says what is wrong with the action of a number, and what to do about it.
+Explain: TypeAlias = "Callable[[Schedule, Table, int], tuple[str, str]]"
+
+
+def draw_lane(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
+    """The lane of a rank around one of its entries, with carets under that entry."""
+    lane = lanes[rank]
+    begin = max(index - DRAWN_NEIGHBOURS, 0)
+    end = min(index + DRAWN_NEIGHBOURS + 1, len(lane))
+    before = [str(entry) for entry in lane[begin:index]]
+    after = [str(entry) for entry in lane[index + 1 : end]]
+    if begin > 0:
+        before.insert(0, "...")
+    if end < len(lane):
+        after.append("...")
+    marked = str(lane[index])
+    left = "".join(f"{word} " for word in (f"  rank {rank} |", *before))
+    right = "".join(f" {word}" for word in after)
+    return f"{left}{marked}{right}\n{' ' * len(left)}{'^' * len(marked)}"
+
+
+def draw_action_fault(
+    schedule: Schedule, table: Table, number: int, what: str, advice: str
+) -> str:
+    """The message for a faulty action."""
+    rank = int(table.rank[number])
+    index = number - int(table.first[rank])
+    return f"{what}\n\n{draw_lane(schedule.lanes, rank, index)}\n  {advice}"
+
+
+def draw_action_faults(
+    schedule: Schedule, table: Table, numbers: Ints, explain: Explain, others: str
+) -> list[str]:
+    """The messages for the first of these faulty actions, and the count of the others."""
+    faults = []
+    for number in drawn_ones(numbers):
+        what, advice = explain(schedule, table, number)
+        faults.append(draw_action_fault(schedule, table, number, what, advice))
+    return faults + count_others(numbers, others)
+
+
+def drawn_ones(numbers: Ints) -> list[int]:
+    """The first faulty actions or slots, which are drawn."""
+    first: list[int] = numbers[:MAX_DRAWN_FAULTS].tolist()
+    return first
+
+
+def count_others(numbers: Ints, what: str) -> list[str]:
+    """A line for the faults that are not drawn."""
+    others = len(numbers) - MAX_DRAWN_FAULTS
+    return [f"and {others} more {what}"] if others > 0 else []
+
+
+# ---------------------------------------------------------------- the order of the lanes
+def order_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Walk along the lanes, and fill in `order` and `tick`.
+
+    If no rank can go on before the end, some of them wait for each other in a circle.
+    """
+    table.tick = np.zeros(len(table), dtype=np.int32)
+    cursor = table.first[:-1].copy()
+    walk = compile_if_large(_walk, len(table))
+    walk(table.first, table.rank, table.needs, table.tick, cursor)
+    if (cursor < table.first[1:]).any():
+        return [_draw_circle(schedule, table, cursor)]
+    table.order = np.argsort(table.tick, kind="stable").astype(np.int32)
+    return []
+
+
+def _walk(first: Ints, rank: Ints, needs: Ints, tick: Ints, cursor: Ints) -> None:
+    """Let each rank run as far as it can, and wake those that wait for an action.
+
+    Fills in the tick of each action, and leaves in `cursor` how far each rank came.
+    """
+    ranks = len(first) - 1
+    # A stack of the ranks that may go on; `count` of its entries are in use.
+    awake = np.arange(ranks)[::-1].copy()
+    count = ranks
+    # Several ranks may sleep until the same action has run. They are a chain:
+    # sleeper[action] ──► a rank, under[rank] ──► the next one, ... ──► -1
+    sleeper = np.full(len(rank), -1, np.int32)
+    under = np.full(ranks, -1, np.int32)
+    while count > 0:
+        count -= 1
+        mine = awake[count]
+        while cursor[mine] < first[mine + 1]:
+            number = cursor[mine]
+            # It runs after the action before it in the lane, and after all that it needs.
+            now = tick[number - 1] if number > first[mine] else 0
+            blocker = -1
+            for column in range(needs.shape[1]):
+                needed = needs[number, column]
+                if needed < 0:
+                    continue
+                has_run = needed < cursor[rank[needed]]
+                if not has_run:
+                    blocker = needed
+                    break
+                now = max(now, tick[needed])
+            if blocker >= 0:
+                under[mine] = sleeper[blocker]
+                sleeper[blocker] = mine
+                break
+            tick[number] = now + 1
+            cursor[mine] += 1
+            woken = sleeper[number]
+            while woken >= 0:
+                awake[count] = woken
+                count += 1
+                woken = under[woken]
+
+
+def _draw_circle(schedule: Schedule, table: Table, cursor: Ints) -> str:
+    """The message for ranks that wait for each other; `cursor` has their next actions."""
+    waits = []
+    lanes = []
+    for rank in _circle(table, cursor):
+        number = int(cursor[rank])
+        waits.append(_draw_wait(table, cursor, rank))
+        index = number - int(table.first[rank])
+        lanes.append(draw_lane(schedule.lanes, rank, index))
+    return "\n".join(
+        [
+            "this order can never run: the ranks wait for each other, in a circle",
+            "",
+            *waits,
+            "",
+            *lanes,
+            "  put each action after the ones that it needs",
+        ]
+    )
+
+
+def _circle(table: Table, cursor: Ints) -> list[int]:
+    """Ranks of which each waits for the next, and the last for the first.
+
+    They are found by asking from rank to rank who waits for whom, until a rank comes up again.
+    """
+    is_stuck = cursor < table.first[1:]
+    rank = int(np.flatnonzero(is_stuck)[0])
+    asked: list[int] = []
+    while rank not in asked:
+        asked.append(rank)
+        blocker = _blocker(table, cursor, rank)
+        rank = int(table.rank[blocker])
+    return asked[asked.index(rank) :]
+
+
+def _draw_wait(table: Table, cursor: Ints, rank: int) -> str:
+    """A line that says what a rank waits for, and why that does not come."""
+    action = table.action(int(cursor[rank]))
+    blocker = _blocker(table, cursor, rank)
+    line = f"  rank {rank} waits at {action} for {table.action(blocker)}"
+    other = int(table.rank[blocker])
+    next_there = int(cursor[other])
+    if blocker != next_there:
+        line += f", which rank {other} runs after {table.action(next_there)}"
+    return line
+
+
+def _blocker(table: Table, cursor: Ints, rank: int) -> int:
+    """The action for which a rank waits."""
+    for needed in table.needs[cursor[rank]].tolist():
+        if needed >= 0 and needed >= cursor[table.rank[needed]]:
+            return int(needed)
+    raise AssertionError("a rank that waits has a blocker")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, chain, pairwise
 
-from penstock.ir.action import Action, Op
-from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS, Action
 from penstock.ir.program import Free, Instruction, Program, Receive, RunAction, Send
 from penstock.ir.schedule import Schedule
 
@@ -127,7 +126,7 @@ def _message(instruction: Send | Receive, value: int, unit: int) -> LaneStep:
         value,
         unit=unit,
         peer=instruction.peer,
-        goes_back=instruction.action.op is not Op.F,
+        goes_back=instruction.action.op.kind != FORWARD,
     )
 
 
@@ -150,7 +149,7 @@ def _action(
         action.microbatch,
         unit,
         last=path[-1] == action.stage,
-        split=table.action(backward).op is Op.I,
+        split=int(table.then[backward]) == WEIGHTS,
     )
 
 

@@ -23,14 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import BACKWARD, FORWARD, KINDS, WEIGHTS, Action
 
 if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.ir.table import Ints, Table
-
-FORWARD, BACKWARD, WEIGHTS = range(3)  # the three kinds of action: F; B or I; W
-KIND = {Op.F: FORWARD, Op.B: BACKWARD, Op.I: BACKWARD, Op.W: WEIGHTS}
 
 
 class Rule(NamedTuple):
@@ -74,7 +71,7 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     position = microbatch.path.index(action.stage)
     needed = []
     for rule in RULES:
-        if rule.kind != KIND[action.op]:
+        if rule.kind != action.op.kind:
             continue
         there = position + rule.path
         piece = action.slice + rule.slice
@@ -100,7 +97,7 @@ def needed_slots(table: Table) -> Ints:
     Row i holds the slots that action i needs, and -1 where a rule does not apply.
     """
     slots = np.full((len(table.kind), MAX_RULES_PER_KIND), -1, dtype=np.int64)
-    columns_used = np.zeros(3, dtype=np.int64)
+    columns_used = np.zeros(KINDS, dtype=np.int64)
     for rule in RULES:
         mine = np.flatnonzero((table.kind == rule.kind) & table.sound)
         microbatch = table.microbatch[mine]

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan, fitting_sums, unfit_sums
+from penstock.ir.sums import SumPlan, fitting_sums, unfit_sums
 
 Fact: TypeAlias = str | float | int | bool | None
 Facts: TypeAlias = tuple[tuple[str, Fact], ...]

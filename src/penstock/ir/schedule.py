@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.errors import ShapeError
-from penstock.ir.action import Action
+from penstock.ir.action import WEIGHTS, Action
 from penstock.ir.check import check
 from penstock.ir.table import Table
 
@@ -120,6 +120,11 @@ class Schedule:
     def slices(self) -> int:
         """The largest number of slices of a micro-batch."""
         return max(microbatch.slices for microbatch in self.microbatches)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some backward is split into I and W."""
+        return bool((self.table.kind == WEIGHTS).any())
 
     def rank_of(self, action: Action) -> int:
         """The rank that runs an action."""

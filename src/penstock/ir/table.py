@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import OP_CODES, OPS, Action, Op
-from penstock.ir.needs import BACKWARD, KIND
+from penstock.ir.action import KINDS, OP_CODES, OPS, Action
 
 if TYPE_CHECKING:
     from penstock.ir.schedule import MicroBatch, Stage
@@ -34,7 +33,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 Number = TypeVar("Number", int, Ints)
 
-_KIND_OF_CODE = np.array([KIND[op] for op in OPS], dtype=np.int8)
+_KIND_OF_CODE = np.array([op.kind for op in OPS], dtype=np.int8)
+_THEN_OF_CODE = np.array([op.row.then for op in OPS], dtype=np.int8)
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class Table:
     first: Ints  # number of the first action of each lane; one more entry for the end
     rank: Ints
     op: Ints  # as in OP_CODES
-    kind: Ints  # FORWARD, BACKWARD or WEIGHTS
+    kind: Ints  # the kind of its op
+    then: Ints  # the kind of action that must follow at the same place; -1 if none must
     stage: Ints
     microbatch: Ints
     slice: Ints
@@ -72,7 +73,7 @@ class Table:
     ) -> Number:
         """The slot of an action."""
         place = position * self.slices[microbatch] + piece
-        slot: Number = self.base[microbatch] + place * 3 + kind
+        slot: Number = self.base[microbatch] + place * KINDS + kind
         return slot
 
     def action(self, number: int) -> Action:
@@ -132,7 +133,7 @@ def tabulate(
     rank = np.repeat(np.arange(len(lanes)), lane_lengths)
     length = np.array([len(m.path) for m in microbatches], dtype=np.int64)
     slices = np.array([m.slices for m in microbatches], dtype=np.int64)
-    base = np.concatenate([[0], np.cumsum(length * slices * 3)]).astype(np.int64)
+    base = np.concatenate([[0], np.cumsum(length * slices * KINDS)]).astype(np.int64)
 
     exists = (
         (stage >= 0)
@@ -155,6 +156,7 @@ def tabulate(
         rank=rank,
         op=op,
         kind=kind,
+        then=_THEN_OF_CODE[op],
         stage=stage,
         microbatch=microbatch,
         slice=piece,
@@ -169,7 +171,7 @@ def tabulate(
     )
     numbers = np.flatnonzero(sound)
     place = position[numbers] * slices[microbatch[numbers]] + piece[numbers]
-    table.slots[numbers] = base[microbatch[numbers]] + place * 3 + kind[numbers]
+    table.slots[numbers] = base[microbatch[numbers]] + place * KINDS + kind[numbers]
     # Written from last to first: if two actions share a slot, the first one gets it.
     table.at[table.slots[numbers][::-1]] = numbers[::-1]
     return table
@@ -204,9 +206,12 @@ def _crowd(stages: Sequence[Stage], microbatches: Sequence[MicroBatch]) -> Ints:
     return largest
 
 
-def split_slots(table: Table) -> Bools:
-    """For every backward slot, whether an I fills it, so that a W must follow."""
-    filled = table.at[BACKWARD::3]
-    split = np.zeros(len(filled), dtype=np.bool_)
-    split[filled >= 0] = table.op[filled[filled >= 0]] == OP_CODES[Op.I]
-    return split
+def called_slots(table: Table) -> Bools:
+    """For every slot, whether an action of the same place calls for it: a backward after each F, a W after each I."""
+    called = np.zeros(len(table.at), dtype=np.bool_)
+    filled = np.flatnonzero(table.at >= 0)
+    then = table.then[table.at[filled]]
+    calling = then >= 0
+    first = filled[calling] // KINDS * KINDS
+    called[first + then[calling]] = True
+    return called

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.errors import ShapeError
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
@@ -177,3 +178,117 @@ class Timeline:
             chain.append(self.schedule.table.action(number))
             number = int(self.cause[number])
         return tuple(reversed(chain))
+
+
+class Idle(NamedTuple):
+    """The idle seconds of each rank by cause.
+
+    Together with the time in which a rank works, they make up the makespan.
+    """
+
+    schedule: list[float]
+    hop: list[float]
+    host: list[float]
+    end: list[float]  # after its last action, while others still work
+
+
+def message_seconds(timeline: Timeline) -> float:
+    """The time that a message is on its way, in the median; 0 without messages."""
+    seconds = timeline.arrived - timeline.sent
+    known = seconds[np.isfinite(seconds)]
+    return float(np.median(known)) if len(known) else 0.0
+
+
+def split_idle_time(timeline: Timeline, hop: float) -> Idle:
+    """Split the idle time by cause, if a message takes `hop` seconds."""
+    table = timeline.schedule.table
+    ranks = timeline.schedule.ranks
+    schedule_seconds = np.zeros(ranks)
+    hop_seconds = np.zeros(ranks)
+    host_seconds = np.zeros(ranks)
+    end_seconds = np.zeros(ranks)
+    for rank in range(ranks):
+        free = 0.0  # when the rank has finished what it has started so far
+        for number in range(int(table.first[rank]), int(table.first[rank + 1])):
+            ready = 0.0  # when the last action that it needs has ended
+            waits_for_message = False
+            for needed in table.needs[number].tolist():
+                if needed < 0:
+                    continue
+                needed_end = float(timeline.end[needed])
+                ready = max(ready, needed_end)
+                is_elsewhere = table.rank[needed] != rank
+                if is_elsewhere and needed_end >= free - hop:
+                    waits_for_message = True
+            start = float(timeline.start[number])
+            possible = max(ready, free)
+            schedule_seconds[rank] += max(min(ready, start) - free, 0.0)
+            delay = max(start - possible, 0.0)
+            on_the_way = 0.0
+            if waits_for_message:
+                on_the_way = min(delay, max(ready + hop - possible, 0.0))
+            hop_seconds[rank] += on_the_way
+            host_seconds[rank] += delay - on_the_way
+            free = max(free, float(timeline.end[number]))
+        end_seconds[rank] = timeline.makespan - free
+    return Idle(
+        schedule_seconds.tolist(),
+        hop_seconds.tolist(),
+        host_seconds.tolist(),
+        end_seconds.tolist(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An action that takes longer or shorter than expected, in seconds."""
+
+    action: Action
+    rank: int
+    expected: float
+    actual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The expected and the actual figures, in pairs."""
+
+    makespan: tuple[float, float]
+    bubble: tuple[float, float]
+    peak: tuple[float, float]
+    largest: tuple[Difference, ...]  # the actions whose durations differ most
+
+    @property
+    def ratio(self) -> float:
+        """The actual makespan over the expected one."""
+        return self.makespan[1] / self.makespan[0]
+
+
+def compare(expected: Timeline, actual: Timeline, most: int = 5) -> Comparison:
+    """Compare two timelines, and list the `most` actions that differ most."""
+    if expected.schedule != actual.schedule:
+        raise ShapeError(
+            "the timelines belong to different schedules, "
+            "so they cannot be compared action by action"
+        )
+    table = expected.schedule.table
+    expected_times = expected.end - expected.start
+    actual_times = actual.end - actual.start
+    change = np.abs(actual_times - expected_times)
+    largest = []
+    for number in np.argsort(-change, kind="stable")[:most].tolist():
+        difference = Difference(
+            table.action(number),
+            int(table.rank[number]),
+            float(expected_times[number]),
+            float(actual_times[number]),
+        )
+        largest.append(difference)
+    expected_peak = float(expected.peak_activations.max())
+    actual_peak = float(actual.peak_activations.max())
+    return Comparison(
+        (expected.makespan, actual.makespan),
+        (expected.bubble, actual.bubble),
+        (expected_peak, actual_peak),
+        tuple(largest),
+    )

@@ -31,7 +31,7 @@ from typing import TypeAlias
 
 from penstock.errors import ProgramError
 from penstock.ir.action import Action
-from penstock.ir.faults import draw_lane
+from penstock.ir.check import draw_lane
 from penstock.ir.program import (
     Free,
     Instruction,

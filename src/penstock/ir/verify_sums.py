@@ -24,9 +24,15 @@ import numpy as np
 
 from penstock.errors import ProgramError
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan, unfit_sums
-from penstock.ir.sum_rounds import Round, RoundKind, cell_shares, rounds_of
-from penstock.ir.sums import completion
+from penstock.ir.sums import (
+    Round,
+    RoundKind,
+    SumPlan,
+    cell_shares,
+    completion,
+    rounds_of,
+    unfit_sums,
+)
 from penstock.ir.table import Ints
 
 

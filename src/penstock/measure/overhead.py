@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.cost.curve import Seconds
 from penstock.cost.model import PartCost
-from penstock.ir.action import Action, Op
+from penstock.ir.action import backward, forward
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.models.slice import Slice
@@ -68,8 +68,8 @@ def empty_schedule(ranks: int, microbatches: int = MANY_MICROBATCHES) -> Schedul
     """A schedule with all forwards, then all backwards, and one stage per rank."""
     lanes = []
     for rank in range(ranks):
-        forwards = [Action(Op.F, rank, number) for number in range(microbatches)]
-        backwards = [Action(Op.B, rank, number) for number in range(microbatches)]
+        forwards = [forward(rank, number) for number in range(microbatches)]
+        backwards = [backward(rank, number) for number in range(microbatches)]
         lanes.append(forwards + backwards)
     stages = [Stage(rank, rank) for rank in range(ranks)]
     microbatch = MicroBatch(tuple(range(ranks)))

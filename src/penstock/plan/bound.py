@@ -47,9 +47,8 @@ import numpy as np
 
 from penstock.cost.columns import Columns, columns
 from penstock.cost.cost import Cost
-from penstock.ir.action import OP_CODES, Op
+from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.compiled import compile_if_large
-from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
 from penstock.schedules.list_scheduling import users_of
@@ -134,7 +133,7 @@ class _Chains:
     def split_by_microbatch(self) -> list[bytes]:
         """Return for each micro-batch which of its backwards are split."""
         table = self.schedule.table
-        is_split = table.op == OP_CODES[Op.I]
+        is_split = table.then == WEIGHTS
         filled = table.at >= 0
         marks = np.zeros(len(table.at), dtype=np.bool_)
         marks[filled] = is_split[table.at[filled]]
@@ -289,7 +288,7 @@ def _ways(
         # All other backwards of what is stored come after this one.
         backward = number(BACKWARD, turn, last)
         way = float(since[backward] + chains.costs.seconds[backward])
-        if table.op[backward] == OP_CODES[Op.I] and chains.costs.loss[backward] == 0.0:
+        if table.then[backward] == WEIGHTS and chains.costs.loss[backward] == 0.0:
             # An I that frees nothing leaves all of it until its own W, or the next I, has ended.
             rest = [number(WEIGHTS, turn, last)]
             for at, k in stored(position, piece):

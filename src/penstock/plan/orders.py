@@ -46,7 +46,7 @@ from penstock.cost.columns import columns
 from penstock.cost.cost import Cost
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT, device_memory
 from penstock.errors import ShapeError
-from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.plan.bound import longest_tails, lower_bound
@@ -203,7 +203,7 @@ class OrderSearch:
     def _known(self, cap: float | Sequence[float] | None) -> Iterator[Schedule]:
         """Yield the orders of the registry as they are, and split where they have whole backwards."""
         for known in self.known:
-            is_split = has_split_backwards(known)
+            is_split = known.is_split
             if self.split is None or self.split == is_split:
                 yield known
             if not is_split and self.split is not False:
@@ -254,11 +254,6 @@ def sliced_orders(
     whole = [replace(one, cuts=(0, one.tokens)) for one in microbatches]
     for known in registry_orders(stages, whole):
         yield slice_tokens(known, cuts)
-
-
-def has_split_backwards(schedule: Schedule) -> bool:
-    """Whether a schedule has weight gradients of their own."""
-    return bool((schedule.table.kind == WEIGHTS).any())
 
 
 class _Entry:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.ir.action import OPS, Op
 from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import ROUNDING
 from penstock.plan.pricing import Pricing
@@ -27,8 +26,6 @@ from penstock.plan.search import (
 )
 from penstock.schedules.coverage import visits_all_parts
 from penstock.schedules.orders import loop_placement, wave_placement
-
-_WEIGHT_GRADIENT = OPS.index(Op.W)
 
 
 # ---------------------------------------------------------------- kinds of plans
@@ -66,11 +63,6 @@ def placement_name(schedule: Schedule) -> str:
 def stages_of_a_rank(schedule: Schedule) -> float:
     """Return the mean number of stages on a rank."""
     return len(schedule.stages) / schedule.ranks
-
-
-def splits_backwards(schedule: Schedule) -> bool:
-    """Whether weight gradients are actions of their own."""
-    return bool((schedule.table.op == _WEIGHT_GRADIENT).any())
 
 
 # ---------------------------------------------------------------- rivals
@@ -124,15 +116,15 @@ def _other_schedules(best: Row) -> Iterator[_Kind]:
         yield "without token slices", lambda row: row.candidate.slices == 1
     else:
         yield "with token slices", lambda row: row.candidate.slices > 1
-    if splits_backwards(schedule):
+    if schedule.is_split:
         yield (
             "with whole backwards",
-            lambda row: not splits_backwards(row.candidate.schedule),
+            lambda row: not row.candidate.schedule.is_split,
         )
     else:
         yield (
             "with split backwards",
-            lambda row: splits_backwards(row.candidate.schedule),
+            lambda row: row.candidate.schedule.is_split,
         )
     if stages_of_a_rank(schedule) > 1:
         yield (

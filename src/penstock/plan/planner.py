@@ -24,10 +24,10 @@ from penstock.config import (
 )
 from penstock.errors import ConfigError
 from penstock.formats import read_plan, read_torch_csv
-from penstock.ir import Op, Plan, lower, verify
+from penstock.ir import Plan, lower, verify
 from penstock.ir.plan import Facts
 from penstock.ir.schedule import stretch
-from penstock.ir.sum_plan import fitting_sums
+from penstock.ir.sums import fitting_sums
 from penstock.ir.verify_sums import verify_sums
 from penstock.partition import even_partition
 from penstock.plan.candidates import Candidate, candidate_plan, title
@@ -392,7 +392,6 @@ def _shape_of(plan: Plan) -> dict[str, object]:
     stages = [0] * schedule.ranks
     for stage in schedule.stages:
         stages[stage.rank] += 1
-    actions = [action for lane in schedule.lanes for action in lane]
     return {
         "ranks": schedule.ranks,
         "microbatches": len(schedule.microbatches),
@@ -403,7 +402,7 @@ def _shape_of(plan: Plan) -> dict[str, object]:
         "skips": _common_value(
             [schedule.parts - len(m.path) for m in schedule.microbatches]
         ),
-        "split": any(action.op is Op.W for action in actions),
+        "split": schedule.is_split,
         "partition": plan.partition,
     }
 

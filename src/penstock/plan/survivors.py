@@ -39,7 +39,7 @@ from penstock.ir.action import Action
 from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
-from penstock.plan.orders import OrderSearch, has_split_backwards
+from penstock.plan.orders import OrderSearch
 from penstock.schedules.coverage import pipelines_of
 from penstock.sim.simulate import simulate
 
@@ -122,7 +122,7 @@ def _fastest_schedule(
     survivors: _Survivors, choices: Sequence[Sequence[MicroBatch]], cost: PacedCost
 ) -> Schedule:
     """Search for the lanes of each choice of paths, and return the fastest schedule."""
-    split = has_split_backwards(survivors.schedule)
+    split = survivors.schedule.is_split
     best: Schedule | None = None
     shortest = math.inf
     with many_schedules():
@@ -484,7 +484,7 @@ class _Load:
     def __init__(self, schedule: Schedule, work: Sequence[float]) -> None:
         self.work = work
         cost = UnitCost()
-        self.split = has_split_backwards(schedule)
+        self.split = schedule.is_split
         self.is_sliced = any(one.slices > 1 for one in schedule.microbatches)
         self.forward = cost.F
         self.back, self.backward = cost.least_backward(self.split)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import FORWARD, Action
 from penstock.ir.lane import Do, Turn
 from penstock.ir.schedule import Schedule
 from penstock.runtime.agreement import (
@@ -602,7 +602,7 @@ def edges_of_lane(
             action = step.instruction.action
             before = edge_at(action, step.unit, -1)
             after = edge_at(action, step.unit, 0)
-            if action.op is Op.F:
+            if action.op.kind == FORWARD:
                 if after is not None:
                     specs[step.value] = after.tensors
                     outgoing[step.value] = after

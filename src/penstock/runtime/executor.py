@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, ShapeError
 from penstock.ir.lane import Lane, Turn, lane_turns, rest_frozen_stages
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan
+from penstock.ir.sums import SumPlan
 from penstock.runtime.actions import (
     ComputedActions,
     FirstStepChecks,

@@ -4,7 +4,7 @@
                               │                                    │                            ▲
     SumThread    waits ───────┴─► rounds of part 0 ── waits ───────┴─► rounds of the head ──────┘
 
-The rounds are those of `penstock.ir.sum_rounds`, which `penstock.ir.verify_sums` proves. They have a connection of
+The rounds are those of `penstock.ir.sums`, which `penstock.ir.verify_sums` proves. They have a connection of
 their own, so neither the messages of the lane nor its waits hold them up. A rank takes part in one sum at a time, and
 all ranks in the same order. What a rank will receive first is asked for ahead of time, so that ranks which are done
 early can send early.
@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.ir.sum_plan import SumPlan
-from penstock.ir.sum_rounds import Round, RoundKind, cell_bounds, rounds_of
+from penstock.ir.sums import Round, RoundKind, SumPlan, cell_bounds, rounds_of
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.quantized import CellFormat
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan
+from penstock.ir.sums import SumPlan
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 from penstock.ir.verify_sums import ordered_sums
 from penstock.runtime.comm.comm import Comm, Pending

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from penstock.cost.network import sums_wait
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.ir.sum_plan import SumPlan
-from penstock.ir.sums import completion, ranks_of, weight_actions
+from penstock.ir.sums import SumPlan, completion, ranks_of, weight_actions
 from penstock.runtime.backward import accumulate
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.planned_sums import PlannedSum, SumThread

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import FORWARD, Action
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.schedules.list_scheduling import list_schedule
 from penstock.schedules.orders import require_at_least
@@ -45,5 +45,5 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
 def _due(schedule: Schedule, action: Action) -> tuple[int, ...]:
     """The slot of an action in a stream that starts one micro-batch per slot, where F and B take one slot each."""
     depth = action.stage % schedule.ranks
-    turn = depth if action.op is Op.F else 2 * schedule.ranks - 1 - depth
+    turn = depth if action.op.kind == FORWARD else 2 * schedule.ranks - 1 - depth
     return (turn + action.microbatch,)

@@ -27,8 +27,8 @@ PERIOD = 6  # slots between two micro-batches: F, I and W on two stages
 
 # Slots per hop on the four legs of a block: F there, F back, I there, I back.
 Hops = tuple[int, int, int, int]
-# The actions of one rank in a block: slot, op and stage.
-BuildingBlock = list[tuple[int, Op, int]]
+# The actions of one rank in a block: slot, letter of the op, and stage.
+BuildingBlock = list[tuple[int, str, int]]
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
@@ -74,11 +74,11 @@ def _repeat_block(ranks: int, microbatches: int, hops: Hops) -> Schedule:
     lanes = []
     for block in _find_blocks(ranks, hops):
         turns = sorted(
-            (slot + PERIOD * microbatch, op, stage, microbatch)
-            for slot, op, stage in block
+            (slot + PERIOD * microbatch, letter, stage, microbatch)
+            for slot, letter, stage in block
             for microbatch in range(microbatches)
         )
-        lanes.append([Action(op, stage, m) for _, op, stage, m in turns])
+        lanes.append([Action(Op(letter), stage, m) for _, letter, stage, m in turns])
     table = paths_through(stages, microbatches)
     return defer_weights(schedule_of(stages, table, lanes), UnitCost())
 
@@ -133,10 +133,10 @@ def _add_weights(rank: int, ranks: int, slots: _RankSlots) -> BuildingBlock:
     ]
     weight_there, weight_back = min(choices, key=sum)
     return [
-        (slots.forward_there, Op.F, stage_there),
-        (slots.forward_back, Op.F, stage_back),
-        (slots.input_there, Op.I, stage_back),
-        (slots.input_back, Op.I, stage_there),
-        (weight_there, Op.W, stage_back),
-        (weight_back, Op.W, stage_there),
+        (slots.forward_there, "F", stage_there),
+        (slots.forward_back, "F", stage_back),
+        (slots.input_there, "I", stage_back),
+        (slots.input_back, "I", stage_there),
+        (weight_there, "W", stage_back),
+        (weight_back, "W", stage_there),
     ]

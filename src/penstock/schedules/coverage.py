@@ -17,7 +17,7 @@ import numpy as np
 from penstock.cost.columns import columns
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action, backward, forward
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.schedules.list_scheduling import (
     least_caps,
@@ -128,7 +128,7 @@ def full_schedule(schedule: Schedule) -> Schedule:
         return schedule
     whole = through_all_parts(schedule)
     cost = UnitCost()
-    split = any(action.op is Op.I for lane in schedule.lanes for action in lane)
+    split = schedule.is_split
     draft = sequential_schedule(whole.stages, whole.microbatches, split)
     least = least_caps(draft, columns(draft, cost))
     held = simulate(schedule, cost).peak_activations
@@ -204,7 +204,8 @@ def _wavefronts(
         for piece in range(microbatch.slices)
     )
     lanes: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    for op, order in ((Op.F, forwards), (Op.B, forwards[::-1])):
+    for direction, order in ((forward, forwards), (backward, forwards[::-1])):
         for _, number, stage, piece in order:
-            lanes[schedule.stages[stage].rank].append(Action(op, stage, number, piece))
+            action = direction(stage, number, piece)
+            lanes[schedule.rank_of(action)].append(action)
     return lanes

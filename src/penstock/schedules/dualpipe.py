@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action, Op, halves
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.orders import (
     ActionList,
@@ -49,9 +49,11 @@ def _build_lane(rank: int, ranks: int, microbatches: int) -> ActionList:
         stage = rank if letter.islower() else 2 * ranks - 1 - rank
         counter = letter.replace("i", "b").replace("I", "B")
         microbatch = count[counter]
-        lane.append(Action(Op(letter.upper()), stage, microbatch))
+        action = Action(Op(letter.upper()), stage, microbatch)
+        lane.append(action)
         if letter in "iI":
-            due_weights.append(Action(Op.W, stage, microbatch))
+            _, weight_gradient = halves(action)
+            due_weights.append(weight_gradient)
         count[counter] += 1
     return lane
 

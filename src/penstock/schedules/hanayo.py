@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.cost.unit import UnitCost
-from penstock.ir.action import Action, Op
+from penstock.ir.action import BACKWARD, FORWARD, Action
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.list_scheduling import StartLimit, list_schedule
 from penstock.schedules.orders import (
@@ -109,7 +109,7 @@ def _due(schedule: Schedule, action: Action) -> tuple[int, ...]:
     stages = len(schedule.stages)
     waves = stages // (2 * schedule.ranks)
     turn = action.stage
-    if action.op is not Op.F:
+    if action.op.kind != FORWARD:
         turn = stages + 2 * (stages - 1 - action.stage)
     return (turn + 3 * waves * action.microbatch,)
 
@@ -120,12 +120,13 @@ def _gates(ranks: int, waves: int) -> list[StartLimit]:
     gates = []
     for stage in range(ranks):
         mirrored = 2 * ranks - 1 - stage
-        gates.append(StartLimit(Op.F, stage, Op.F, mirrored, ranks - stage))
+        gates.append(StartLimit(FORWARD, stage, FORWARD, mirrored, ranks - stage))
     gates += [
-        StartLimit(Op.F, stage, Op.B, stage, stages - stage) for stage in range(stages)
+        StartLimit(FORWARD, stage, BACKWARD, stage, stages - stage)
+        for stage in range(stages)
     ]
     for rank in range(ranks):
         last = stages - 1 - rank
         mirrored = stages - 2 * ranks + rank
-        gates.append(StartLimit(Op.B, last, Op.B, mirrored, ranks - rank))
+        gates.append(StartLimit(BACKWARD, last, BACKWARD, mirrored, ranks - rank))
     return gates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.orders import (
     in_rounds,
@@ -28,8 +27,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     stages = loop_placement(ranks, chunks)
     lanes = []
     for rank in range(ranks):
-        there = in_rounds(Op.F, rank, ranks, chunks, microbatches)
-        back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
+        there, back = in_rounds(rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
         lane = weave(head_start, there, whole_backwards(back))
         lanes.append(keep_first(lane, microbatches))

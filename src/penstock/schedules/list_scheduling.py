@@ -23,9 +23,8 @@ import numpy as np
 from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import FORWARD, WEIGHTS, Action, backward, forward, halves
 from penstock.ir.compiled import compile_if_large
-from penstock.ir.needs import FORWARD, KIND, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 
@@ -38,11 +37,11 @@ KIND_ORDER = (1, 0, 2)
 
 
 class StartLimit(NamedTuple):
-    """`op` may start on `stage` only while it is less than `limit` starts ahead of `behind` on stage `other`."""
+    """A kind may start on `stage` only while it is less than `limit` starts ahead of kind `behind` on stage `other`."""
 
-    op: Op
+    kind: int
     stage: int
-    behind: Op
+    behind: int
     other: int
     limit: int
 
@@ -53,7 +52,7 @@ def backward_first(schedule: Schedule, action: Action) -> tuple[int, ...]:
     Among forwards the deepest stage comes first, and among backwards the shallowest.
     Then comes the oldest micro-batch.
     """
-    kind = KIND_ORDER[KIND[action.op]]
+    kind = KIND_ORDER[action.op.kind]
     depth = schedule.microbatches[action.microbatch].path.index(action.stage)
     if kind == 0:
         return kind, depth, action.microbatch, -action.slice
@@ -62,7 +61,7 @@ def backward_first(schedule: Schedule, action: Action) -> tuple[int, ...]:
 
 def oldest_first(schedule: Schedule, action: Action) -> tuple[int, ...]:
     """Prefer the oldest micro-batch; weights come last of all."""
-    kind = KIND_ORDER[KIND[action.op]]
+    kind = KIND_ORDER[action.op.kind]
     depth = schedule.microbatches[action.microbatch].path.index(action.stage)
     piece = action.slice if kind else -action.slice
     return kind // 2, action.microbatch, kind, -depth, piece
@@ -129,16 +128,16 @@ def sequential_schedule(
     """The plainest order: one micro-batch after the other, each there and back."""
     ranks = 1 + max(stage.rank for stage in stages)
     lanes: list[list[Action]] = [[] for _ in range(ranks)]
-    backward_ops = (Op.I, Op.W) if split else (Op.B,)
     for number, microbatch in enumerate(microbatches):
         pieces = range(microbatch.slices)
         for stage in microbatch.path:
             lane = lanes[stages[stage].rank]
-            lane += [Action(Op.F, stage, number, piece) for piece in pieces]
+            lane += [forward(stage, number, piece) for piece in pieces]
         for stage in reversed(microbatch.path):
             lane = lanes[stages[stage].rank]
             for piece in reversed(pieces):
-                lane += [Action(op, stage, number, piece) for op in backward_ops]
+                whole = backward(stage, number, piece)
+                lane += halves(whole) if split else [whole]
     return schedule_of(stages, microbatches, lanes)
 
 
@@ -352,10 +351,10 @@ def _gate_columns(
     by_queue = np.full((3 * stages, 2), -1, dtype=np.int64)
     others = []
     for number, gate in enumerate(gates):
-        queue = KIND[gate.op] * stages + gate.stage
+        queue = gate.kind * stages + gate.stage
         column = 0 if by_queue[queue, 0] < 0 else 1
         by_queue[queue, column] = number
-        others.append(KIND[gate.behind] * stages + gate.other)
+        others.append(gate.behind * stages + gate.other)
     limits = [gate.limit for gate in gates]
     return (
         by_queue,

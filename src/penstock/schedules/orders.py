@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action, backward, forward, halves
 from penstock.ir.schedule import MicroBatch, Stage
 
 ActionList = list[Action]
@@ -53,7 +53,7 @@ def forwards(stage: int, microbatches: int, slices: int = 1) -> ActionList:
     0F0 0F0.1 0F1 0F1.1 ...
     """
     return [
-        Action(Op.F, stage, microbatch, piece)
+        forward(stage, microbatch, piece)
         for microbatch in range(microbatches)
         for piece in range(slices)
     ]
@@ -65,31 +65,32 @@ def backwards(stage: int, microbatches: int, slices: int = 1) -> ActionList:
     0B0.1 0B0 0B1.1 0B1 ...
     """
     return [
-        Action(Op.B, stage, microbatch, piece)
+        backward(stage, microbatch, piece)
         for microbatch in range(microbatches)
         for piece in reversed(range(slices))
     ]
 
 
 def in_rounds(
-    op: Op, rank: int, ranks: int, chunks: int, microbatches: int
-) -> ActionList:
-    """Return the actions of all chunks of a rank, in rounds of as many micro-batches as ranks.
+    rank: int, ranks: int, chunks: int, microbatches: int
+) -> tuple[ActionList, ActionList]:
+    """Return the forwards and the backwards of all chunks of a rank, in rounds of as many micro-batches as ranks.
 
     Forwards begin each round with the first chunk, backwards with the last.
 
     2 ranks, 2 chunks, rank 0 | 0F0 0F1 2F0 2F1  0F2 0F3 2F2 2F3
+                              | 2B0 2B1 0B0 0B1  2B2 2B3 0B2 0B3
     """
-    order = list(range(chunks))
-    if op is not Op.F:
-        order.reverse()
-    actions: ActionList = []
+    stages = [chunk * ranks + rank for chunk in range(chunks)]
+    there: ActionList = []
+    back: ActionList = []
     for first in range(0, microbatches, ranks):
         members = range(first, first + ranks)
-        for chunk in order:
-            stage = chunk * ranks + rank
-            actions += [Action(op, stage, microbatch) for microbatch in members]
-    return actions
+        for stage in stages:
+            there += [forward(stage, microbatch) for microbatch in members]
+        for stage in reversed(stages):
+            back += [backward(stage, microbatch) for microbatch in members]
+    return there, back
 
 
 # ---------------------------------------------------------------- steps back
@@ -98,20 +99,12 @@ def whole_backwards(back: ActionList) -> list[ActionList]:
     return [[action] for action in back]
 
 
-def split_backwards(action: Action) -> tuple[Action, Action]:
-    """Return the I and the W of a B."""
-    _, stage, microbatch, piece = action
-    input_gradient = Action(Op.I, stage, microbatch, piece)
-    weight_gradient = Action(Op.W, stage, microbatch, piece)
-    return input_gradient, weight_gradient
-
-
 def lag_weights(back: ActionList, lag: int) -> list[ActionList]:
     """Return steps of split backwards in which each W comes `lag` steps after its I.
 
     lag 1: [I0] [I1 W0] [I2 W1] [W2]
     """
-    inputs, weights = zip(*map(split_backwards, back), strict=True)
+    inputs, weights = zip(*map(halves, back), strict=True)
     alone = [[i] for i in inputs[:lag]]
     paired = [[i, w] for i, w in zip(inputs[lag:], weights, strict=False)]
     left_over = [[w] for w in weights[max(len(back) - lag, 0) :]]

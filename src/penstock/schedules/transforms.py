@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import BACKWARD, FORWARD, Action, halves
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
-from penstock.schedules.orders import require_at_least, split_backwards
+from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import refuse_if_too_large
 
 
@@ -28,7 +28,8 @@ def split_backward(schedule: Schedule) -> Schedule:
     """
 
     def split(action: Action) -> Sequence[Action]:
-        return split_backwards(action) if action.op is Op.B else (action,)
+        is_whole = action.op.kind == BACKWARD and action.op.row.then < 0
+        return halves(action) if is_whole else (action,)
 
     return _expand(schedule, split, schedule.microbatches)
 
@@ -49,7 +50,7 @@ def slice_tokens(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
         return recut(schedule, cuts)
 
     def cut(action: Action) -> Sequence[Action]:
-        order = pieces if action.op is Op.F else reversed(pieces)
+        order = pieces if action.op.kind == FORWARD else reversed(pieces)
         return [action._replace(slice=piece) for piece in order]
 
     return _expand(schedule, cut, _cut_microbatches(schedule, cuts))

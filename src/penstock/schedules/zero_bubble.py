@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.ir.action import Op
+from penstock.ir.action import halves
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.orders import (
     ActionList,
@@ -15,7 +15,6 @@ from penstock.schedules.orders import (
     loop_placement,
     paths_through,
     require_at_least,
-    split_backwards,
     wave_placement,
     weave,
 )
@@ -45,8 +44,7 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     stages = loop_placement(ranks, chunks)
     lanes = []
     for rank in range(ranks):
-        there = in_rounds(Op.F, rank, ranks, chunks, microbatches)
-        back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
+        there, back = in_rounds(rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + (ranks - 1 - rank) + 1
         lane = weave(head_start, there, lag_weights(back, rank))
         lanes.append(keep_first(lane, microbatches))
@@ -85,7 +83,7 @@ def _queues_of_rank(rank: int, ranks: int, microbatches: int) -> dict[str, Actio
         ("f", "i", "w", rank),
         ("F", "I", "W", 2 * ranks - 1 - rank),
     ):
-        split = [split_backwards(action) for action in backwards(stage, microbatches)]
+        split = [halves(action) for action in backwards(stage, microbatches)]
         queues[forward] = forwards(stage, microbatches)
         queues[input_gradient] = [pair[0] for pair in split]
         queues[weight_gradient] = [pair[1] for pair in split]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.cost.cost import Cost
 from penstock.cost.planned_sum import ring_plan
 from penstock.cost.wrapped import PlannedSumsCost, link_matrices
-from penstock.ir.sum_plan import SumPlan
+from penstock.ir.sums import SumPlan
 from penstock.ir.timeline import Timeline
 from penstock.sim.completion import sum_turns
 

@@ -27,7 +27,8 @@ from penstock.cost.sizes import (
 )
 from penstock.crew.decision import first_mirrors, first_plan, is_elastic
 from penstock.errors import ConfigError, ShapeError
-from penstock.ir import Op, Plan, Schedule
+from penstock.ir import Plan, Schedule
+from penstock.ir.action import BACKWARD
 from penstock.models import even_partition
 from penstock.models.family import count_parameters
 from penstock.runtime.process.machine import available_memory
@@ -209,7 +210,7 @@ def _feedback_bytes(load: MemoryLoad, cost: ModelCost) -> list[float]:
         for action in lane:
             path = schedule.microbatches[action.microbatch].path
             place = path.index(action.stage)
-            if action.op not in (Op.B, Op.I) or not place:
+            if action.op.kind != BACKWARD or not place:
                 continue
             if schedule.stages[path[place - 1]].rank != rank:
                 sizes[rank] += per_token * cost.length(schedule, action)
@@ -293,7 +294,7 @@ def _bytes_of_logits(load: MemoryLoad) -> float:
         return float(FLOAT32_BYTES * sizes.vocab)
     item = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
     kept = item * sizes.vocab
-    if any(action.op is Op.W for lane in load.schedule.lanes for action in lane):
+    if load.schedule.is_split:
         return kept
     matrix = FLOAT32_BYTES * sizes.vocab * sizes.width
     tokens = load.rows * -(-load.tokens // load.schedule.slices)

@@ -222,10 +222,10 @@ def attach_parameters(holding: Holding) -> None:
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
     """Return the model in one piece, as a rank that holds everything."""
-    from penstock.ir.action import Action, Op  # noqa: PLC0415
+    from penstock.ir.action import backward, forward  # noqa: PLC0415
     from penstock.ir.schedule import MicroBatch, Stage, schedule_of  # noqa: PLC0415
 
-    lane = (Action(Op.F, 0, 0), Action(Op.B, 0, 0))
+    lane = (forward(0, 0), backward(0, 0))
     alone = schedule_of([Stage(0, 0)], [MicroBatch((0,))], [lane])
     return hold(sizes, alone, (sizes.layers,), 0, device)
 

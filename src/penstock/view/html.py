@@ -27,7 +27,6 @@ from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
 from penstock.view.element import framed
 from penstock.view.palette import (
-    OP_NAMES,
     PAINTS,
     SUM_COLOUR,
     SUM_NAME,
@@ -94,7 +93,7 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
         "alike": _have_one_schedule([timeline for _, timeline in timelines]),
         "paints": PAINTS,
         "tones": TONES,
-        "ops": [{"letter": op.value, "name": OP_NAMES[op]} for op in OPS],
+        "ops": [{"letter": op.value, "name": op.row.label} for op in OPS],
         "sum": {"name": SUM_NAME, "colour": SUM_COLOUR},
     }
     if not title:

@@ -23,19 +23,6 @@ from penstock.ir.timeline import Timeline
 from penstock.view.numbers import MICROBATCHES, RANKS, count_of, name_size, name_time
 
 TONES = 24
-# The lightest, middle and darkest shade of each op.
-SHADES = {
-    Op.F: ("#d5e4fc", "#6d9ff0", "#1c4fae"),
-    Op.B: ("#cdebc7", "#69b86c", "#1d6630"),
-    Op.I: ("#c3efea", "#3fbdb2", "#0b6e69"),
-    Op.W: ("#fde3be", "#f2a33c", "#a85005"),
-}
-OP_NAMES = {
-    Op.F: "forward",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-}
 SUM_NAME = "sum of gradients"
 SUM_COLOUR = "#8457c8"
 IDLE = "#ffffff"
@@ -77,7 +64,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def _paint(op: Op, tone: int) -> Paint:
-    light, middle, dark = SHADES[op]
+    light, middle, dark = op.row.shades
     level = (tone + 0.5) / TONES * 2
     begin, end = (light, middle) if level < 1 else (middle, dark)
     fill = mix_colors(begin, end, level % 1)

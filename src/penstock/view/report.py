@@ -32,8 +32,7 @@ from html import escape
 from math import isfinite
 from typing import NamedTuple
 
-from penstock.ir.idle import message_seconds, split_idle_time
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Timeline, message_seconds, split_idle_time
 from penstock.view.chart import Front, Series, chart, front_figure, shown_dots
 from penstock.view.element import framed
 from penstock.view.html import page

@@ -31,7 +31,6 @@ from penstock.view.element import element, figure, group, write_number
 from penstock.view.numbers import FORWARDS, write_time
 from penstock.view.palette import (
     IDLE,
-    OP_NAMES,
     PAINTS,
     SUM_COLOUR,
     SUM_NAME,
@@ -407,8 +406,8 @@ def _legend(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     entries: list[str] = []
     for op in palette.ops_of(timeline):
         entries += _shades(op, levels, x, y)
-        entries.append(_legend_name(OP_NAMES[op], x, y))
-        x += _entry_width(OP_NAMES[op])
+        entries.append(_legend_name(op.row.label, x, y))
+        x += _entry_width(op.row.label)
     if timeline.sums:
         strip = element(
             "rect", x=x, y=y + 4, width=LEGEND_BOX, height=4, fill=SUM_COLOUR

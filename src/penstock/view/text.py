@@ -17,13 +17,12 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action, forward
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Timeline
 from penstock.view import palette
 from penstock.view.numbers import short, write_time
 from penstock.view.palette import (
-    OP_NAMES,
     PAINTS,
     SUM_COLOUR,
     SUM_NAME,
@@ -144,7 +143,7 @@ def _lanes(
         for rank in ranks:
             yield _shades(*palette.means(timeline, rank, columns, paint))
         return
-    longest = Action(Op.F, 0, len(schedule.microbatches) - 1, schedule.slices - 1)
+    longest = forward(0, len(schedule.microbatches) - 1, schedule.slices - 1)
     write_label = _bare_label
     if len(_full_label(longest)) <= short_width:
         write_label = _full_label
@@ -243,7 +242,7 @@ def _legend(timeline: Timeline, width: int) -> Text:
     for op in palette.ops_of(timeline):
         fill, ink = palette.paint_of(op)
         line.append(f" {op.value} ", style=f"{ink} on {fill}")
-        line.append(f" {OP_NAMES[op]}  ", style="dim")
+        line.append(f" {op.row.label}  ", style="dim")
     if timeline.sums:
         line.append(f" {SUM_SIGN} ", style=SUM_COLOUR)
         line.append(f" {SUM_NAME}  ", style="dim")

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.ir.table import Ints, Table
 from penstock.ir.timeline import Timeline
-from penstock.view.palette import OP_NAMES, SUM_NAME, activation_steps
+from penstock.view.palette import SUM_NAME, activation_steps
 
 MICROSECONDS = 1e6  # in a second; traces count microseconds
 TraceEvent = dict[str, object]
@@ -92,7 +92,7 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[TraceEvent]:
             "pid": 0,
             "tid": rank,
             "name": str(action),
-            "cat": OP_NAMES[op],
+            "cat": op.row.label,
             "ts": start * MICROSECONDS,
             "dur": (end - start) * MICROSECONDS,
             "args": {

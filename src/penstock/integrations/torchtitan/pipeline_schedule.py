@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
-from penstock.ir import Op, Schedule, lower
+from penstock.ir import Schedule, lower
 from penstock.models.slice import Slice
 from penstock.runtime import Executor, ProcessComm, Proof, make_deferrable, prove
 from penstock.runtime.batch import Batch
@@ -53,11 +53,10 @@ def cut_parts(
             f"this torchtitan cannot cut a model into parts: {PIPELINING} has no _split_module\n"
             "  pip install 'torchtitan==0.3.0'"
         )
-    splits = any(action.op is Op.W for lane in schedule.lanes for action in lane)
     parts = {}
     for number in sorted(s.part for s in schedule.stages if s.rank == rank):
         part = split_module(model, list(modules[number]))
-        if splits:
+        if schedule.is_split:
             # torchtitan wraps the forwards of layers, so ours must be in place before.
             make_deferrable(part)
         parts[number] = parallelize(part)

@@ -24,10 +24,10 @@ from penstock.cost.cluster import Cluster
 from penstock.cost.model import PartCost
 from penstock.cost.wrapped import PlannedSumsCost
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action, backward, forward
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
-from penstock.ir.sum_plan import SumPlan
+from penstock.ir.sums import SumPlan
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.paths.bound import pass_bound
@@ -528,7 +528,8 @@ def _lanes(
         position, rest = divmod(rest, slices * 2)
         piece, kind = divmod(rest, 2)
         stage = microbatches[number].path[position]
-        action = Action(Op.B if kind else Op.F, stage, number, piece)
+        direction = backward if kind else forward
+        action = direction(stage, number, piece)
         lanes[nodes[number, position]].append(action)
     return lanes
 

@@ -26,7 +26,7 @@ from penstock.cost.placed import block_seconds
 from penstock.cost.profile import Profile
 from penstock.cost.wrapped import PausedCost, PlannedSumsCost
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Action, backward, forward
 from penstock.ir.plan import Facts
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
@@ -213,11 +213,11 @@ def _probe(
         for stage in path:
             rank = stages[stage].rank
             for mb in group:
-                lanes[rank] += [Action(Op.F, stage, mb, s) for s in range(slices)]
+                lanes[rank] += [forward(stage, mb, s) for s in range(slices)]
         for stage in reversed(path):
             rank = stages[stage].rank
             for mb in group:
-                backwards = [Action(Op.B, stage, mb, s) for s in range(slices)]
+                backwards = [backward(stage, mb, s) for s in range(slices)]
                 lanes[rank] += reversed(backwards)
     microbatch = MicroBatch(path, shape.tokens, shape.cuts)
     return schedule_of(stages, [microbatch] * count, lanes)

@@ -27,7 +27,7 @@ from functools import cache
 from itertools import combinations, permutations
 
 from penstock.errors import ScheduleError, ShapeError, UnknownNameError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import BACKWARD, FORWARD, Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 
@@ -368,16 +368,16 @@ def _first_overflow(
 ) -> tuple[Action, tuple[int, ...]] | None:
     """Return the first forward for which a rank has no slot, and the micro-batches that it holds then."""
     backwards_left = Counter(
-        action.microbatch for action in lane if action.op in (Op.B, Op.I)
+        action.microbatch for action in lane if action.op.kind == BACKWARD
     )
     held: list[int] = []
     for action in lane:
         number = action.microbatch
-        if action.op is Op.F and number not in held:
+        if action.op.kind == FORWARD and number not in held:
             held.append(number)
             if len(held) > slots:
                 return action, tuple(held)
-        elif action.op in (Op.B, Op.I):
+        elif action.op.kind == BACKWARD:
             backwards_left[number] -= 1
             if backwards_left[number] == 0:
                 held.remove(number)

@@ -33,8 +33,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.cost.allreduce import choose_sums
+from penstock.ir.action import BACKWARD, FORWARD
 from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
-from penstock.ir.needs import BACKWARD, FORWARD, RULES
+from penstock.ir.needs import RULES
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.problem import (
     Problem,
