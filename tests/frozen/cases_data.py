@@ -27,15 +27,13 @@ from penstock.config import DataConfig, MixtureSource
 from penstock.models import Llama, LlamaConfig
 from penstock.train.after.ablation import evaluate_ablation
 from penstock.train.after.evaluate import TextBatches
-from penstock.train.data.corpus import Corpus, open_validation
-from penstock.train.data.dataset import encode_dataset
-from penstock.train.data.documents import DocumentCutter
-from penstock.train.data.loader import Deal, Loader, wanted_by
+from penstock.train.data.cache import encode_dataset
+from penstock.train.data.corpus import Corpus, describe_use, open_text, open_validation
+from penstock.train.data.files import source_files
+from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
 from penstock.train.data.masking import masking_of
-from penstock.train.data.mixture import describe_use, open_text
 from penstock.train.data.prompt import find_prompt
 from penstock.train.data.stream import TextStream
-from penstock.train.data.text_files import source_files
 from penstock.train.data.tokenizer import tokenizer_of
 
 TOLERANCE = 1e-9
@@ -259,7 +257,7 @@ def opened(name: str) -> Corpus:
     if not name.startswith("masked") and not data.segments:
         return corpus
     tokenizer = tokenizer_of(data.tokenizer)
-    masking = masking_of(tokenizer, data.tokenizer, data.mask, data.segments)
+    masking = masking_of(tokenizer, data.mask, data.segments)
     return replace(corpus, masking=masking, typed=data.segments > 1)
 
 

@@ -31,12 +31,11 @@ from penstock.models import (
 from penstock.models.family import count_parameters, flops_per_token
 from penstock.runtime import Batch, batch_of
 from penstock.train.after.generate import open_trained
-from penstock.train.data.conversations import BEGINS, SECOND
+from penstock.train.data.chat import BEGINS, SECOND
 from penstock.train.data.corpus import cut_corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.data.masking import Masking, bert_words, masking_of
-from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer
-from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, train_tokenizer
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
 from penstock.train.launch import job_of
@@ -111,24 +110,23 @@ def test_words_to_guess_follow_from_seed_sequence_and_epoch_alone():
 
 
 def test_the_mask_is_the_tokenizers_word_or_a_new_one(tmp_path):
-    words = bert_words(ByteTokenizer(), "bytes")
+    words = bert_words(ByteTokenizer())
     assert (words.mask, words.vocab) == (256, 257)
-    words = bert_words(ByteTokenizer(), "bytes", segments=2)
+    words = bert_words(ByteTokenizer(), segments=2)
     assert (words.mask, words.begin, words.border) == (256, 257, 258)
     assert (words.padding, words.vocab) == (0, 259)
-    (tmp_path / "a.txt").write_text(TEXT)
     file = tmp_path / "tokenizer.json"
-    train_tokenizer(DataConfig(sources=(str(tmp_path / "a.txt"),)), 280, file)
+    train_tokenizer([TEXT], 280, file)
     plain = FileTokenizer(str(file))
-    assert bert_words(plain, str(file)).vocab == plain.vocab + 1
+    assert bert_words(plain).vocab == plain.vocab + 1
     plain.theirs.add_special_tokens(["[CLS]", "[MASK]"])
     plain.theirs.save(str(file))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"cls_token": "[CLS]", "eos_token": "<|endoftext|>"})
     )
     again = FileTokenizer(str(file))
-    assert bert_words(again, str(file)).vocab == again.vocab
-    masking = masking_of(again, str(file), 0.15)
+    assert bert_words(again).vocab == again.vocab
+    masking = masking_of(again, 0.15)
     names = [again.theirs.id_to_token(number) for number in masking.spared]
     assert sorted(names) == ["<|endoftext|>", "[CLS]"]
     assert again.theirs.id_to_token(masking.word) == "[MASK]"

@@ -21,7 +21,7 @@ from hugging_face import decoder_sizes
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError
-from penstock.train.data.conversations import (
+from penstock.train.data.chat import (
     BEGINS,
     LEARNED,
     Conversation,
@@ -30,8 +30,7 @@ from penstock.train.data.conversations import (
 )
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.loader import Deal, Loader, wanted_by
-from penstock.train.data.tokenizer import FileTokenizer
-from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.data.tokenizer import FileTokenizer, train_tokenizer
 from penstock.train.history import read_rows
 
 TEMPLATE = (
@@ -62,8 +61,7 @@ def home(tmp_path_factory) -> Path:
     lines = "\n".join(map(json.dumps, CHATS))
     (folder / "chats.jsonl").write_text(lines)
     (folder / "README.md").write_text("not a conversation")
-    data = DataConfig(sources=(str(folder / "README.md"),))
-    train_tokenizer(data, 270, folder / "tokenizer.json")
+    train_tokenizer(["not a conversation"], 270, folder / "tokenizer.json")
     words = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**words, "chat_template": UNMARKED})

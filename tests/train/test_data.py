@@ -21,19 +21,17 @@ from hypothesis import strategies as st
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError
-from penstock.train.data import conversations, encoded_texts, text_files
-from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus
+from penstock.train.data import chat, files
+from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, shuffled
+from penstock.train.data.files import source_files
 from penstock.train.data.loader import Deal, Loader, wanted_by
-from penstock.train.data.order import shuffled
 from penstock.train.data.stream import TextStream
-from penstock.train.data.text_files import source_files
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
 
 
 def cut_into_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Let files be read and encoded in pieces of this many bytes."""
-    for module in (text_files, encoded_texts):
-        monkeypatch.setattr(module, "PIECE_BYTES", size)
+    monkeypatch.setattr(files, "PIECE_BYTES", size)
 
 
 def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Corpus:
@@ -658,8 +656,8 @@ def test_a_cache_is_for_all_who_may_read_files(tmp_path):
 def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
     """Pieces are made small here, so that a few megabytes are many of them."""
     cut_into_pieces(monkeypatch, 1 << 15)
-    monkeypatch.setattr(conversations, "BYTES_AT_ONCE", 1 << 15)
-    monkeypatch.setattr(conversations, "POOL", 16)
+    monkeypatch.setattr(chat, "BYTES_AT_ONCE", 1 << 15)
+    monkeypatch.setattr(chat, "POOL", 16)
     line = json.dumps({"prompt": "why? " * 40, "completion": "because " * 60}) + "\n"
     name = "a.txt" if kind == "text" else "a.jsonl"
 

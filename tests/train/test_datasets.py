@@ -11,10 +11,10 @@ import torch
 from commands import SMALL_CONFIG
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
+from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.dataset import encode_dataset
+from penstock.train.data.files import source_files
 from penstock.train.data.stream import TextStream
-from penstock.train.data.text_files import source_files
 
 datasets = pytest.importorskip("datasets")
 

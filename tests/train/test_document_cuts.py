@@ -16,7 +16,7 @@ from penstock.models import document_starts
 from penstock.plan.slices import equal_work_cuts
 from penstock.runtime.batch import Batch
 from penstock.runtime.units import cut_units
-from penstock.train.data.documents import DocumentCutter
+from penstock.train.data.loader import DocumentCutter
 from penstock.train.rank_setup import cutter_of
 from trainings import apart, job_of, train, watch_batches
 

@@ -14,7 +14,6 @@ from penstock.train.data.prompt import find_prompt, read_prompt
 from penstock.train.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
-    keep_end_word,
     keep_tokenizer,
     kept_tokenizer,
 )
@@ -85,7 +84,6 @@ def test_the_copy_in_a_run_ends_documents_with_the_same_word(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     keep_tokenizer(path, run)
-    keep_end_word(path, FileTokenizer(path), run)
     Path(path).unlink()
     kept = kept_tokenizer(path, run)
     assert Path(kept).parent == run

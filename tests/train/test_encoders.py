@@ -201,10 +201,10 @@ def test_a_planned_run_of_a_new_encoder(penstock, tmp_path):
 def test_the_special_words_of_roberta_are_found_without_files_that_name_them(tmp_path):
     file = word_list(tmp_path)
     tokenizer = FileTokenizer(str(file))
-    words = bert_words(tokenizer, str(file), segments=1)
+    words = bert_words(tokenizer, segments=1)
     assert (words.mask, words.begin, words.border, words.padding) == (4, 0, 2, 1)
     assert words.vocab == VOCAB
-    assert masking_of(tokenizer, str(file), 0.15, 1).spared == (0, 1, 2)
+    assert masking_of(tokenizer, 0.15, 1).spared == (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -19,9 +19,9 @@ from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
 from penstock.train import session
 from penstock.train.after.evaluate import evaluate_run
+from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.dataset import encode_dataset
-from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.data.tokenizer import train_tokenizer
 from penstock.train.forecast import known_forecast
 from penstock.train.launch import job_of
 from penstock.train.lock import locking
@@ -77,9 +77,8 @@ def test_nobody_knows_how_many_bytes_tokens_without_text_have(tmp_path):
 def test_a_dataset_that_another_tokenizer_has_encoded_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.txt").write_text("\n".join(TEXTS))
-    text = replace(PLAIN, sources=(str(tmp_path / "text.txt"),))
     words = tmp_path / "words.json"
-    train_tokenizer(text, 300, words)
+    train_tokenizer(TEXTS, 300, words)
     copy = tmp_path / "copy.json"
     copy.write_bytes(words.read_bytes())
     file = encode_dataset(TEXTS, replace(PLAIN, tokenizer=str(words)), tmp_path)

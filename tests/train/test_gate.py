@@ -27,8 +27,8 @@ from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config
 from penstock.runtime.process.launch import keep_store
 from penstock.torch_internals import PrefixStore, TCPStore
+from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus, open_validation
-from penstock.train.data.dataset import encode_dataset
 from penstock.train.launch import Verdict, job_of
 from trainings import SMALL
 

@@ -13,7 +13,7 @@ from penstock.errors import ShapeError
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.train.after.ablation import chosen_path, parse_omission
 from penstock.train.after.generate import Trained, _tokenizer, generate_text
-from penstock.train.data.tokenizer import ByteTokenizer, keep_tokenizer
+from penstock.train.data.tokenizer import ByteTokenizer, keep_tokenizer, train_tokenizer
 from penstock.train.weights import draw_parameters, hold_whole
 
 pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
@@ -98,7 +98,7 @@ def test_a_temperature_that_is_none_is_refused(temperature):
 
 
 def test_a_run_keeps_its_tokenizer_wherever_it_goes(tmp_path):
-    (tmp_path / "theirs.json").write_text("{}")
+    train_tokenizer(["a text"], 257, tmp_path / "theirs.json")
     run = tmp_path / "run"
     saved = run / "checkpoints" / "step-00000001"
     saved.mkdir(parents=True)

@@ -24,15 +24,16 @@ from penstock.formats.config_toml import (
     load_config,
     with_absolute_paths,
 )
-from penstock.train.data.corpus import Corpus, cut_corpus
-from penstock.train.data.loader import Deal, Loader
-from penstock.train.data.mixture import (
+from penstock.train.data.corpus import (
     BLOCK,
+    Corpus,
     MixedCorpus,
+    cut_corpus,
     open_text,
     quotas_of,
     read_use,
 )
+from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.launch import corpus_of as worker_corpus
 

@@ -14,9 +14,8 @@ from commands import called
 from penstock.config import DataConfig
 from penstock.errors import FileError, ShapeError
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.tables import table_texts
-from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.data.files import text_pieces
+from penstock.train.data.tokenizer import tokenizer_of, train_tokenizer
 
 TEXTS = [f"row {n} says {'na' * (n % 5)} batman\n" for n in range(700)]
 
@@ -66,12 +65,12 @@ def test_a_column_that_is_no_text_is_refused(tmp_path):
     with pytest.raises(
         FileError, match="has no column 'text'; it has 'body', 'number'"
     ):
-        list(table_texts(file, "text"))
+        list(text_pieces(file, "text", len))
     with pytest.raises(FileError, match="'number' does not hold text, but int64"):
-        list(table_texts(file, "number"))
+        list(text_pieces(file, "number", len))
     file.write_bytes(b"PAR1 nothing")
     with pytest.raises(FileError, match="is not a table, or is damaged"):
-        list(table_texts(file, "body"))
+        list(text_pieces(file, "body", len))
 
 
 def test_a_tokenizer_is_trained_from_the_command_line_and_used(
@@ -94,7 +93,7 @@ def test_a_tokenizer_is_trained_from_the_command_line_and_used(
 
 def test_a_vocabulary_has_room_for_every_byte(tmp_path):
     with pytest.raises(ShapeError, match="at least 257 words, not 200"):
-        train_tokenizer(DataConfig(), 200, tmp_path / "t.json")
+        train_tokenizer([], 200, tmp_path / "t.json")
 
 
 def test_arrow_holds_little_of_a_table_at_a_time(tmp_path):
@@ -104,8 +103,8 @@ def test_arrow_holds_little_of_a_table_at_a_time(tmp_path):
     before = pyarrow.total_allocated_bytes()
     del texts
     held = []
-    for text, _ in table_texts(tmp_path / "a.parquet", "text"):
-        assert len(text) == 10_000
+    for piece in text_pieces(tmp_path / "a.parquet", "text", len):
+        assert len(piece.text) == 10_000
         held.append(pyarrow.total_allocated_bytes())
     assert len(held) == 600
     assert max(held) < before

@@ -15,8 +15,9 @@ from penstock.config import Config
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import apply_changes, read_config
 from penstock.train.after.report import render_report, summarize_run
+from penstock.train.data.files import plain_texts
 from penstock.train.data.prompt import read_prompt
-from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.data.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from penstock.train.after.ablation import AblationRow
@@ -234,6 +235,6 @@ def tokenizer_command(
     settings = Config() if config is None else read_config(config)
     data = apply_changes(settings, changes or []).data
     with counting("reading text") as watch:
-        words = train_tokenizer(data, vocab, output, watch)
+        words = train_tokenizer(plain_texts(data, watch), vocab, output)
     print_plain(f"wrote {output}: {words:,} words")
     print_plain(f"  use it: penstock train --set data.tokenizer={output}")

@@ -39,11 +39,10 @@ from penstock.formats.text import put_in_place
 from penstock.runtime import Comm
 from penstock.runtime.comm.comm import exchange
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, STEP_PREFIX, newest
+from penstock.train.data.cache import cached_tokens, file_of_marks
 from penstock.train.data.corpus import validation_data
-from penstock.train.data.document_end import side_files
-from penstock.train.data.text_files import ENCODED
-from penstock.train.data.token_cache import cached_tokens, file_of_marks
-from penstock.train.data.tokenizer import TOKENIZER
+from penstock.train.data.files import ENCODED
+from penstock.train.data.tokenizer import TOKENIZER, side_files
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import settle_model
 from penstock.train.launch import cache_of, with_kept_files

@@ -44,8 +44,7 @@ from penstock.torch_internals import (
     TCPStore,
 )
 from penstock.train.checkpoint import Depot
-from penstock.train.data.corpus import all_held_out, read_corpus
-from penstock.train.data.mixture import mix_corpora
+from penstock.train.data.corpus import all_held_out, mix_corpora, read_corpus
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.handover import CrewChange
 from penstock.train.history import PLAN_FILE, WatchRow

@@ -81,10 +81,9 @@ from penstock.torch_internals import (
 )
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of, sweep
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import Corpus, open_validation
+from penstock.train.data.corpus import Corpus, open_text, open_validation
+from penstock.train.data.files import ProgressBytes
 from penstock.train.data.masking import masking_of
-from penstock.train.data.mixture import open_text
-from penstock.train.data.text_files import ProgressBytes
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import (
     METRICS,
@@ -407,9 +406,8 @@ def with_guesses(config: Config, corpus: Corpus) -> Corpus:
     """Return text with words to guess, if the model is an encoder."""
     if config.model.family != "bert":
         return corpus
-    name = config.data.tokenizer
     data = config.data
-    masking = masking_of(tokenizer_of(name), name, data.mask, data.segments)
+    masking = masking_of(tokenizer_of(data.tokenizer), data.mask, data.segments)
     return replace(corpus, masking=masking, typed=data.segments > 1)
 
 

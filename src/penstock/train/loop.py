@@ -27,7 +27,7 @@ from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.watchdog import alarm_held
 from penstock.train.callbacks import Callbacks
 from penstock.train.checkpoint import CheckpointFacts, Saver, read_facts, sweep
-from penstock.train.data.mixture import MixedCorpus, write_use
+from penstock.train.data.corpus import MixedCorpus, write_use
 from penstock.train.early_stop import EarlyStop, read_progress
 from penstock.train.examiner import Examiner
 from penstock.train.handover import CrewChange, Handover, Mirrors, Transfers

@@ -49,7 +49,7 @@ def vocab_of(config: Config) -> int:
     data = config.data
     tokenizer = tokenizer_of(data.tokenizer)
     if config.model.family == "bert":
-        return bert_words(tokenizer, data.tokenizer, data.segments).vocab
+        return bert_words(tokenizer, data.segments).vocab
     return tokenizer.vocab
 
 

@@ -20,8 +20,7 @@ from penstock.runtime import Comm, CudaTape, Executor, compile_stage
 from penstock.runtime.gradients import Mean
 from penstock.schedules.coverage import visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.data.documents import DocumentCutter
-from penstock.train.data.loader import Deal, Loader, wanted_by
+from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
 from penstock.train.job import Job
 from penstock.train.mesh import MeshPlace, place_of
 from penstock.train.optimizer import frozen_names

@@ -38,9 +38,9 @@ from penstock.train.auto import (
     plan_workload,
 )
 from penstock.train.capacity import check_memory, check_timing
+from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import Corpus
-from penstock.train.data.dataset import encode_dataset
-from penstock.train.data.text_files import ProgressBytes
+from penstock.train.data.files import ProgressBytes
 from penstock.train.forecast import keep_profiles
 from penstock.train.history import PLAN_FILE, StepRow, read_rows
 from penstock.train.launch import (

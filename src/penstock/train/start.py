@@ -34,12 +34,11 @@ from penstock.models.layer import recompute_inside, set_dropout
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.callbacks import checked_callback
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
-from penstock.train.data.conversations import keep_template
+from penstock.train.data.chat import keep_template
 from penstock.train.data.corpus import Corpus
+from penstock.train.data.files import ProgressBytes, source_files
 from penstock.train.data.prompt import PROMPT, find_prompt
-from penstock.train.data.text_files import ProgressBytes, source_files
 from penstock.train.data.tokenizer import (
-    keep_end_word,
     keep_tokenizer,
     tokenizer_of,
 )
@@ -218,13 +217,11 @@ def prepare_run(
     text = dump_config(config, f"penstock train {folder} --resume")
     with explaining_writes(folder):
         put_in_place(folder / CONFIG_FILE, text)
-        keep_tokenizer(config.data.tokenizer, folder)
         if config.model.folder:
             keep_origin(Path(config.model.folder), folder)
-        tokenizer = tokenizer_of(config.data.tokenizer)
-        keep_end_word(config.data.tokenizer, tokenizer, folder)
+        keep_tokenizer(config.data.tokenizer, folder)
         keep_template(config.data, folder)
-        prompt = find_prompt(corpus, tokenizer)
+        prompt = find_prompt(corpus, tokenizer_of(config.data.tokenizer))
         (folder / PROMPT).write_text(prompt, encoding="utf-8")
     _write_plan(plan, folder)
     return config

@@ -299,7 +299,7 @@ def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     corpus = replace(corpus, length=data.tokens, trained=0, held_out=sequences)
     if guesses:
         tokenizer = tokenizer_of(data.tokenizer)
-        masking = masking_of(tokenizer, data.tokenizer, data.mask, data.segments)
+        masking = masking_of(tokenizer, data.mask, data.segments)
         corpus = replace(corpus, masking=masking, typed=data.segments > 1)
     rows = max(1, TOKENS_AT_ONCE // data.tokens)
     return TextBatches(corpus, rows, 0, sequences + int(rest))

@@ -22,7 +22,7 @@ from penstock.ir import Plan, Timeline
 from penstock.ir.timeline import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
-from penstock.train.data.mixture import SourceUse, describe_use, read_use
+from penstock.train.data.corpus import SourceUse, describe_use, read_use
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import Event, StepRow, read_events, read_rows, read_timeline
 from penstock.train.step_paths import step_paths

@@ -8,8 +8,8 @@
 The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
 a step sees the same sequences. Labels are shifted before anything is cut. Where documents
 are kept apart, the last word of a document has nothing to predict. Of a conversation only the
-answers are labels. Every step is cut for its documents into slices that take the same time
-(`penstock.train.data.documents`).
+answers are labels. Every step is cut for its documents into slices that take the same time.
+The work is counted in integers, so that every rank finds the same cuts without asking another.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.ir.schedule import Schedule
 from penstock.models import shift_labels
+from penstock.plan.slices import equal_work_cuts
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
-from penstock.train.data.conversations import BEGINS, LEARNED, SECOND
+from penstock.train.data.chat import BEGINS, LEARNED, SECOND
 from penstock.train.data.corpus import Corpus, Ticket
-from penstock.train.data.documents import DocumentCutter
 
 LoaderState: TypeAlias = dict[str, int | str]
 FILLER = Ticket(-1)  # a row that does not count
@@ -86,6 +86,20 @@ def starts_in(tokens: Tensor, end: int) -> Tensor:
     """
     after = (tokens == end) * torch.arange(1, tokens.shape[1] + 1)
     return torch.nn.functional.pad(after[:, :-1], (1, 0)).cummax(1).values
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCutter:
+    """Cuts the micro-batches of each step so that their slices take the same time, for the documents they hold."""
+
+    slices: tuple[int, ...]  # of each micro-batch, as the schedule has them
+    token_work: int  # the work of a token, counted in keys that it attends to
+    step: int = 1  # tokens that cuts are multiples of
+
+    def cut(self, microbatch: int, starts: Tensor) -> tuple[int, ...]:
+        """Return the cuts of a micro-batch, given the start of each token's document."""
+        slices = self.slices[microbatch]
+        return equal_work_cuts(starts.numpy(), slices, self.token_work, self.step)
 
 
 class Loader:

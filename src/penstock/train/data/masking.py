@@ -6,18 +6,37 @@
 
 What is chosen follows from the seed, the sequence and the epoch. So every rank chooses the same words without asking
 another, a resumed run goes on as if it had never stopped, and every epoch asks for other words.
+
+Rows for a Bert may hold one or two segments of a document between words that mark their borders:
+
+    data.segments = 1      [CLS] a a a a a a [SEP] . .            every token is of type 0
+    data.segments = 2      [CLS] a a a [SEP] b b b [SEP] .        up to the first [SEP] of type 0, then of type 1
+
+A row holds as many whole sentences of one document as fit, and padding that nobody sees. Two segments follow each
+other in their document, and the border between them is a border of sentences, drawn at random as in BERT's own data.
+There is no next sentence to predict, so the second segment always continues the first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.train.data.document_end import WORD_FILES, read_json
-from penstock.train.data.tokenizer import FileTokenizer, Tokenizer
+from penstock.errors import FileError
+from penstock.train.data.chat import (
+    BEGINS,
+    SECOND,
+    Conversation,
+    Marks,
+    padding_row,
+)
+from penstock.train.data.files import EncodedPiece
+from penstock.train.data.tokenizer import TokenArray, Tokenizer, TokenType
 
 USUAL_NAMES = {
     "mask_token": ("[MASK]", "<mask>"),
@@ -87,7 +106,7 @@ class BertWords:
     vocab: int
 
 
-def bert_words(tokenizer: Tokenizer, name: str, segments: int = 0) -> BertWords:
+def bert_words(tokenizer: Tokenizer, segments: int = 0) -> BertWords:
     """Return the words of a tokenizer that stand for no text.
 
     A mask that it lacks is a new word after all others; so are the borders of segments, if rows have any.
@@ -95,52 +114,121 @@ def bert_words(tokenizer: Tokenizer, name: str, segments: int = 0) -> BertWords:
     vocab = tokenizer.vocab
     found = []
     for key in ("mask_token", "cls_token", "sep_token"):
-        number = _special_word(tokenizer, name, key)
+        number = _special_word(tokenizer, key)
         if number is None and (key == "mask_token" or segments):
             number = vocab
         vocab = max(vocab, -1 if number is None else number + 1)
         found.append(-1 if number is None else number)
-    padding = _special_word(tokenizer, name, "pad_token")
+    padding = _special_word(tokenizer, "pad_token")
     if padding is None:
         padding = found[-1] if tokenizer.end is None else tokenizer.end
     mask, begin, border = found
     return BertWords(mask, begin, border, padding, vocab)
 
 
-def masking_of(
-    tokenizer: Tokenizer, name: str, share: float, segments: int = 0
-) -> Masking:
+def masking_of(tokenizer: Tokenizer, share: float, segments: int = 0) -> Masking:
     """Return how words of a tokenizer are masked. Words with a meaning of their own are spared."""
-    spared = set() if tokenizer.end is None else {tokenizer.end}
-    for key in SPECIAL_KEYS:
-        number = _special_word(tokenizer, name, key)
-        if number is not None:
-            spared.add(number)
-    words = bert_words(tokenizer, name, segments)
+    spared = {tokenizer.end, *(_special_word(tokenizer, key) for key in SPECIAL_KEYS)}
+    words = bert_words(tokenizer, segments)
     if segments:
         spared |= {words.begin, words.border, words.padding}
-    return Masking(words.mask, tokenizer.vocab, share, tuple(sorted(spared)))
+    never = sorted(word for word in spared if word is not None)
+    return Masking(words.mask, tokenizer.vocab, share, tuple(never))
 
 
-def _special_word(tokenizer: Tokenizer, name: str, key: str) -> int | None:
+def _special_word(tokenizer: Tokenizer, key: str) -> int | None:
     """The word that the files beside a tokenizer give a meaning, or one with the usual name of that meaning."""
-    if not isinstance(tokenizer, FileTokenizer):
-        return None
-    usual = USUAL_NAMES.get(key, ())
-    if key in ROBERTA_NAMES and tokenizer.theirs.token_to_id(ROBERTA_MASK) is not None:
-        usual = (*usual, ROBERTA_NAMES[key])
-    for word in (_named_beside(name, key), *usual):
-        number = None if word is None else tokenizer.theirs.token_to_id(word)
-        if number is not None:
-            return int(number)
-    return None
+    words = list(USUAL_NAMES.get(key, ()))
+    if key in tokenizer.named:
+        words.insert(0, tokenizer.named[key])
+    if key in ROBERTA_NAMES and tokenizer.number([ROBERTA_MASK]) is not None:
+        words.append(ROBERTA_NAMES[key])
+    return tokenizer.number(words)
 
 
-def _named_beside(name: str, key: str) -> str | None:
-    """A special word that the files beside a tokenizer name."""
-    for file in WORD_FILES:
-        word = read_json(Path(name).with_name(file)).get(key)
-        word = word.get("content") if isinstance(word, dict) else word
-        if isinstance(word, str):
-            return word
-    return None
+# ---------------------------------------------------------------- rows of segments
+class RowLayout(NamedTuple):
+    """How rows are made: the words at their borders, how many segments, and how many tokens."""
+
+    words: BertWords
+    segments: int
+    length: int
+    dtype: TokenType
+
+    @property
+    def room(self) -> int:
+        """The tokens of a row that are text."""
+        room = self.length - 1 - self.segments
+        if room < self.segments:
+            raise FileError(
+                f"data.tokens = {self.length} is too short for {self.segments} segments with their borders\n"
+                f"  give at least {1 + 2 * self.segments}"
+            )
+        return room
+
+
+def segment_rows(
+    sentences: Iterable[EncodedPiece], layout: RowLayout
+) -> Iterator[Conversation]:
+    """Yield one example after the other, without padding."""
+    for number, texts in enumerate(_fill_rows(sentences, layout.room)):
+        segments = _draw_pair(texts, number) if layout.segments == 2 else [_join(texts)]
+        yield _framed(segments, layout)
+
+
+def _fill_rows(
+    sentences: Iterable[EncodedPiece], room: int
+) -> Iterator[list[TokenArray]]:
+    """Yield sentences of one document that fit into a row; one that is longer than a row is cut."""
+    row: list[TokenArray] = []
+    size = 0
+    for sentence in sentences:
+        rest = sentence.words
+        while len(rest):
+            if size and size + len(rest) > room:
+                yield row
+                row, size = [], 0
+            row.append(rest[:room])
+            size += len(row[-1])
+            rest = rest[room:]
+        if sentence.ends and row:
+            yield row
+            row, size = [], 0
+    if row:
+        yield row
+
+
+def _draw_pair(texts: Sequence[TokenArray], number: int) -> list[TokenArray]:
+    """Cut a row's text into two segments: between two sentences, or a single sentence in its middle."""
+    if len(texts) == 1:
+        half = len(texts[0]) // 2
+        pair = [texts[0][:half], texts[0][half:]]
+        return [segment for segment in pair if len(segment)]
+    border = 1 + int(Random(number).random() * (len(texts) - 1))
+    return [_join(texts[:border]), _join(texts[border:])]
+
+
+def _join(texts: Sequence[Any]) -> TokenArray:
+    joined: TokenArray = np.concatenate(texts)
+    return joined
+
+
+def _framed(segments: Sequence[TokenArray], layout: RowLayout) -> Conversation:
+    """Put the words of the borders around segments, and mark the tokens of the second one."""
+    words = [np.asarray([layout.words.begin], layout.dtype)]
+    border = np.asarray([layout.words.border], layout.dtype)
+    marks: list[Marks] = [np.asarray([BEGINS])]
+    for number, segment in enumerate(segments):
+        words += [segment.astype(layout.dtype), border]
+        marks.append(np.full(len(segment) + 1, SECOND * number, dtype=np.uint8))
+    return Conversation(np.concatenate(words), np.concatenate(marks))
+
+
+def pad_rows(
+    examples: Iterable[Conversation], length: int, padding: int
+) -> Iterator[Conversation]:
+    """Fill up every example to a row of its own. The padding is a document that the example does not see."""
+    for one in examples:
+        rest = padding_row(length - one.tokens, padding, one.words.dtype)
+        words: TokenArray = np.concatenate([one.words, rest.words])
+        yield Conversation(words, np.concatenate([one.marks, rest.marks]))

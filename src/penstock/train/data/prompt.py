@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.train.data.conversations import LEARNED, Marks
+from penstock.train.data.chat import LEARNED, Marks
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.tokenizer import TokenArray, Tokenizer
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.train.data.dataset import refuse_others
+from penstock.train.data.files import refuse_others
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 
 StreamState = dict[str, Any]

@@ -30,28 +30,25 @@ from numpy.typing import NDArray
 
 from penstock.config import DataConfig, names_a_file
 from penstock.errors import FileError, RunError
-from penstock.train.data.document_end import WORD_FILES, read_json
-from penstock.train.data.tokenizer import TokenArray, Tokenizer
+from penstock.train.data.files import Record
+from penstock.train.data.tokenizer import (
+    TOKENIZER_CONFIG,
+    TokenArray,
+    Tokenizer,
+    read_json,
+    words_beside,
+)
 
 Marks: TypeAlias = NDArray[np.uint8]
 LEARNED = np.uint8(1)
 BEGINS = np.uint8(2)
-SECOND = np.uint8(4)  # in the second segment of a pair (`penstock.train.data.segments`)
+SECOND = np.uint8(4)  # in the second segment of a pair (`penstock.train.data.masking`)
 
 TEMPLATE = "chat_template.jinja"  # beside a tokenizer.json
 ANSWERING = "assistant"  # the role whose turns are learned
-FIELDS = ("messages", "prompt", "completion")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 POOL = 512  # conversations among which the next one of a row is chosen
 BYTES_AT_ONCE = 1 << 22  # encoded together
-
-
-class Record(NamedTuple):
-    """A line of JSON or a row of a table, and its place in its file."""
-
-    content: Mapping[str, Any]
-    where: str
-    read: int  # bytes of the file that have been read
 
 
 class Segment(NamedTuple):
@@ -166,15 +163,18 @@ def _import_renderer() -> Any:
 
 def find_template(data: DataConfig) -> ChatTemplate | None:
     """The chat template of a config: data.template, or the one beside its tokenizer; None if there is none."""
-    beside = Path(data.tokenizer).parent if names_a_file(data.tokenizer) else None
-    special = _special_words(beside) if beside else {}
+    beside = None
+    special: dict[str, str] = {}
+    if names_a_file(data.tokenizer):
+        beside = Path(data.tokenizer).with_name(TEMPLATE)
+        special = dict(words_beside(beside))
     if data.template:
         return ChatTemplate(_read_text(Path(data.template)), special)
     if beside is None:
         return None
-    if (beside / TEMPLATE).is_file():
-        return ChatTemplate(_read_text(beside / TEMPLATE), special)
-    named = read_json(beside / WORD_FILES[0]).get("chat_template")
+    if beside.is_file():
+        return ChatTemplate(_read_text(beside), special)
+    named = read_json(beside.with_name(TOKENIZER_CONFIG)).get("chat_template")
     if isinstance(named, list):  # several, each with a name
         by_name = {one.get("name"): one.get("template") for one in named}
         named = by_name.get("default")
@@ -196,17 +196,6 @@ def _read_text(file: Path) -> str:
         raise FileError(
             f"cannot read the chat template {file}: {reason}\n  see data.template"
         ) from None
-
-
-def _special_words(folder: Path) -> dict[str, str]:
-    """The special words of a tokenizer by their names, such as bos_token."""
-    words: dict[str, str] = {}
-    for name in reversed(WORD_FILES):
-        for key, word in read_json(folder / name).items():
-            text = word.get("content") if isinstance(word, dict) else word
-            if key.endswith("_token") and isinstance(text, str):
-                words[key] = text
-    return words
 
 
 # ---------------------------------------------------------------- from records to tokens

@@ -3,6 +3,16 @@
     texts ─► tokenizer ─► tokens-….part ─► renamed when it is complete, with a note that says what it holds
 
 The name of a file is a digest of its sources, so other text or another tokenizer gets another file.
+
+A dataset of the user's own, a Python object, becomes a file of tokens that a run reads like any other text:
+
+    texts           "a text", ...                         or {"text": "a text"}, as datasets.Dataset has them
+    tokens          [5, 17, 4], ...                       or {"input_ids": [5, 17, 4]} with data.field = "input_ids"
+    conversations   {"messages": [...]}, ...              with data.instructions
+      │
+      ▼  one after the other, once
+    dataset-4f1c….tokens      what is known about the tokens        data.sources = ["dataset-4f1c….tokens"]
+    dataset-4f1c….bin         the tokens, which workers map into their memory
 """
 
 from __future__ import annotations
@@ -14,26 +24,37 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from penstock.config import BYTE_TOKENIZER, DataConfig, names_a_file
 from penstock.errors import FileError
-from penstock.train.data.conversations import (
+from penstock.train.data.chat import (
     Conversation,
-    Record,
     Tally,
     encode_records,
     find_template,
     pack_rows,
     padding_row,
 )
-from penstock.train.data.document_end import side_files
-from penstock.train.data.encoded_texts import Texts
-from penstock.train.data.masking import bert_words
-from penstock.train.data.segments import RowLayout, pad_rows, segment_rows
-from penstock.train.data.text_files import ENCODED, EncodedPiece, source_files
-from penstock.train.data.tokenizer import Tokenizer, TokenType, token_type
+from penstock.train.data.files import (
+    ENCODED,
+    DatasetTexts,
+    EncodedPiece,
+    Record,
+    Texts,
+    refuse_others,
+    source_files,
+)
+from penstock.train.data.masking import RowLayout, bert_words, pad_rows, segment_rows
+from penstock.train.data.tokenizer import (
+    Tokenizer,
+    TokenType,
+    side_files,
+    token_type,
+    tokenizer_of,
+)
 
 CACHE_VERSION = 3
 
@@ -166,7 +187,7 @@ def fill_cache(
         if data.instructions:
             facts |= _write_conversations(part, row, texts.records(), data, tokenizer)
         elif data.segments:
-            words = bert_words(tokenizer, data.tokenizer, data.segments)
+            words = bert_words(tokenizer, data.segments)
             dtype = token_type(words.vocab)
             layout = RowLayout(words, data.segments, data.tokens, dtype)
             facts |= _write_segments(part, row, texts.encoded(), layout, data.separate)
@@ -299,3 +320,30 @@ def _write_rows(
         "digest": digest.hexdigest()[:16],
         "marked": True,
     }
+
+
+def encode_dataset(
+    dataset: Iterable[Any], data: DataConfig, folder: Path, vocab: int = 0
+) -> Path:
+    """Write the tokens of a dataset into a folder, and return the file to name in data.sources.
+
+    `data` says how text becomes tokens. The name of the file is a digest of its content. Tokens that a dataset brings
+    along must be below `vocab`, or else below the number of the tokenizer's words.
+    """
+    refuse_others(dataset)
+    tokenizer = tokenizer_of(data.tokenizer)
+    vocab = max(vocab, tokenizer.vocab)
+    texts = DatasetTexts(dataset, data, tokenizer, vocab)
+    note = folder / f"dataset-{uuid.uuid4().hex}{ENCODED}"
+    row = note.with_suffix(".bin")
+    fill_cache(row, note, data, tokenizer, texts, vocab)
+    digest = json.loads(note.read_text(encoding="utf-8"))["digest"]
+    final = folder / f"dataset-{digest}{ENCODED}"
+    for source, target in (
+        (file_of_marks(row), file_of_marks(final)),
+        (row, final.with_suffix(".bin")),
+        (note, final),  # It makes the others complete.
+    ):
+        if source.exists():
+            source.replace(target)
+    return final
