@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.crew.decision import Decision, Report, decide
+from penstock.crew.decision import Decision, Report, Situation, decide
 from penstock.crew.member import report_of
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
@@ -215,15 +215,17 @@ class Crew:
     def decide(self) -> Decision:
         self.generation += 1
         decision = decide(
-            self.job.plan,
-            self.reports,
-            self.generation,
-            self.job.resume,
-            self.job.config.run.mirror != "false",
-            lambda: good_step(self.job.checkpoints),
-            written=lambda: last_step(self.job.folder),
-            seats=self.seats,
-            moving=self.moving,
+            Situation(
+                self.job.plan,
+                self.reports,
+                self.generation,
+                self.job.resume,
+                self.job.config.run.mirror != "false",
+                lambda: good_step(self.job.checkpoints),
+                written=lambda: last_step(self.job.folder),
+                seats=self.seats,
+                moving=self.moving,
+            )
         )
         self.seats = decision.seat_of
         return decision

@@ -15,7 +15,7 @@ import pytest
 
 from commands import SMALL_CONFIG, environment, wait_for
 from forked import Command
-from penstock.crew.decision import Report, decide
+from penstock.crew.decision import Report, Situation, decide
 from penstock.formats.config_toml import read_config
 from penstock.runtime import run_threads
 from penstock.train.history import read_events, read_rows
@@ -49,7 +49,9 @@ def undisturbed(
     ends = [*(step for step, _ in crews[1:]), end]
     for number, (step, workers) in enumerate(crews):
         until = ends[number]
-        plan = decide(whole.plan, {n: Report(n) for n in workers}, 1, False).plan
+        plan = decide(
+            Situation(whole.plan, {n: Report(n) for n in workers}, 1, False)
+        ).plan
         stage = other / str(number)
         if step:
             name = f"step-{step:08d}"

@@ -24,6 +24,7 @@ from penstock.crew.coordinator import Coordinator, Worker
 from penstock.crew.decision import (
     Decision,
     Report,
+    Situation,
     decide,
     first_plan,
     load_decision,
@@ -125,7 +126,7 @@ def parts_of(plan: Plan, rank: int) -> tuple[int, ...]:
 def reports_at(plan: Plan, step: int, mirror: bool) -> dict[int, Report]:
     """What the workers of an undisturbed run have."""
     start = {n: Report(n) for n in range(plan.schedule.ranks)}
-    mirrors = decide(plan, start, 1, False, mirror).mirrors
+    mirrors = decide(Situation(plan, start, 1, False, mirror)).mirrors
     kept: dict[int, list[int]] = {n: [] for n in start}
     for part, _, target in mirrors:
         kept[target].append(part)
@@ -141,12 +142,12 @@ def loss(plan: Plan, lost: tuple[int, ...], mirror: bool, saved: int) -> object:
     reports = reports_at(plan, 4, mirror)
     for worker in lost:
         del reports[worker]
-    return told(decide(plan, reports, 2, False, mirror, lambda: saved))
+    return told(decide(Situation(plan, reports, 2, False, mirror, lambda: saved)))
 
 
 def slowness(plan: Plan) -> object:
     reports = reports_at(plan, 4, True)
-    decision = decide(plan, reports, 2, False, True, paces={0: 3.0})
+    decision = decide(Situation(plan, reports, 2, False, True, paces={0: 3.0}))
     limit = speed_limit(plan, decision.seats, {0: 3.0})
     return [told(decision), limit]
 
@@ -155,21 +156,23 @@ def arrival(plan: Plan) -> object:
     reports = reports_at(plan, 4, True)
     before = {n: n for n in reports if n != 1}
     reports[1] = Report(1, newcomer=True)
-    return told(decide(plan, reports, 3, False, True, seats=before))
+    return told(decide(Situation(plan, reports, 3, False, True, seats=before)))
 
 
 def one_ahead() -> object:
     reports = reports_at(TWO_COPIES, 4, False)
     del reports[3]
     reports[0] = Report(0, 5, FIGURES, saving=True, parts=(0,), seen=11)
-    return told(decide(TWO_COPIES, reports, 2, False, written=lambda: 4))
+    return told(decide(Situation(TWO_COPIES, reports, 2, False, written=lambda: 4)))
 
 
 def moves(moving: bool) -> object:
     reports = reports_at(TWO_COPIES, 4, False)
     del reports[0]
     seats = {n: n for n in range(4)}
-    return told(decide(TWO_COPIES, reports, 2, False, seats=seats, moving=moving))
+    return told(
+        decide(Situation(TWO_COPIES, reports, 2, False, seats=seats, moving=moving))
+    )
 
 
 def fewer_workers() -> object:

@@ -15,6 +15,7 @@ from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
 from penstock.crew.decision import (
     Report,
+    Situation,
     decide,
     is_elastic,
     load_decision,
@@ -88,7 +89,7 @@ def started_with(tmp_path_factory):
             return before
         workers = range(plan.schedule.ranks)
         reports = {n: Report(n) for n in workers if n not in lost}
-        smaller = decide(plan, reports, 1, False).plan
+        smaller = decide(Situation(plan, reports, 1, False)).plan
         other = tmp_path_factory.mktemp("smaller")
         job = replace(whole, plan=smaller, folder=other)
         if step:
@@ -461,7 +462,7 @@ def test_a_worker_moves_to_a_part_with_too_few_and_the_next_one_takes_its_seat(
 # ---------------------------------------------------------------- decisions
 def test_a_step_that_nobody_has_committed_is_done_again():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 2)}
-    decision = decide(TWO_COPIES, reports, 2, False)
+    decision = decide(Situation(TWO_COPIES, reports, 2, False))
     assert (decision.step, decision.keep, decision.whole) == (4, True, False)
     assert decision.members == (0, 1, 2)
     assert decision.plan.name == "1f1b copies=2 without 3"
@@ -470,21 +471,21 @@ def test_a_step_that_nobody_has_committed_is_done_again():
 
 def test_a_part_that_is_lost_with_its_only_holder_sends_all_back_to_the_checkpoint():
     reports = {n: Report(n, 4, FIGURES, parts=(0,)) for n in (0, 2)}
-    decision = decide(TWO_COPIES, reports, 2, False)
+    decision = decide(Situation(TWO_COPIES, reports, 2, False))
     assert (decision.keep, decision.resume) == (False, True)
     assert decision.plan.schedule.parts == 2
 
 
 def test_a_loss_before_the_first_step_starts_the_others_anew():
     reports = {0: Report(0, 0, parts=(0,)), 1: Report(1), 2: Report(2)}
-    decision = decide(TWO_COPIES, reports, 2, resume=False)
+    decision = decide(Situation(TWO_COPIES, reports, 2, resume=False))
     assert (decision.keep, decision.resume, decision.step) == (False, False, 0)
 
 
 def test_a_loss_while_a_newcomer_is_taken_in_costs_no_step():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2)}
     reports[3] = Report(3)  # It was taken in, but has not begun.
-    decision = decide(TWO_COPIES, reports, 4, False)
+    decision = decide(Situation(TWO_COPIES, reports, 4, False))
     assert (decision.keep, decision.step) == (True, 4)
     assert decision.transfers == ((1, 0, 2),)
 
@@ -493,14 +494,14 @@ def test_an_interrupted_checkpoint_is_saved_again():
     reports = {
         n: Report(n, 4, FIGURES, saving=n == 2, parts=(n % 2,)) for n in range(3)
     }
-    assert decide(TWO_COPIES, reports, 2, False).save
+    assert decide(Situation(TWO_COPIES, reports, 2, False)).save
 
 
 def test_reports_and_decisions_come_back_from_json_as_they_were():
     report = Report(3, 7, FIGURES, True, (0, 2), "rank 1 is lost")
     assert load_report(report.dump()) == report
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 3)}
-    decision = decide(TWO_COPIES, reports, 9, False)
+    decision = decide(Situation(TWO_COPIES, reports, 9, False))
     assert load_decision(decision.dump()) == decision
 
 
@@ -570,6 +571,6 @@ def test_all_schedules_of_a_plan_lose_the_same_rank_and_keep_the_same_stages():
     )
     for lost in ([1], [1, 5]):
         reports = {n: Report(n) for n in range(8) if n not in lost}
-        smaller = load_decision(decide(plan, reports, 2, False).dump()).plan
+        smaller = load_decision(decide(Situation(plan, reports, 2, False)).dump()).plan
         assert [one.ranks for one in smaller.schedules] == [8 - len(lost)] * 3
         assert len({one.stages for one in smaller.schedules}) == 1

@@ -18,6 +18,7 @@ from penstock.crew import coordinator as coordinator_module
 from penstock.crew.coordinator import Coordinator, Worker, describe_takeovers, find_stop
 from penstock.crew.decision import (
     Report,
+    Situation,
     decide,
     note_key,
 )
@@ -81,15 +82,15 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
 def test_the_launcher_tells_who_takes_over_a_part_from_its_mirror():
     plan = Plan(make("1f1b", ranks=3, microbatches=2), "1f1b", (1, 1, 1))
     reports = {n: Report(n) for n in range(3)}
-    before = decide(plan, reports, 1, False, mirror=True)
+    before = decide(Situation(plan, reports, 1, False, mirror=True))
     mirrors = {target: part for part, _, target in before.mirrors}
     left = {n: Report(n, 4, FIGURES, parts=(n,), mirrors=(mirrors[n],)) for n in (0, 2)}
-    after = decide(plan, left, 2, False, mirror=True)
+    after = decide(Situation(plan, left, 2, False, mirror=True))
     said = describe_takeovers(before, after)
     assert said == "; worker 2 has part 1 from its mirror"
     without = {n: replace(left[n], mirrors=()) for n in left}
-    after = decide(plan, without, 2, False, saved=lambda: 4)
-    quiet = decide(plan, reports, 1, False)
+    after = decide(Situation(plan, without, 2, False, saved=lambda: 4))
+    quiet = decide(Situation(plan, reports, 1, False))
     said = describe_takeovers(quiet, after)
     assert said == "; worker 0 has part 1 from the checkpoint"
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import Plan, make
 from penstock.config import check_config
-from penstock.crew.decision import Report, decide, rank_work, shares_a_part
+from penstock.crew.decision import Report, Situation, decide, rank_work, shares_a_part
 from penstock.crew.pace import WINDOWS_TO_JUDGE, WINDOWS_TO_RETRY, PaceWatch
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import apply_changes
@@ -70,7 +70,7 @@ def test_a_worker_without_work_gets_a_trial_later_and_later():
 
 def test_a_slow_worker_gets_less_work_and_nobody_else_holds_a_part_more():
     reports = {n: Report(n) for n in range(4)}
-    decision = decide(FOUR, reports, 2, False, paces={3: 3.0})
+    decision = decide(Situation(FOUR, reports, 2, False, paces={3: 3.0}))
     work = rank_work(decision.plan)
     assert rank_work(FOUR) == [8.0] * 4
     assert work[3] < 8.0 < work[1]
@@ -82,7 +82,7 @@ def test_a_slow_worker_gets_less_work_and_nobody_else_holds_a_part_more():
     assert not shares_a_part(alone, 1)
     # A loss and a slow worker at the same time.
     del reports[0]
-    both = decide(FOUR, reports, 2, False, paces={3: 3.0})
+    both = decide(Situation(FOUR, reports, 2, False, paces={3: 3.0}))
     assert rank_work(both.plan)[2] < 16.0
 
 

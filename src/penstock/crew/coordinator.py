@@ -28,6 +28,7 @@ from penstock.crew.decision import (
     Decision,
     NoteKind,
     Report,
+    Situation,
     decide,
     holders_of,
     load_report,
@@ -451,18 +452,19 @@ class Coordinator:
             self.reports[number] = load_report(
                 self.store.get(note_key("arrival", number))
             )
-        decision = decide(
+        situation = Situation(
             self.plan,
             self.reports,
             self.generation + 1,
             self.resume,
-            self.settings.mirror != "false",
-            lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
-            self.watch.paces,
-            lambda: last_step(self.folder),
-            before.seat_of if before is not None else {},
-            before is not None and not self.expects_workers(arrived),
+            mirror=self.settings.mirror != "false",
+            saved=lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
+            paces=self.watch.paces,
+            written=lambda: last_step(self.folder),
+            seats=before.seat_of if before is not None else {},
+            moving=before is not None and not self.expects_workers(arrived),
         )
+        decision = decide(situation)
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
             self.note_change(before, decision, arrived)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -279,53 +279,100 @@ def shares_a_part(schedule: Schedule, rank: int) -> bool:
     )
 
 
-def decide(
-    plan: Plan,
-    reports: Mapping[int, Report],
-    generation: int,
-    resume: bool,
-    mirror: bool = False,
-    saved: Callable[[], int] = lambda: -1,
-    paces: Mapping[int, float] = MappingProxyType({}),
-    written: Callable[[], int] | None = None,
-    seats: Mapping[int, int] = MappingProxyType({}),
-    moving: bool = False,
-) -> Decision:
-    """Return how the workers that have reported go on.
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What the launcher knows when a generation has ended, by the reports of the workers that are left."""
 
-    A worker keeps its seat, the rank that it has in the plan for all. Worker n begins on seat n.
+    plan: Plan  # for all ranks
+    reports: Mapping[int, Report]
+    generation: int  # that begins
+    resume: bool = False  # whether the run was started from a checkpoint
+    # Whether parts that only one rank holds have a mirror on another one.
+    mirror: bool = False
+    # The step of the newest checkpoint without damage, or -1.
+    saved: Callable[[], int] = lambda: -1
+    # Workers that are slow, and how many times as long as before they take.
+    paces: Mapping[int, float] = field(default_factory=dict)
+    # The last step that is written down. A worker that is lost right after its step may have been the one to do so.
+    written: Callable[[], int] | None = None
+    # The seats of workers in the generation before.
+    seats: Mapping[int, int] = field(default_factory=dict)
+    # Whether workers may change their seats, because nobody comes for those that are empty.
+    moving: bool = False
 
-    resume: whether the run was started from a checkpoint.
-    mirror: whether parts that only one rank holds have a mirror on another one.
-    saved: returns the step of the newest checkpoint without damage, or -1.
-    paces: workers that are slow, and how many times as long as before they take.
-    written: returns the last step that is written down. A worker that is lost right after its
-        step may have been the one to write it down.
-    seats: the seats of workers in the generation before.
-    moving: whether workers may change their seats, because nobody comes for those that are empty.
-    """
-    seated = seat_workers(plan, reports, seats)
-    smaller = _plan_for(plan, seated, reports, paces)
-    if moving:
-        moved = move_workers(plan, seated)
-        if moved != seated:
-            other = _plan_for(plan, moved, reports, paces)
-            least = (1 - LEAST_SAVED_BY_A_MOVE) * _paced_length(smaller, seated, paces)
-            if _paced_length(other, moved, paces) <= least:
-                seated, smaller = moved, other
+    def seated(self) -> dict[int, int]:
+        """The worker on each seat that is taken, in the order of the seats.
+
+        A worker keeps its seat. Newcomers get the seats with their numbers, or others if these are taken.
+        """
+        seats = self.seats
+        workers = sorted(self.reports)
+        seated = {seats[worker]: worker for worker in workers if worker in seats}
+        for worker in workers:
+            if worker not in seats:
+                free = [n for n in range(self.plan.schedule.ranks) if n not in seated]
+                seated[worker if worker in free else free[0]] = worker
+        return dict(sorted(seated.items()))
+
+    def moved(self, seated: Mapping[int, int]) -> dict[int, int]:
+        """The worker on each seat after the moves that promise to pay."""
+        moved = dict(seated)
+        empty = [n for n in range(self.plan.schedule.ranks) if n not in seated]
+        for seat, goal in seats_to_change(self.plan, empty).items():
+            moved[goal] = moved.pop(seat)
+        return dict(sorted(moved.items()))
+
+    def plan_for(self, seated: Mapping[int, int]) -> Plan:
+        """The plan for the seats that are taken."""
+        lost = tuple(n for n in range(self.plan.schedule.ranks) if n not in seated)
+        paces = self.paces
+        slow = {seat: paces[one] for seat, one in seated.items() if one in paces}
+        return plan_without(self.plan, lost, self._homes(lost, seated), slow)
+
+    def _homes(
+        self, lost: tuple[int, ...], seated: Mapping[int, int]
+    ) -> dict[int, int]:
+        """The seats of workers that have orphaned parts already: adopted before, or as a mirror."""
+        homes: dict[int, int] = {}
+        for part in orphans(self.plan.schedule, lost):
+            for seat, worker in seated.items():
+                if part in self.reports[worker].parts:
+                    homes.setdefault(part, seat)
+            for seat, worker in seated.items():
+                if part in self.reports[worker].mirrors:
+                    homes.setdefault(part, seat)
+        return homes
+
+    def length(self, plan: Plan, seated: Mapping[int, int]) -> float:
+        """How long a step of a plan takes with these workers."""
+        paces = [self.paces.get(worker, 1.0) for worker in seated.values()]
+        return step_length(plan, paces)
+
+
+def decide(now: Situation) -> Decision:
+    """Return how the workers that have reported go on."""
+    reports = now.reports
+    seated = now.seated()
+    smaller = now.plan_for(seated)
+    moved = now.moved(seated) if now.moving else seated
+    if moved != seated:
+        other = now.plan_for(moved)
+        least = (1 - LEAST_SAVED_BY_A_MOVE) * now.length(smaller, seated)
+        if now.length(other, moved) <= least:
+            seated, smaller = moved, other
     members = tuple(seated.values())
     schedule = hold_every_part(smaller.schedule)
     # Newcomers have no weights, and neither have those that were taken in by a generation
     # that ended before it had begun.
     veterans = [reports[n] for n in members if reports[n].step >= 0]
-    mirrors = choose_mirrors(schedule, members, reports) if mirror else ()
+    mirrors = choose_mirrors(schedule, members, reports) if now.mirror else ()
     plain = Decision(
-        generation,
+        now.generation,
         members,
         smaller,
         keep=False,
-        resume=resume,
-        whole=smaller is plan,
+        resume=now.resume,
+        whole=smaller is now.plan,
         mirrors=mirrors,
         seats=tuple(seated),
     )
@@ -342,11 +389,11 @@ def decide(
             source = restores.setdefault(part, rank)
         if source != rank:
             transfers.append(PartTransfer(part, source, rank))
-    if restores and saved() != ahead.step:
+    if restores and now.saved() != ahead.step:
         return replace(plain, resume=True)
     save = any(report.saving for report in veterans)
     closed = len(steps) == 1 and all(report.closed for report in veterans)
-    if written is not None and written() < ahead.step:
+    if now.written is not None and now.written() < ahead.step:
         closed = False
     return replace(
         plain,
@@ -406,68 +453,6 @@ def _source(
             if part in parts:
                 return members.index(report.worker)
     return None
-
-
-def _plan_for(
-    plan: Plan,
-    seated: Mapping[int, int],
-    reports: Mapping[int, Report],
-    paces: Mapping[int, float],
-) -> Plan:
-    """The plan for the seats that are taken."""
-    lost = tuple(n for n in range(plan.schedule.ranks) if n not in seated)
-    homes = _homes(plan, lost, seated, reports)
-    slow = {seat: paces[worker] for seat, worker in seated.items() if worker in paces}
-    return plan_without(plan, lost, homes, slow)
-
-
-def _paced_length(
-    plan: Plan, seated: Mapping[int, int], paces: Mapping[int, float]
-) -> float:
-    """How long a step takes with these workers."""
-    return step_length(plan, [paces.get(worker, 1.0) for worker in seated.values()])
-
-
-def seat_workers(
-    plan: Plan, workers: Collection[int], seats: Mapping[int, int]
-) -> dict[int, int]:
-    """Return the worker on each seat that is taken, in the order of the seats.
-
-    Newcomers get the seats with their numbers, or others if these are taken.
-    """
-    seated = {seats[worker]: worker for worker in sorted(workers) if worker in seats}
-    for worker in sorted(workers):
-        if worker not in seats:
-            free = [n for n in range(plan.schedule.ranks) if n not in seated]
-            seated[worker if worker in free else free[0]] = worker
-    return dict(sorted(seated.items()))
-
-
-def move_workers(plan: Plan, seated: Mapping[int, int]) -> dict[int, int]:
-    """Return the worker on each seat after the moves that promise to pay."""
-    moved = dict(seated)
-    empty = [n for n in range(plan.schedule.ranks) if n not in seated]
-    for seat, goal in seats_to_change(plan, empty).items():
-        moved[goal] = moved.pop(seat)
-    return dict(sorted(moved.items()))
-
-
-def _homes(
-    plan: Plan,
-    lost: tuple[int, ...],
-    seated: Mapping[int, int],
-    reports: Mapping[int, Report],
-) -> dict[int, int]:
-    """The seats of workers that have orphaned parts already: adopted before, or as a mirror."""
-    homes: dict[int, int] = {}
-    for part in orphans(plan.schedule, lost):
-        for seat, worker in seated.items():
-            if part in reports[worker].parts:
-                homes.setdefault(part, seat)
-        for seat, worker in seated.items():
-            if part in reports[worker].mirrors:
-                homes.setdefault(part, seat)
-    return homes
 
 
 def _missing(
