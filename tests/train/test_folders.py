@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from penstock.crew import folders as group
+from penstock.crew.files import agree_on_restarts, share_earlier_end
 from penstock.crew.folders import (
     PIECE_BYTES,
     FileRelay,
@@ -24,7 +25,6 @@ from penstock.crew.folders import (
     relay_files,
     work_together,
 )
-from penstock.crew.launched import agree_on_restarts, share_earlier_end
 from penstock.crew.separate import Inventory, SeparateFolders, SeparateSaver, Survey
 from penstock.errors import FileError, PenstockError, RunError
 from penstock.runtime import run_threads

@@ -293,7 +293,7 @@ def _as_a_rank(
 ) -> None:
     """Run as one of torchrun's workers. Rank 0 finds the run and prepares its folder while the others wait."""
     # These load torch.
-    from penstock.crew.launched import (
+    from penstock.crew.files import (
         agree_on_restarts,
         can_resume,
         hear_run,

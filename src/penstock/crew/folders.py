@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import FileError, PenstockError
-from penstock.runtime import Comm
-from penstock.runtime.comm.comm import exchange
+from penstock.runtime.comm.comm import Comm, exchange
 from penstock.train.checkpoint import PART
 
 TOKEN_PREFIX = ".seen-"

@@ -44,8 +44,7 @@ from penstock.crew.folders import (
     work_together,
 )
 from penstock.errors import FileError, RunError
-from penstock.runtime import Comm
-from penstock.runtime.comm.comm import exchange
+from penstock.runtime.comm.comm import Comm, exchange
 from penstock.train.checkpoint import (
     MISSING,
     NOTE,

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from penstock.config import Config, check_config, is_plan_file
-from penstock.crew.launched import can_resume, hear_run, settle_folders
+from penstock.crew.files import can_resume, hear_run, settle_folders
 from penstock.crew.separate import SeparateFolders
 from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
