@@ -4,16 +4,21 @@ sections ──► Config ──► checks ──┬──► the same config, w
                                  └──► every fault, by name
 """
 
-from penstock.config.checks import allows_meshes, check_config, segments_fault
-from penstock.config.other_words import find_settings
-from penstock.config.presets import PRESETS
-from penstock.config.recording import (
+from penstock.config.checks import (
+    allows_meshes,
+    check_config,
     is_recording,
     precision_of,
     reasons_against_compiling,
     reasons_against_recording,
+    segments_fault,
 )
 from penstock.config.sections import (
+    AS_PLANNED,
+    AUTO,
+    BYTE_TOKENIZER,
+    FULL_AS_PLANNED,
+    SWITCH_KEYS,
     Config,
     DataConfig,
     LoraConfig,
@@ -21,24 +26,18 @@ from penstock.config.sections import (
     MixtureSource,
     ModelConfig,
     OptimizerConfig,
+    Options,
+    OptionValue,
     ParameterGroup,
     PathsConfig,
     RunConfig,
     ScheduleConfig,
-)
-from penstock.config.values import (
-    AS_PLANNED,
-    AUTO,
-    BYTE_TOKENIZER,
-    FULL_AS_PLANNED,
-    SWITCH_KEYS,
-    Options,
-    OptionValue,
     is_plan_file,
     names_a_file,
     names_own_code,
     own_code_file,
 )
+from penstock.config.words import PRESETS, find_settings
 
 __all__ = [
     "AS_PLANNED",

@@ -15,18 +15,74 @@ by name. `penstock.formats.config_toml` reads and writes files and `--set`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from penstock.config.values import (
-    AS_PLANNED,
-    AUTO,
-    FULL_AS_PLANNED,
-    OptionValue,
-    is_plan_file,
-)
+AUTO = "auto"  # the value of settings that Penstock decides itself
 
+# ---------------------------------------------------------------- choices
+MODEL_FAMILIES = ("llama", "gpt", "bert")  # model.family
+PARTIAL_SCHEDULES = ("skip",)  # schedule.name: those that leave out parts
+MEANS = ("all", "visits")  # paths.mean
+AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
+# optimizer.schedule
+RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+DEVICES = (AUTO, "cpu", "cuda")  # run.device
+PRECISIONS = (AUTO, "float32", "bfloat16")  # run.precision
+MESSAGE_TYPES = ("float32", "bfloat16", "int8")  # run.messages
+REDUCTIONS = ("sum", "mean")  # run.reduction
+SWITCHES = (AUTO, "true", "false")  # of SWITCH_KEYS
+# The values of these keys may be written without quotes.
+SWITCH_KEYS = ("run.compile", "run.elastic", "run.graphs", "run.mirror")
+
+# ---------------------------------------------------------------- numbers with a meaning
+FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
+MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
+
+# ---------------------------------------------------------------- optimizer.options
+OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
+Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
+
+# ---------------------------------------------------------------- names of files and code
+BYTE_TOKENIZER = "bytes"  # data.tokenizer: no file
+PLANS = (".json", ".csv")  # schedule.name: suffixes of files that hold a schedule
+
+
+def is_plan_file(name: str) -> bool:
+    """Whether schedule.name is a file, which brings its own ranks and micro-batches."""
+    return Path(name).suffix in PLANS
+
+
+def names_a_file(tokenizer: str) -> bool:
+    """Whether data.tokenizer is the path of a tokenizer.json."""
+    return tokenizer not in (AUTO, BYTE_TOKENIZER)
+
+
+def names_own_code(value: str) -> bool:
+    """Whether a value names a function or class of the user: module:name or file.py:name."""
+    return ":" in value
+
+
+def own_code_file(value: str) -> str:
+    """The file in which a value finds code of the user; empty if it names a module, or no code."""
+    source = value.rpartition(":")[0]
+    return source if source.endswith(".py") else ""
+
+
+def file_with_suffix(name: str) -> str:
+    """The file that schedule.name is, if it is no name of a schedule."""
+    return name if Path(name).suffix else ""
+
+
+def tokenizer_file(name: str) -> str:
+    """The file that data.tokenizer is, if it is no word."""
+    return name if names_a_file(name) else ""
+
+
+# ---------------------------------------------------------------- sections
 SettingValue = TypeVar("SettingValue")
 
 
@@ -36,9 +92,16 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
+    file: Callable[[str], str] | None = None,
 ) -> SettingValue:
-    """Declare a field with its default, its meaning and its range."""
-    facts = {"about": about, "least": least, "most": most, "above": above}
+    """Declare a field with its default, its meaning and its range; `file` says which file a value of it names."""
+    facts = {
+        "about": about,
+        "least": least,
+        "most": most,
+        "above": above,
+        "file": file,
+    }
     value: SettingValue = field(default=default, metadata=MappingProxyType(facts))
     return value
 
@@ -72,10 +135,12 @@ class ModelConfig:
     weights: str = setting(
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
+        file=str,
     )
     config: str = setting(
         "",
         "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
+        file=str,
     )
 
     @property
@@ -93,7 +158,7 @@ class ModelConfig:
 class MixtureSource:
     """Files or folders that are read with a weight of their own."""
 
-    sources: tuple[str, ...]
+    sources: tuple[str, ...] = ()
     weight: float = 1.0
     name: str = ""  # in reports; empty takes the names of the files
 
@@ -105,10 +170,12 @@ class DataConfig:
     sources: tuple[str, ...] = setting(
         (),
         "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
+        file=str,
     )
     mixture: tuple[MixtureSource, ...] = setting(
         (),
         'instead of sources, several with weights, such as [{sources = ["web"], weight = 3}, {sources = ["code"]}]',
+        file=str,
     )
     endings: tuple[str, ...] = setting(
         (
@@ -130,10 +197,12 @@ class DataConfig:
     template: str = setting(
         "",
         "file with the chat template of messages (Jinja); empty takes the one beside the tokenizer",
+        file=str,
     )
     tokenizer: str = setting(
         AUTO,
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
+        file=tokenizer_file,
     )
     tokens: int = setting(128, "tokens per sequence", least=2)
     batch: int = setting(
@@ -167,6 +236,7 @@ class DataConfig:
     validation: tuple[str, ...] = setting(
         (),
         "files or folders that evaluations read instead of held-out sequences",
+        file=str,
     )
     cache: str = setting(
         "",
@@ -198,7 +268,9 @@ class ScheduleConfig:
     """The schedule and its shape; 0 leaves a value to the schedule."""
 
     name: str = setting(
-        AUTO, "auto, a name from `penstock list`, or the path of a plan.json"
+        AUTO,
+        "auto, a name from `penstock list`, or the path of a plan.json",
+        file=file_with_suffix,
     )
     devices: int = setting(
         0,
@@ -349,6 +421,7 @@ class OptimizerConfig:
         "cosine",
         "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
         "or your own module:function from a step to a factor",
+        file=own_code_file,
     )
     final: float = setting(
         0.1, "last learning rate, as a share of the highest", least=0, most=1
@@ -453,6 +526,7 @@ class RunConfig:
     loss: str = setting(
         "",
         "your own loss, module:function or file.py:function, of logits and labels; empty takes the cross entropy",
+        file=own_code_file,
     )
     reduction: str = setting(
         "sum", "how your own loss combines the losses of its labels: sum or mean"
@@ -469,6 +543,7 @@ class RunConfig:
     callbacks: tuple[str, ...] = setting(
         (),
         "your own classes, module:Class or file.py:Class, whose methods are called during the run",
+        file=own_code_file,
     )
     early_stop: int = setting(
         0,
@@ -526,6 +601,7 @@ class RunConfig:
     key: str = setting(
         "",
         "file with the key that workers of other machines need; empty makes key.pem in the run's folder",
+        file=str,
     )
     workers: int = setting(
         0,

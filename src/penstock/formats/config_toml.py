@@ -9,11 +9,11 @@ An unknown key or section is an error that names the nearest known one.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from penstock.config import (
     PRESETS,
@@ -34,8 +34,6 @@ from penstock.config import (
     check_config,
     find_settings,
     is_plan_file,
-    names_a_file,
-    own_code_file,
 )
 from penstock.errors import ConfigError, UnknownNameError, nearest_name
 from penstock.formats.text import (
@@ -62,12 +60,19 @@ Section: TypeAlias = (
     | LoraConfig
     | RunConfig
 )
+Item = TypeVar("Item")
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 
 SECTIONS = tuple(section.name for section in fields(Config))
 DEFAULT_PRESET = "tiny"
 NUMBER_LISTS = (("schedule", "partition"), ("paths", "keep"))
 TABLES = (("optimizer", "options"),)
+# Lists of tables: the record of each table, and an example.
+RECORDS: dict[tuple[str, str], tuple[type[Any], str]] = {
+    ("data", "mixture"): (MixtureSource, '{sources = ["web"], weight = 3}'),
+    ("optimizer", "groups"): (ParameterGroup, '{match = "*.bias", frozen = true}'),
+}
+ENTRY_NAMES = {"str": "text", "bool": "true or false", "float": "a number"}
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -255,23 +260,19 @@ def _convert(
 
 def _convert_list(steps: tuple[str, str], value: object, refuse: Refuse) -> Setting:
     """A list of strings or whole numbers; a single one needs no brackets."""
-    items: list[object] = []
+    items = _items(value)
+    kinds = "whole numbers" if steps in NUMBER_LISTS else "strings"
+    kind = "int" if steps in NUMBER_LISTS else "str"
+    if any(type(item).__name__ != kind for item in items):
+        refuse(steps, f"{'.'.join(steps)} must be a list of {kinds}, in [ ]", "")
+    return tuple(_expand_home(item) for item in items)
+
+
+def _items(value: object) -> list[Any]:
+    """The items of a list; a single one needs no brackets, and `--set data.sources=` means no items."""
     if isinstance(value, list):
-        items = value
-    elif value != "":  # --set data.sources= means an empty list
-        items = [value]
-    if steps in NUMBER_LISTS:
-        numbers = [item for item in items if type(item) is int]
-        if len(numbers) == len(items):
-            return tuple(numbers)
-        item_type = "whole numbers"
-    else:
-        texts = [item for item in items if isinstance(item, str)]
-        if len(texts) == len(items):
-            return tuple(map(_expand_home, texts))
-        item_type = "strings"
-    what = f"{'.'.join(steps)} must be a list of {item_type}, in [ ]"
-    refuse(steps, what, "")
+        return value
+    return [] if value == "" else [value]
 
 
 def _convert_table(steps: tuple[str, str], value: object, refuse: Refuse) -> Options:
@@ -283,13 +284,11 @@ def _convert_table(steps: tuple[str, str], value: object, refuse: Refuse) -> Opt
         refuse(steps, f"{name} must be a table, such as {{momentum = 0.9}}", "")
     found: list[tuple[str, OptionValue]] = []
     for key, item in sorted(value.items()):
-        if isinstance(item, str | int | float):
-            found.append((key, item))
-        elif isinstance(item, list | tuple) and all(map(_is_number, item)):
-            found.append((key, tuple(item)))
-        else:
+        is_list = isinstance(item, list | tuple) and all(map(_is_number, item))
+        if not is_list and not isinstance(item, str | int | float):
             what = f"{name}.{key} must be text, a number, true, false or a list of numbers, not {item!r}"
             refuse((*steps, key), what, "")
+        found.append((key, tuple(item) if is_list else item))
     return tuple(found)
 
 
@@ -297,98 +296,63 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _convert_groups(
+def _convert_records(
     steps: tuple[str, str], value: object, refuse: Refuse
-) -> tuple[ParameterGroup, ...]:
-    """A list of tables, each a group of parameters."""
+) -> tuple[Any, ...]:
+    """A list of tables, each of which becomes a record; a single table is a list of one."""
+    make, example = RECORDS[steps]
     name = ".".join(steps)
-    known = [item.name for item in fields(ParameterGroup)]
-    tables = _tables(steps, value, known, '{match = "*.bias", frozen = true}', refuse)
-    return tuple(_convert_group(name, place, table, refuse) for place, table in tables)
-
-
-def _tables(
-    steps: tuple[str, str],
-    value: object,
-    known: list[str],
-    example: str,
-    refuse: Refuse,
-) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
-    """Yield the tables of a list, each with its place; a single table is a list of one. They have only known keys."""
-    name = ".".join(steps)
-    if value == "":  # --set optimizer.groups= means an empty list
-        value = []
-    for number, table in enumerate(value if isinstance(value, list) else [value]):
+    kinds = {item.name: str(item.type) for item in fields(make)}
+    found = []
+    for number, table in enumerate(_items(value)):
         place = (*steps, number)
         if not isinstance(table, Mapping):
             refuse(place, f"{name} must be a list of tables, such as [{example}]", "")
         for key in table:
-            if key not in known:
+            if key not in kinds:
                 what = f"{name} has no key {key!r}"
-                refuse((*place, key), what, suggest_name(key, known))
-        yield place, table
-
-
-def _convert_group(
-    name: str, steps: Steps, table: Mapping[str, Any], refuse: Refuse
-) -> ParameterGroup:
-    values: dict[str, str | float | bool] = {}
-    for key, item in table.items():
-        is_text = key == "match" and isinstance(item, str)
-        is_switch = key == "frozen" and isinstance(item, bool)
-        if is_text or is_switch:
-            values[key] = item
-        elif key in ("rate", "decay") and _is_number(item):
-            values[key] = float(item)
-        else:
-            kind = {"match": "text", "frozen": "true or false"}.get(key, "a number")
-            refuse((*steps, key), f"{key} of {name} must be {kind}, not {item!r}", "")
-    if "match" not in values:
-        refuse(steps, f"{name} needs a match, such as '*.bias', in every group", "")
-    return ParameterGroup(**values)  # type: ignore[arg-type]
-
-
-def _convert_mixture(
-    steps: tuple[str, str], value: object, refuse: Refuse
-) -> tuple[MixtureSource, ...]:
-    """A list of tables, each with sources and their weight."""
-    name = ".".join(steps)
-    known = [item.name for item in fields(MixtureSource)]
-    example = '{sources = ["web"], weight = 3}'
-    found = []
-    for place, table in _tables(steps, value, known, example, refuse):
-        sources = table.get("sources", [])
-        sources = [sources] if isinstance(sources, str) else sources
-        if not isinstance(sources, list) or not all(
-            isinstance(one, str) for one in sources
-        ):
-            refuse(place, f"sources of {name} must be a list of strings", "")
-        weight = table.get("weight", 1.0)
-        if not _is_number(weight):
-            refuse(
-                (*place, "weight"),
-                f"weight of {name} must be a number, not {weight!r}",
-                "",
-            )
-        label = table.get("name", "")
-        if not isinstance(label, str):
-            refuse((*place, "name"), f"name of {name} must be text, not {label!r}", "")
-        paths = tuple(map(_expand_home, sources))
-        found.append(MixtureSource(paths, float(weight), label))
+                refuse((*place, key), what, suggest_name(key, kinds))
+        values = {
+            key: _convert_entry(place, key, kinds[key], item, refuse)
+            for key, item in table.items()
+        }
+        if make is ParameterGroup and "match" not in values:
+            what = f"{name} needs a match, such as '*.bias', in every group"
+            refuse(place, what, "")
+        found.append(make(**values))
     return tuple(found)
+
+
+def _convert_entry(
+    place: Steps, key: str, kind: str, value: object, refuse: Refuse
+) -> object:
+    """A value of the kind that a record declares."""
+    of = f"{key} of {place[0]}.{place[1]}"
+    if kind.startswith("tuple"):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or any(type(one) is not str for one in texts):
+            refuse(place, f"{of} must be a list of strings", "")
+        return tuple(map(_expand_home, texts))
+    if kind.startswith("float") and _is_number(value):
+        return float(value)  # type: ignore[arg-type]
+    if type(value).__name__ != kind:
+        wanted = ENTRY_NAMES[kind.partition(" ")[0]]
+        refuse((*place, key), f"{of} must be {wanted}, not {value!r}", "")
+    return value
 
 
 Converter: TypeAlias = Callable[[tuple[str, str], object, Refuse], Setting]
 CONVERTERS: dict[tuple[str, str], Converter] = {
-    ("data", "mixture"): _convert_mixture,
-    ("optimizer", "options"): _convert_table,
-    ("optimizer", "groups"): _convert_groups,
+    **dict.fromkeys(TABLES, _convert_table),
+    **dict.fromkeys(RECORDS, _convert_records),
 }
 
 
-def _expand_home(text: str) -> str:
+def _expand_home(text: Item) -> Item:
     """A path with ~/ replaced, because a shell does not expand it after an `=`."""
-    return str(Path(text).expanduser()) if text.startswith("~/") else text
+    if isinstance(text, str) and text.startswith("~/"):
+        return str(Path(text).expanduser())  # type: ignore[return-value]
+    return text
 
 
 # ---------------------------------------------------------------- writing
@@ -397,47 +361,28 @@ def with_absolute_paths(config: Config) -> Config:
 
     A run may be resumed from another one.
     """
-    model = config.model
-    if model.weights:
-        model = replace(model, weights=_absolute(model.weights))
-    if model.config:
-        model = replace(model, config=_absolute(model.config))
-    data = config.data
-    mixture = tuple(
-        replace(one, sources=tuple(map(_absolute, one.sources))) for one in data.mixture
-    )
-    sources = tuple(map(_absolute, data.sources))
-    validation = tuple(map(_absolute, data.validation))
-    data = replace(data, sources=sources, mixture=mixture, validation=validation)
-    if names_a_file(data.tokenizer):
-        data = replace(data, tokenizer=_absolute(data.tokenizer))
-    if data.template:
-        data = replace(data, template=_absolute(data.template))
-    schedule = config.schedule
-    if Path(schedule.name).suffix:
-        schedule = replace(schedule, name=_absolute(schedule.name))
-    optimizer = config.optimizer
-    optimizer = replace(optimizer, schedule=_absolute_code(optimizer.schedule))
-    run = replace(
-        config.run,
-        loss=_absolute_code(config.run.loss),
-        callbacks=tuple(map(_absolute_code, config.run.callbacks)),
-    )
-    if run.key:
-        run = replace(run, key=_absolute(run.key))
-    return replace(
-        config, model=model, data=data, schedule=schedule, optimizer=optimizer, run=run
-    )
+    found: dict[str, Any] = {}
+    for section in fields(config):
+        values = getattr(config, section.name)
+        placed = {
+            item.name: _absolute(getattr(values, item.name), item.metadata["file"])
+            for item in fields(values)
+            if item.metadata["file"]
+        }
+        found[section.name] = replace(values, **placed)
+    return replace(config, **found)
 
 
-def _absolute_code(name: str) -> str:
-    """The name of the user's own code; a file keeps its place, a module is found by Python."""
-    file = own_code_file(name)
-    return _absolute(file) + name.removeprefix(file) if file else name
-
-
-def _absolute(name: str) -> str:
-    return str(Path(name).expanduser().absolute())
+def _absolute(value: Any, file_of: Callable[[str], str]) -> Any:
+    """A value in which files have their whole path; code of the user that is no file is found by Python."""
+    if isinstance(value, tuple):
+        return tuple(_absolute(one, file_of) for one in value)
+    if isinstance(value, MixtureSource):
+        return replace(value, sources=_absolute(value.sources, file_of))
+    file = file_of(value)
+    if not file:
+        return value
+    return str(Path(file).expanduser().absolute()) + value.removeprefix(file)
 
 
 def dump_config(
@@ -469,15 +414,11 @@ def _key_text(key: str) -> str:
 def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, ParameterGroup):
+    if isinstance(value, ParameterGroup | MixtureSource):
         given = [(item.name, getattr(value, item.name)) for item in fields(value)]
         # A group has what was written; zeros count as written, too.
         return _table_text(
             (key, one) for key, one in given if one is not None and one is not False
-        )
-    if isinstance(value, MixtureSource):
-        return _table_text(
-            (item.name, getattr(value, item.name)) for item in fields(value)
         )
     if isinstance(value, tuple):
         items = ", ".join(map(_value_text, value))
