@@ -26,7 +26,7 @@ from penstock.formats import (
     load_torch_csv,
 )
 from penstock.formats.config_toml import dump_config, load_config
-from penstock.formats.torch_comms import torch_rows
+from penstock.formats.torch_csv import torch_rows
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.view import Series, chart, gantt, page, plain, report_page, svg, trace

@@ -13,8 +13,8 @@ import pytest
 import peer_workers as workers
 from penstock import lower, make
 from penstock.errors import FileError, ShapeError
-from penstock.formats import dump_torch_comms, load_torch_csv, torch_comms
-from penstock.formats.torch_comms import installed_torch_waits, torch_rows
+from penstock.formats import dump_torch_comms, load_torch_csv, torch_csv
+from penstock.formats.torch_csv import installed_torch_waits, torch_rows
 from penstock.integrations.torch_pipelining import torch_runtime, torch_stages
 from penstock.runtime import spawn
 from random_schedules import named_schedules, random_schedule
@@ -147,7 +147,7 @@ def test_every_send_and_sum_is_waited_for_once_and_later():
 def test_a_file_of_messages_is_for_the_torch_that_is_installed(
     monkeypatch, installed, waits
 ):
-    monkeypatch.setattr(torch_comms, "version", lambda package: installed)
+    monkeypatch.setattr(torch_csv, "version", lambda package: installed)
     text = dump_torch_comms(lower(make("1f1b", ranks=2, microbatches=2)))
     assert ("WAIT_SEND" in text) == waits
     assert ("WAIT_REDUCE_GRAD" in text) == waits

@@ -17,7 +17,7 @@ from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.profile import MAX_ERROR, error_warning
 from penstock.errors import ShapeError
 from penstock.formats import config_toml, dump_cluster, dump_row_profiles
-from penstock.ir import Op
+from penstock.ir.action import OPS
 from penstock.plan.planner import plan_run
 from penstock.train.placement import check_gpu_exists, decide_placement, precision_on
 from penstock.view.numbers import write_size, write_time
@@ -442,7 +442,7 @@ def _fit_rows(profile: Profile) -> list[_FitRow]:
     }
     rows = []
     for name, block in blocks.items():
-        for op in (Op.F, Op.B, Op.I, Op.W):
+        for op in OPS:
             fit = block.fit(op)
             seconds = fit.curve.of(profile.tokens, 0)
             row = _FitRow(name, op.value, fit.form, seconds, fit.worst, fit.median)

@@ -20,8 +20,12 @@ from penstock.formats.profile_json import (
     write_profile,
     write_row_profiles,
 )
-from penstock.formats.torch_comms import dump_torch_comms
-from penstock.formats.torch_csv import dump_torch_csv, load_torch_csv, read_torch_csv
+from penstock.formats.torch_csv import (
+    dump_torch_comms,
+    dump_torch_csv,
+    load_torch_csv,
+    read_torch_csv,
+)
 
 __all__ = [
     "dump_cluster",

@@ -59,7 +59,7 @@ from penstock.formats.text import (
     read_text,
     write_text,
 )
-from penstock.formats.toml_text import TomlPage, parse_toml
+from penstock.formats.toml_text import TomlPage, parse_toml, string_text
 
 CLUSTER_VERSION = 1
 MAX_NODES = 100_000
@@ -94,7 +94,7 @@ def write_cluster(cluster: Cluster, path: str | Path) -> None:
 def _node_lines(node: Node, count: int) -> list[str]:
     lines = []
     if node.site:
-        lines.append(f'site = "{_escape(node.site)}"')
+        lines.append(f"site = {string_text(node.site)}")
     if count > 1:
         lines.append(f"count = {count}")
     lines.append(f"speed = {_number_text(node.speed)}")
@@ -112,12 +112,6 @@ def _matrix_lines(quantity: str, matrix: Sequence[Sequence[float]]) -> list[str]
         lines.append(f"  [{numbers}],")
     lines.append("]")
     return lines
-
-
-def _escape(text: str) -> str:
-    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-    signs = [sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in quoted]
-    return "".join(signs)
 
 
 def _number_text(value: float) -> str:

@@ -44,7 +44,7 @@ from penstock.formats.text import (
     suggest,
     suggest_name,
 )
-from penstock.formats.toml_text import TomlPage, parse_toml
+from penstock.formats.toml_text import TomlPage, parse_toml, string_text
 
 Setting: TypeAlias = (
     "str | int | float | bool | tuple[str, ...] | tuple[int, ...] | Options "
@@ -424,12 +424,5 @@ def _value_text(value: object) -> str:
         items = ", ".join(map(_value_text, value))
         return f"[{items}]"
     if isinstance(value, str):
-        escaped = "".join(map(_escape_sign, value))
-        return f'"{escaped}"'
+        return string_text(value)
     return repr(value)
-
-
-def _escape_sign(sign: str) -> str:
-    if sign in '"\\':
-        return "\\" + sign
-    return sign if sign.isprintable() else f"\\U{ord(sign):08x}"

@@ -1,10 +1,10 @@
-"""JSON in which every value can be found again, for errors with line and column."""
+"""JSON in which every value can be found again, for errors with line and column; and JSON with an entry a line."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from penstock.errors import FileError
@@ -131,3 +131,21 @@ def _explain(page: Page, error: json.JSONDecodeError) -> tuple[str, str]:
         f"this is not JSON: {error.msg}",
         f"correct this line, or write the {page.kind} again",
     )
+
+
+# ---------------------------------------------------------------- writing
+def object_text(entries: Mapping[str, str], depth: int = 0) -> str:
+    """An object of texts with one key a line; `depth` objects and lists are around it."""
+    lines = [f'"{key}": {text}' for key, text in entries.items()]
+    return _block("{", lines, "}", depth)
+
+
+def list_text(items: Iterable[str], depth: int) -> str:
+    """A list of texts with one item a line."""
+    return _block("[", items, "]", depth)
+
+
+def _block(begin: str, lines: Iterable[str], end: str, depth: int) -> str:
+    margin = "  " * depth
+    text = f",\n{margin}  ".join(lines)
+    return f"{begin}\n{margin}  {text}\n{margin}{end}"

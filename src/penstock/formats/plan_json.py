@@ -43,7 +43,7 @@ People and programs read, edit and keep these files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -65,7 +65,12 @@ from penstock.formats.fields import (
     string,
     whole,
 )
-from penstock.formats.json_text import JsonPage, parse_json
+from penstock.formats.json_text import (
+    JsonPage,
+    list_text,
+    object_text,
+    parse_json,
+)
 from penstock.formats.text import (
     SHOWN_CHARACTERS,
     Page,
@@ -100,53 +105,38 @@ def dump_plan(plan: Plan) -> str:
         entries["tensor"] = str(plan.tensor)
         entries["shard"] = str(plan.shard)
     if plan.why:
-        facts = [f"{json.dumps(key)}: {fact_text(key, fact)}" for key, fact in plan.why]
-        entries["why"] = _block("{}", facts)
-    entries["stages"] = _block("[]", map(_stage_text, schedule.stages))
+        why = {key: fact_text(key, fact) for key, fact in plan.why}
+        entries["why"] = object_text(why, 1)
+    stages = [
+        json.dumps({"rank": one.rank, "part": one.part}) for one in schedule.stages
+    ]
+    entries["stages"] = list_text(stages, 1)
     entries.update(_orders(schedule))
     if plan.rotation:
-        others = [_object(_orders(other, 4), 2) for other in plan.rotation]
-        entries["rotation"] = _block("[]", others)
+        others = [object_text(_orders(other, 2), 2) for other in plan.rotation]
+        entries["rotation"] = list_text(others, 1)
     if plan.full is not None:
-        entries["full"] = _object(_orders(plan.full, 2), 1)
+        entries["full"] = object_text(_orders(plan.full, 1), 1)
     if plan.sums:
-        entries["sums"] = _block("[]", map(_sum_text, plan.sums))
-    return _object(entries) + "\n"
+        entries["sums"] = list_text(map(_sum_text, plan.sums), 1)
+    return object_text(entries) + "\n"
 
 
-def _orders(schedule: Schedule, indent: int = 0) -> dict[str, str]:
+def _orders(schedule: Schedule, depth: int = 0) -> dict[str, str]:
     """What differs between the schedules of a plan: the paths and the lanes."""
     microbatches = []
     for microbatch, run in groupby(schedule.microbatches):
         microbatches.append(_microbatch_text(microbatch, len(list(run))))
-    lanes = map(_lane_text, schedule.lanes)
+    lanes = [json.dumps(" ".join(map(str, lane))) for lane in schedule.lanes]
     return {
-        "microbatches": _block("[]", microbatches, indent),
-        "lanes": _block("[]", lanes, indent),
+        "microbatches": list_text(microbatches, depth + 1),
+        "lanes": list_text(lanes, depth + 1),
     }
-
-
-def _object(entries: Mapping[str, str], depth: int = 0) -> str:
-    """A JSON object with one key a line."""
-    margin = "  " * depth
-    lines = [f'{margin}  "{key}": {text}' for key, text in entries.items()]
-    return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
     """Write a plan to a file."""
     write_text(path, dump_plan(plan))
-
-
-def _block(brackets: str, lines: Iterable[str], indent: int = 0) -> str:
-    """One line per item, indented by `indent` more than usual."""
-    margin = " " * (4 + indent)
-    end = " " * (2 + indent) + brackets[1]
-    return f"{brackets[0]}\n{margin}" + f",\n{margin}".join(lines) + f"\n{end}"
-
-
-def _stage_text(stage: Stage) -> str:
-    return json.dumps({"rank": stage.rank, "part": stage.part})
 
 
 def _microbatch_text(microbatch: MicroBatch, count: int) -> str:
@@ -170,11 +160,6 @@ def _sum_text(plan: SumPlan) -> str:
     if plan.kind is SumKind.DIRECT:
         entry["shares"] = plan.shares
     return json.dumps(entry)
-
-
-def _lane_text(lane: Iterable[Action]) -> str:
-    actions = " ".join(map(str, lane))
-    return f'"{actions}"'
 
 
 # ---------------------------------------------------------------- reading

@@ -43,6 +43,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,12 @@ from penstock.formats.fields import (
     string,
     whole,
 )
-from penstock.formats.json_text import JsonPage, parse_json
+from penstock.formats.json_text import (
+    JsonPage,
+    list_text,
+    object_text,
+    parse_json,
+)
 from penstock.formats.text import (
     Page,
     Steps,
@@ -80,13 +86,12 @@ from penstock.formats.text import (
     value_name,
     write_text,
 )
-from penstock.ir.action import Op
+from penstock.ir.action import OPS, Op
 from penstock.ir.plan import Facts
 
 PROFILE_VERSION = 1
 ROW_FIELDS = ("rows", "message", "turn", "switch")  # besides the blocks
 BLOCK_NAMES = ("embed", "layer", "head")
-PROFILED_OPS = (Op.F, Op.B, Op.I, Op.W)
 CURVE_TERMS = ("base", "token", "prefix", "pair")
 BYTE_FIELDS = ("held", "kept", "weights", "update")
 MIN_SECONDS = 1e-15  # a shorter time counts as no time at all
@@ -104,24 +109,11 @@ def dump_row_profiles(profiles: RowProfiles) -> str:
     fields = ["layers", "tokens", *ROW_FIELDS]
     if first.tied:
         fields.append("tied")
-    network = {
-        "latency": first.network.latency,
-        "bandwidth": _infinity_as_null(first.network.bandwidth),
-        "serial": first.network.serial,
-    }
-    if first.network.channels is not None:
-        network["channels"] = first.network.channels
-    if first.network.sum_bandwidth is not None:
-        network["sum_bandwidth"] = _infinity_as_null(first.network.sum_bandwidth)
-    if first.network.buffers:
-        network["buffers"] = [
-            {
-                "bytes": one.bytes,
-                "send": _infinity_as_null(one.send),
-                "receive": one.receive,
-            }
-            for one in first.network.buffers
-        ]
+    network = {}
+    for key in NETWORK:
+        value = getattr(first.network, key)
+        if value not in (None, ()):
+            network[key] = _as_json(value)
     lines = [
         '"penstock": "profile"',
         f'"version": {PROFILE_VERSION}',
@@ -158,17 +150,16 @@ def _sizes_text(profile: Profile, fields: Iterable[str]) -> str:
 
 def _blocks_text(profile: Profile) -> str:
     blocks = {name: _block_text(getattr(profile, name)) for name in BLOCK_NAMES}
-    return _object_text(blocks, 4)
+    return object_text(blocks, 1)
 
 
 def _block_text(block: Block) -> str:
     entries = {field: repr(float(getattr(block, field))) for field in BYTE_FIELDS}
-    fits = {op.value: json.dumps(_fit_entry(block.fit(op))) for op in PROFILED_OPS}
-    entries["fits"] = _object_text(fits, 8)
+    fits = {op.value: json.dumps(_fit_entry(block.fit(op))) for op in OPS}
+    entries["fits"] = object_text(fits, 3)
     points = [json.dumps(_point_entry(point)) for point in block.points]
-    point_lines = ",\n        ".join(points)
-    entries["points"] = f"[\n        {point_lines}\n      ]"
-    return _object_text(entries, 6)
+    entries["points"] = list_text(points, 3)
+    return object_text(entries, 2)
 
 
 def _fit_entry(fit: Fit) -> dict[str, str | float]:
@@ -185,7 +176,7 @@ def _point_entry(point: Point) -> dict[str, int | float | bool]:
         "tokens": point.tokens,
         "prefix": point.prefix,
     }
-    for op in PROFILED_OPS:
+    for op in OPS:
         entry[op.value] = point.of(op)
     if point.held_out:
         entry["held_out"] = True
@@ -197,17 +188,12 @@ def _facts_text(facts: Facts) -> str:
     return "{" + ", ".join(entries) + "}"
 
 
-def _object_text(entries: dict[str, str], indent: int) -> str:
-    margin = " " * indent
-    outer_margin = " " * (indent - 2)
-    lines = [f'{margin}"{key}": {text}' for key, text in entries.items()]
-    return "{\n" + ",\n".join(lines) + f"\n{outer_margin}}}"
-
-
-def _infinity_as_null(value: PerPair) -> Value:
-    """Numbers in JSON, which has no infinity."""
+def _as_json(value: Any) -> Any:
+    """Numbers in JSON, which has no infinity but null."""
+    if isinstance(value, BufferedMessage):
+        return {key: _as_json(one) for key, one in asdict(value).items()}
     if isinstance(value, tuple):
-        return [[_infinity_as_null(number) for number in row] for row in value]
+        return [_as_json(one) for one in value]
     return None if math.isinf(value) else value
 
 
@@ -245,7 +231,7 @@ def _buffers(page: Page, steps: Steps, value: Value) -> tuple[BufferedMessage, .
 
 def _check_layer(page: Page, steps: Steps, layer: Block, tokens: int) -> None:
     """Refuse a layer that takes no time on a whole sequence."""
-    for op in (Op.F, Op.B):
+    for op in map(Op, "FB"):
         if layer.fit(op).curve.of(tokens, 0) < MIN_SECONDS:
             op_steps = (*steps, "layer", "fits", op.value)
             what = f"{op.value} of a layer takes no time"
@@ -261,7 +247,7 @@ def _block(page: Page, steps: Steps, value: Value) -> Block:
     fits = values.pop("fits")
     found: dict[str, Any] = {
         op.value: _fit(page, (*steps, "fits", op.value), fits[op.value], points, op)
-        for op in PROFILED_OPS
+        for op in OPS
     }
     return Block(**values, **found)
 
@@ -289,7 +275,7 @@ def _fit(
 
 NUMBER = Field(number())
 NO_NUMBER = Field(number(), 0.0)
-OP_NUMBERS = dict.fromkeys([op.value for op in PROFILED_OPS], NUMBER)
+OP_NUMBERS = dict.fromkeys([op.value for op in OPS], NUMBER)
 POINT = {
     "tokens": Field(whole(1)),
     "prefix": Field(whole()),

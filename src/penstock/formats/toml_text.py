@@ -181,3 +181,11 @@ def _explain(text: str, message: str) -> tuple[str, int]:
     column = int(place[2]) - 1
     start = sum(len(above) + 1 for above in lines[:line]) + column
     return message[: place.start()], start
+
+
+# ---------------------------------------------------------------- writing
+def string_text(text: str) -> str:
+    """A string as TOML."""
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    signs = [sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in quoted]
+    return f'"{"".join(signs)}"'

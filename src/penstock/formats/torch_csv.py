@@ -1,6 +1,6 @@
-"""The CSV format in which torch.distributed.pipelining keeps its schedules.
+"""The two CSV formats in which torch.distributed.pipelining keeps its schedules.
 
-It has a row per rank and a cell per action:
+The first has a row per rank and a cell per action:
 
     0F0,0F1,,,0B0,,0B1                      an empty cell is a bubble
     ,1F0,1B0,1F1,1B1                        2F0 2B0 2I0 2W0 mean the same as here: stage, op, micro-batch
@@ -10,6 +10,18 @@ It has a row per rank and a cell per action:
 A stage lives on the rank whose row runs it. Every micro-batch visits all stages in order,
 and the forwards of stage 0 give the number of micro-batches. A schedule that this format
 cannot express (token slices, replicas, paths that skip or reorder) is refused.
+
+The second, `compute_comms`, has the messages too, in the order that `verify` proves. torch's runtime runs these rows as
+they stand, without a lowering of its own:
+
+    0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,...,0REDUCE_GRAD,0RESHARD
+    1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,...
+
+There a message has the number of the stage that sends or receives it: 0SEND_F0 and 1RECV_F0 are the two ends of one
+message. UNSHARD, REDUCE_GRAD and RESHARD are for stages under FSDP, whose weights are gathered once and whose
+gradients are summed once in a step; REDUCE_GRAD also scales gradients.
+
+torch 2.15 wants a wait for every SEND and REDUCE_GRAD, such as 0WAIT_SEND_F0, which older versions cannot read.
 """
 
 from __future__ import annotations
@@ -18,12 +30,21 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.errors import FileError, ScheduleError
 from penstock.formats.text import Page, Steps, Stretch, fail, read_text
 from penstock.ir.action import FORWARD, Action, parse_action
+from penstock.ir.program import (
+    Free,
+    InstructionLane,
+    Program,
+    Receive,
+    RunAction,
+    Send,
+)
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 
 SHOWN_CELL_CHARACTERS = 60
@@ -39,6 +60,9 @@ _DERIVED = re.compile(
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _CELL = re.compile(r'"(?:[^"]|"")*"[^,\r\n]*|[^,\r\n]*')
 _LINE_END = re.compile(r"\r\n|\r|\n")
+_TORCH_WITH_WAITS = (2, 15)
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+_INPUT_BACKWARD = re.compile(r"(\d+)[BI](\d+)")
 
 
 class CsvPage(Page):
@@ -187,14 +211,21 @@ def dump_torch_csv(schedule: Schedule) -> str:
     The numbers of tokens are lost.
     """
     check_expressible(schedule)
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
+    rows = []
     for lane in schedule.lanes:
-        row = []
-        for action in lane:
-            part = schedule.stages[action.stage].part
-            row.append(str(action._replace(stage=part)))
-        writer.writerow(row or [""])  # an idle rank: one bubble
+        row = [str(_on_part(schedule, action)) for action in lane]
+        rows.append(row or [""])  # an idle rank: one bubble
+    return _csv_text(rows)
+
+
+def _on_part(schedule: Schedule, action: Action) -> Action:
+    """The action as torch has it, whose stages are our parts."""
+    return action._replace(stage=schedule.stages[action.stage].part)
+
+
+def _csv_text(rows: list[list[str]]) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
     return text.getvalue()
 
 
@@ -224,3 +255,95 @@ def _inexpressible(what: str, rule: str) -> FileError:
         f"torch's CSV cannot hold this schedule: {what}\n"
         f"  there, {rule}; plan.json holds everything"
     )
+
+
+# ---------------------------------------------------------------- messages
+def dump_torch_comms(program: Program) -> str:
+    """The program as a torch CSV with communication; parts become torch's stages.
+
+    It is written for the torch that is installed, or for the newest one.
+    """
+    return _csv_text(torch_rows(program, installed_torch_waits()))
+
+
+def installed_torch_waits() -> bool:
+    """Whether the installed torch wants a wait for every send and sum, as torch 2.15 does; True without torch."""
+    try:
+        numbers = _VERSION.match(version("torch"))
+    except PackageNotFoundError:
+        return True
+    return not numbers or tuple(map(int, numbers.groups())) >= _TORCH_WITH_WAITS
+
+
+def torch_rows(program: Program, waits: bool) -> list[list[str]]:
+    """The words of each rank's row.
+
+    >>> from penstock import lower, make
+    >>> program = lower(make("1f1b", ranks=2, microbatches=1))
+    >>> torch_rows(program, waits=False)[1]
+    ['1UNSHARD', '1RECV_F0', '1F0', '1B0', '1SEND_B0', '1REDUCE_GRAD', '1RESHARD']
+    >>> torch_rows(program, waits=True)[1][4:]
+    ['1SEND_B0', '1REDUCE_GRAD', '1WAIT_REDUCE_GRAD', '1RESHARD', '1WAIT_SEND_B0']
+    """
+    check_expressible(program.schedule)
+    rows = [_row(program.schedule, lane) for lane in program.lanes]
+    return [list(_with_waits(row)) for row in rows] if waits else rows
+
+
+def _with_waits(row: list[str]) -> Iterator[str]:
+    """Add a wait for every send and sum, in the places where torch's own lowering has them.
+
+    A forward's message has certainly arrived when its gradient has come back, so that the wait takes no time. Other
+    messages may still be on their way and are waited for at the end.
+    """
+    sent: list[str] = []
+    for word in row:
+        yield word
+        if "SEND" in word:
+            sent.append(word)
+        elif word.endswith("REDUCE_GRAD"):
+            yield _wait_of(word)
+        elif backward := _INPUT_BACKWARD.fullmatch(word):
+            stage, microbatch = backward.groups()
+            arrived = f"{stage}SEND_F{microbatch}"
+            if arrived in sent:
+                sent.remove(arrived)
+                yield _wait_of(arrived)
+    yield from map(_wait_of, sent)
+
+
+def _wait_of(word: str) -> str:
+    """0SEND_F1 becomes 0WAIT_SEND_F1."""
+    return re.sub("[A-Z]", r"WAIT_\g<0>", word, count=1)
+
+
+def _row(schedule: Schedule, lane: InstructionLane) -> list[str]:
+    runs = [one.action for one in lane if isinstance(one, RunAction)]
+    last = {action.stage: action for action in runs}  # completes its gradients
+    row: list[str] = []
+    gathered: set[int] = set()
+    ending: list[str] = []  # what follows once the last message of a stage is sent
+    for instruction in lane:
+        action = _on_part(schedule, instruction.action)
+        part = action.stage
+        # F for a forward's result, B for that of a whole or an input gradient.
+        is_forward = action.op.kind == FORWARD
+        result = f"{'F' if is_forward else 'B'}{action.microbatch}"
+        if isinstance(instruction, Free):
+            continue
+        if isinstance(instruction, Send):
+            row.append(f"{part}SEND_{result}")
+            continue
+        row += ending
+        ending = []
+        word = str(action)
+        if isinstance(instruction, Receive):
+            part += 1 if is_forward else -1
+            word = f"{part}RECV_{result}"
+        elif last[instruction.action.stage] == instruction.action:
+            ending = [f"{part}REDUCE_GRAD", f"{part}RESHARD"]
+        if part not in gathered:
+            gathered.add(part)
+            row.append(f"{part}UNSHARD")
+        row.append(word)
+    return row + ending

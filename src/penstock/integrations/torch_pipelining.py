@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.formats.torch_comms import installed_torch_waits, torch_rows
+from penstock.formats.torch_csv import installed_torch_waits, torch_rows
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
