@@ -38,7 +38,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
@@ -51,7 +51,8 @@ from torch import Tensor, nn
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
 from penstock.runtime.gradients import Mean, scale_gradients, visit_scales
-from penstock.schedules.deal import Paths, deals, fixed_paths, with_full
+from penstock.schedules.orders import require_at_least
+from penstock.schedules.skip import Paths, skipping_paths
 from penstock.train.after.ablation import evaluate_ablation, perplexity, skips_of
 from penstock.train.after.passage import run_along_paths
 
@@ -298,8 +299,39 @@ def held_out(text: Tensor, scale: Scale) -> tuple[list[Batch], list[Batch]]:
 
 
 # ---------------------------------------------------------------- a run
+def fixed_paths(
+    parts: int,
+    microbatches: int,
+    skips: int,
+    swaps: int = 0,
+    seed: int = 0,
+    ahead: int | None = None,
+) -> Iterator[Paths]:
+    """Yield the first step of `skipping_paths` for ever.
+
+    So each micro-batch, and thus each shard of the data, keeps its path.
+    """
+    steps = skipping_paths(parts, microbatches, skips, swaps, seed, ahead)
+    return repeat(next(steps))
+
+
+def with_full(steps: Iterable[Paths], parts: int, every: int) -> Iterator[Paths]:
+    """Insert steps that run all parts in order, so that every `every`-th step is such a step.
+
+    With every=10 these are the steps 9, 19, ... The given steps continue in between.
+
+    """
+    require_at_least(1, parts=parts, every=every)
+    full_path = tuple(range(parts))
+    for number, paths in enumerate(steps):
+        if every == 1 or (number and number % (every - 1) == 0):
+            yield (full_path,) * len(paths)
+        if every > 1:
+            yield paths
+
+
 def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
-    choose = fixed_paths if v.fixed else deals
+    choose = fixed_paths if v.fixed else skipping_paths
     steps = choose(
         scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed
     )

@@ -8,11 +8,11 @@ from penstock import Plan, make
 from penstock.crew.decision import plan_without, speed_limit, step_length
 from penstock.plan.survivors import least_time, part_work, seats_to_change
 from penstock.schedules.coverage import full_schedule
-from penstock.schedules.skip_paths import dealt
+from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
 
 # Three parts in four copies; the first one has the head beside it, and the others are left out in turn.
-FIRST, SECOND = (replicate(one, 4) for one in dealt(3, 3, 1, count=2))
+FIRST, SECOND = (replicate(one, 4) for one in skipping_schedules(3, 3, 1, count=2))
 PARTIAL = Plan(
     FIRST, "skip", (1, 1, 1, 0), rotation=(SECOND,), full=full_schedule(FIRST)
 )

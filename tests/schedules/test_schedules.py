@@ -14,11 +14,10 @@ from penstock import REGISTRY, Op, UnitCost, make, needs, simulate
 from penstock.errors import PenstockError, ShapeError, UnknownNameError
 from penstock.ir import lower, parse_action, schedule_of, verify
 from penstock.schedules import max_actions, shape_of
-from penstock.schedules.facts import FACTS
+from penstock.schedules.facts import FACTS, MAX_ACTIONS
 from penstock.schedules.hanayo import hanayo_unit
 from penstock.schedules.orders import keep_first
-from penstock.schedules.size import MAX_ACTIONS
-from penstock.schedules.skip_paths import default_skips
+from penstock.schedules.skip import default_skips
 from penstock.schedules.transforms import (
     repeat,
     replicate,

@@ -25,9 +25,8 @@ from penstock.models import Llama, LlamaConfig, split, token_loss, valid_tokens 
 from penstock.plan.paths.rules import Rules, order_fault  # noqa: E402
 from penstock.runtime import batch_of  # noqa: E402
 from penstock.runtime.gradients import scale_gradients, visit_scales  # noqa: E402
-from penstock.schedules import deal  # noqa: E402
-from penstock.schedules.deal import Paths, deals, fixed_paths, with_full  # noqa: E402
-from penstock.schedules.skip_paths import schedule_along  # noqa: E402
+from penstock.schedules import skip  # noqa: E402
+from penstock.schedules.skip import Paths, schedule_along, skipping_paths  # noqa: E402
 from penstock.train.after import ablation as omission  # noqa: E402
 from penstock.train.after.ablation import (  # noqa: E402
     best_subset,
@@ -41,11 +40,14 @@ from penstock.view.chart import Series, chart  # noqa: E402
 from pipelines import VOCAB, data, gradients_of, llama, piped  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+from convergence import fixed_paths, with_full  # noqa: E402
 
 
 # ---------------------------------------------------------------- paths
 def drawn(path: tuple[int, ...], parts: int) -> str:
-    """As the docstring of `deal` has it: every part of the path where it would stand in order."""
+    """As the docstring of `skip` has it: every part of the path where it would stand in order."""
     turn = iter(path)
     return " ".join(str(next(turn)) if part in path else "." for part in range(parts))
 
@@ -69,7 +71,7 @@ def left_out(steps: list[Paths], parts: int) -> Counter[int]:
 )
 def test_sampled_paths_obey_the_rules(parts, microbatches, swaps, seed, choice):
     skips = choice.draw(st.integers(0, parts - 1))
-    steps = list(islice(deals(parts, microbatches, skips, swaps, seed), 4))
+    steps = list(islice(skipping_paths(parts, microbatches, skips, swaps, seed), 4))
     for step in steps:
         assert len(step) == microbatches
         for path in step:
@@ -95,7 +97,7 @@ def test_no_part_is_left_out_more_than_once_more_often_than_another(
     parts, microbatches, seed, choice
 ):
     skips = choice.draw(st.integers(0, parts - 1))
-    steps = list(islice(deals(parts, microbatches, skips, 2, seed), 7))
+    steps = list(islice(skipping_paths(parts, microbatches, skips, 2, seed), 7))
     for until in range(1, 8):
         counts = left_out(steps[:until], parts).values()
         assert max(counts) - min(counts) <= (
@@ -117,7 +119,7 @@ def test_no_step_goes_too_far_ahead_and_parts_are_left_out_equally_often_still(
     skips = choice.draw(st.integers(0, parts // 2))
     rules = Rules(ahead=ahead, swaps=2, distance=2)
     try:
-        steps = list(islice(deals(parts, 5, skips, swaps, seed, ahead), 6))
+        steps = list(islice(skipping_paths(parts, 5, skips, swaps, seed, ahead), 6))
     except ShapeError:
         assert skips >= ahead  # else no path could take such a step
         return
@@ -135,18 +137,18 @@ def test_the_published_bound_of_four_parts_ahead_holds_for_twelve_parts_of_which
     def too_far(steps):
         return [path for step in steps for path in step if order_fault(path, Rules())]
 
-    assert too_far(islice(deals(12, 11, 6, seed=1), 20))  # without it, some do
-    assert not too_far(islice(deals(12, 11, 6, seed=1, ahead=4), 20))
+    assert too_far(islice(skipping_paths(12, 11, 6, seed=1), 20))  # without it, some do
+    assert not too_far(islice(skipping_paths(12, 11, 6, seed=1, ahead=4), 20))
     with pytest.raises(
         ShapeError,
         match="4 of 6 parts cannot be left out, all equally often, if no step goes more",
     ):
-        deals(6, 5, 4, ahead=4)
+        skipping_paths(6, 5, 4, ahead=4)
 
 
 def test_a_step_covers_the_parts_equally_where_they_divide():
     for skips in (3, 4, 6):
-        for step in islice(deals(12, 11, skips), 5):
+        for step in islice(skipping_paths(12, 11, skips), 5):
             assert set(left_out([step], 12).values()) == {skips}
 
 
@@ -160,25 +162,35 @@ def test_a_deal_meets_every_subset_and_every_micro_batch_meets_them(
     subsets = set(combinations(range(1, parts), parts - 1 - skips))
     # By this micro-batch all subsets were dealt.
     latest = len(subsets) * (parts - 1) // math.gcd(parts - 1, skips)
-    steps = list(islice(deals(parts, microbatches, skips), -(-latest // microbatches)))
+    steps = list(
+        islice(skipping_paths(parts, microbatches, skips), -(-latest // microbatches))
+    )
     assert {path[1:] for step in steps for path in step} == subsets
     if len(subsets) <= 20:
-        many = list(islice(deals(parts, microbatches, skips), 40 * len(subsets)))
+        many = list(
+            islice(skipping_paths(parts, microbatches, skips), 40 * len(subsets))
+        )
         assert all(
             {step[m][1:] for step in many} == subsets for m in range(microbatches)
         )
 
 
 def test_with_swaps_every_legal_order_is_met():
-    met = {path for step in islice(deals(4, 3, 0, swaps=2), 60) for path in step}
+    met = {
+        path for step in islice(skipping_paths(4, 3, 0, swaps=2), 60) for path in step
+    }
     assert met == {(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)}
 
 
 def test_the_picture_in_the_docstring_is_what_is_drawn():
-    steps = list(islice(deals(parts=6, microbatches=5, skips=2, swaps=1, seed=3), 2))
+    steps = list(
+        islice(skipping_paths(parts=6, microbatches=5, skips=2, swaps=1, seed=3), 2)
+    )
     shown = [
         line.split("  ")[0]
-        for line in re.findall(r"^ +(\d \| .*)$", str(deal.__doc__), re.M)
+        for line in re.findall(
+            r"^ +(\d \| .*)$", str(sys.modules[skip.__module__].__doc__), re.M
+        )
     ]
     assert shown == [
         f"{m} | {drawn(steps[0][m], 6)} | {drawn(steps[1][m], 6)}" for m in range(5)
@@ -187,23 +199,23 @@ def test_the_picture_in_the_docstring_is_what_is_drawn():
 
 def test_fixed_paths_stay_and_other_seeds_have_others():
     first, second = islice(fixed_paths(12, 11, 4, seed=1), 2)
-    assert first == second == next(deals(12, 11, 4, seed=1))
+    assert first == second == next(skipping_paths(12, 11, 4, seed=1))
     assert first != next(fixed_paths(12, 11, 4, seed=2))
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 10])
 def test_every_so_manieth_step_is_full_and_the_others_go_on(every):
-    steps = list(islice(with_full(deals(4, 3, 1, seed=5), 4, every), 25))
+    steps = list(islice(with_full(skipping_paths(4, 3, 1, seed=5), 4, every), 25))
     whole = ((0, 1, 2, 3),) * 3
     assert [step == whole for step in steps] == [
         number % every == every - 1 for number in range(25)
     ]
     rest = [step for step in steps if step != whole]
-    assert rest == list(islice(deals(4, 3, 1, seed=5), len(rest)))
+    assert rest == list(islice(skipping_paths(4, 3, 1, seed=5), len(rest)))
 
 
 def test_with_too_many_subsets_to_count_hands_are_still_dealt_fairly():
-    steps = list(islice(deals(64, 9, 21), 7))
+    steps = list(islice(skipping_paths(64, 9, 21), 7))
     assert set(left_out(steps, 64).values()) == {21}
 
 
@@ -213,7 +225,7 @@ def test_with_too_many_subsets_to_count_hands_are_still_dealt_fairly():
 )
 def test_a_deal_of_nothing_is_refused(shape, words):
     with pytest.raises(ShapeError, match=words):
-        deals(*shape)
+        skipping_paths(*shape)
 
 
 # ---------------------------------------------------------------- what is computed along them
@@ -243,7 +255,7 @@ def simulated(parts_count, paths, model, batch, visitors):
 def test_one_process_computes_the_gradients_of_a_pipeline_with_the_same_paths(
     skips, swaps, visitors, tied
 ):
-    paths = next(deals(4, 5, skips, swaps, seed=skips + swaps))
+    paths = next(skipping_paths(4, 5, skips, swaps, seed=skips + swaps))
     model, batch = llama(4, tied=tied), data(5)
     loss, gradients = simulated(4, paths, model, batch, visitors)
     ours = piped(schedule_along(4, paths), model, [batch])

@@ -27,7 +27,7 @@ from penstock.formats import write_plan
 from penstock.ir.sums import SumKind, SumPlan
 from penstock.plan.survivors import without_ranks
 from penstock.runtime.process.machine import Machine
-from penstock.schedules.skip_paths import dealt
+from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
@@ -358,10 +358,12 @@ def test_no_part_is_lost_in_a_handover_while_somebody_has_it(tmp_path):
 
 
 ROTATED = Plan(
-    dealt(ranks=3, microbatches=4, skips=1, seed=1)[0],
+    skipping_schedules(ranks=3, microbatches=4, skips=1, seed=1)[0],
     "skip",
     (2, 1, 1, 0),
-    rotation=tuple(dealt(ranks=3, microbatches=4, skips=1, count=3, seed=1)[1:]),
+    rotation=tuple(
+        skipping_schedules(ranks=3, microbatches=4, skips=1, count=3, seed=1)[1:]
+    ),
 )
 
 

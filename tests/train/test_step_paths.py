@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,8 @@ from penstock.schedules.coverage import (
     through_all_parts,
     visits_all_parts,
 )
-from penstock.schedules.deal import deals, with_full
 from penstock.schedules.list_scheduling import sequential_schedule
-from penstock.schedules.skip_paths import dealt
+from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import slice_tokens, split_backward
 from penstock.sim.simulate import simulate
 from penstock.train.after.passage import run_along_paths
@@ -59,7 +57,7 @@ def run_of(folder: Path, *changes: str, resume: bool = False) -> Job:
 
 # ---------------------------------------------------------------- which step takes which paths
 def test_steps_take_the_paths_of_the_picture():
-    a, b, c = dealt(ranks=4, microbatches=3, count=3)
+    a, b, c = skipping_schedules(ranks=4, microbatches=3, count=3)
     paths = StepPaths((a, b, c), full_schedule(a), warmup=2, period=5)
     words = ["abc*"[paths.at(step)] for step in range(11)]
     assert "".join(words) == "**ab*cabc*a"
@@ -68,7 +66,7 @@ def test_steps_take_the_paths_of_the_picture():
 
 @given(st.integers(0, 7), st.integers(0, 6), st.integers(1, 4))
 def test_partial_steps_go_on_in_turn_between_the_full_ones(warmup, period, sets):
-    schedules = tuple(dealt(ranks=3, microbatches=2, count=sets))
+    schedules = tuple(skipping_schedules(ranks=3, microbatches=2, count=sets))
     paths = StepPaths(schedules, full_schedule(schedules[0]), warmup, period)
     taken = [paths.at(step) for step in range(40)]
     assert taken[:warmup] == [sets] * warmup
@@ -79,16 +77,6 @@ def test_partial_steps_go_on_in_turn_between_the_full_ones(warmup, period, sets)
     for step in range(40):
         same = [s for s in range(step) if paths.is_full(s) is paths.is_full(step)]
         assert paths.previous(step) == (same[-1] if same else -1)
-
-
-def test_full_steps_fall_where_the_dealer_puts_them():
-    steps = with_full(deals(4, 3, 1, seed=3), parts=4, every=3)
-    drawn = dealt(4, 3, count=20, seed=3)
-    paths = StepPaths(tuple(drawn), full_schedule(drawn[0]), period=3)
-    for step, expected in enumerate(islice(steps, 25)):
-        schedule = paths.schedules[paths.at(step)]
-        found = [tuple(one.path[:-1]) for one in schedule.microbatches]
-        assert found == [tuple(path) for path in expected]
 
 
 # ---------------------------------------------------------------- full steps
@@ -229,7 +217,7 @@ def test_a_part_that_no_path_visits_in_a_step_is_left_alone(tmp_path):
 
 # ---------------------------------------------------------------- plans and configs
 def test_a_plan_keeps_its_rotation_and_its_full_schedule_in_its_file():
-    first, *others = dealt(ranks=4, microbatches=3, count=3)
+    first, *others = skipping_schedules(ranks=4, microbatches=3, count=3)
     plan = Plan(first, "own", rotation=tuple(others), full=full_schedule(first))
     assert load_plan(dump_plan(plan)) == plan
     before, key, after = dump_plan(plan).partition('"full"')

@@ -43,9 +43,8 @@ from penstock.schedules.coverage import (
     ranks_with_stages,
     visits_all_parts,
 )
-from penstock.schedules.deal import skips_of
 from penstock.schedules.facts import FACTS
-from penstock.schedules.skip_paths import dealt
+from penstock.schedules.skip import skipping_schedules, skips_of
 from penstock.schedules.transforms import replicate
 
 SKIPPING = "micro-batches leave out layers, which changes what is computed"
@@ -148,7 +147,7 @@ def _named_plan(config: Config) -> Plan:
     if paths.rotate < 2 and not paths.swaps and not paths.keep:
         return plan
     own_words = shape_of(shape.name)
-    drawn = dealt(
+    drawn = skipping_schedules(
         shape.ranks,
         shape.microbatches,
         sizes.get("skips"),

@@ -87,9 +87,9 @@ from penstock.plan.space import (
 )
 from penstock.plan.workload import RECOMPUTED_SHARES, Cell, Workload, cells_of
 from penstock.schedules.coverage import visited_parts, visits_all_parts
+from penstock.schedules.facts import MAX_ACTIONS, refuse_if_too_large
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import require_at_least
-from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
 
 # Listed orders have at most this many actions; larger ones take too long to list.
 MAX_LISTED_ACTIONS = 16_000

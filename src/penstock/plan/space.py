@@ -40,7 +40,7 @@ from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.list_scheduling import defer_weights
 from penstock.schedules.orders import loop_placement, wave_placement
-from penstock.schedules.skip_paths import path_with_skips
+from penstock.schedules.skip import path_with_skips
 from penstock.schedules.transforms import recut, slice_tokens, split_backward
 from penstock.sim.simulate import simulate
 

@@ -11,12 +11,12 @@ from penstock.ir.schedule import Schedule
 from penstock.schedules.chimera import chimera
 from penstock.schedules.controllable import v_half, v_min
 from penstock.schedules.dualpipe import dualpipe_v
+from penstock.schedules.facts import count_actions, refuse_if_too_large
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.hanayo import hanayo
 from penstock.schedules.interleaved import interleaved
 from penstock.schedules.one_f_one_b import one_f_one_b
-from penstock.schedules.size import count_actions, refuse_if_too_large
-from penstock.schedules.skip_paths import skip
+from penstock.schedules.skip import skip
 from penstock.schedules.token_sliced import seq1f1b, terapipe
 from penstock.schedules.transforms import (
     even_cuts,

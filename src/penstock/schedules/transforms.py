@@ -17,8 +17,8 @@ from dataclasses import replace
 from penstock.errors import ShapeError
 from penstock.ir.action import BACKWARD, FORWARD, Action, halves
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.schedules.facts import refuse_if_too_large
 from penstock.schedules.orders import require_at_least
-from penstock.schedules.size import refuse_if_too_large
 
 
 def split_backward(schedule: Schedule) -> Schedule:

@@ -79,7 +79,7 @@ from penstock.plan.paths.starts import (
     route_units,
     tilt_counts,
 )
-from penstock.schedules.size import refuse_if_too_large
+from penstock.schedules.facts import refuse_if_too_large
 from penstock.sim.planned_sums import plan_sums
 from penstock.sim.simulate import simulate
 

@@ -32,8 +32,8 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.partition import even_partition
 from penstock.plan.paths.rules import Rules
+from penstock.schedules.facts import refuse_if_too_large
 from penstock.schedules.orders import require_at_least
-from penstock.schedules.size import refuse_if_too_large
 
 
 class QueueOrder(IntEnum):

@@ -26,7 +26,7 @@ from torch import nn
 from penstock.errors import RunError, ShapeError
 from penstock.models import layer_count, split, token_loss, valid_tokens
 from penstock.runtime import Batch
-from penstock.schedules.deal import PartPath, skips_of
+from penstock.schedules.skip import PartPath, skips_of
 from penstock.train.after.passage import run_along_paths
 
 WholeOrParts = nn.Module | Sequence[nn.Module]  # a whole model, or its parts
