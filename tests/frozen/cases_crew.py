@@ -41,9 +41,8 @@ from penstock.errors import PenstockError
 from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
-from penstock.train.history import EventLog, read_events
+from penstock.train.history import EventLog, StepFigures, read_events
 from penstock.train.place import RemoteCheckpoints
-from penstock.train.step_figures import StepFigures
 
 TOLERANCE = 1e-9
 KEY = Path(__file__).with_name("old_key.pem")

@@ -21,8 +21,8 @@ from penstock.models.family import (
     share_of_flops,
 )
 from penstock.train.history import StepRow
+from penstock.train.loop import flops_utilization
 from penstock.train.screen import Screen
-from penstock.train.step_row import flops_utilization
 
 MODELS = [
     LlamaConfig(96, 32, 3, 4, 2, 48),

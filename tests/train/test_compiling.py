@@ -12,7 +12,7 @@ from penstock.config import Config
 from penstock.errors import RunError
 from penstock.formats.config_toml import apply_changes
 from penstock.runtime.compiled import compiled_method
-from penstock.train import compiling, loop, profile, rank_setup
+from penstock.train import compiling, loop, profile, setup
 from penstock.train.compiling import is_compiling, starting_patience
 from penstock.train.placement import decide_placement
 from trainings import SMALL, apart, job_of, losses, train
@@ -40,7 +40,7 @@ def test_a_compiled_run_trains_like_any_other(tmp_path, monkeypatch, caplog):
     """Traced but not made into kernels, which takes too long here. All is compiled before the first step."""
     torch.compiler.reset()
     compiled_method.cache_clear()
-    monkeypatch.setattr(rank_setup, "COMPILER", "aot_eager")
+    monkeypatch.setattr(setup, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
     caplog.set_level(logging.INFO, "penstock.train")
     changes = ("run.steps=2", "run.evaluate=2")

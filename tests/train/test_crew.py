@@ -31,10 +31,16 @@ from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
-from penstock.train.history import Event, EventLog, last_step, read_events, read_rows
+from penstock.train.history import (
+    Event,
+    EventLog,
+    StepFigures,
+    last_step,
+    read_events,
+    read_rows,
+)
 from penstock.train.job import Job
 from penstock.train.placement import Placement
-from penstock.train.step_figures import StepFigures
 from trainings import SMALL, job_of, losses, train
 
 STEPS = 4

@@ -17,7 +17,7 @@ from penstock.plan.slices import equal_work_cuts
 from penstock.runtime.batch import Batch
 from penstock.runtime.units import cut_units
 from penstock.train.data.loader import DocumentCutter
-from penstock.train.rank_setup import cutter_of
+from penstock.train.setup import cutter_of
 from trainings import apart, job_of, train, watch_batches
 
 CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from penstock.errors import ConfigError, PenstockError, RunError
 from penstock.formats.config_toml import load_config
 from penstock.models import smoothed_loss, token_loss, valid_tokens
 from penstock.train.after.generate import open_trained
-from penstock.train.callbacks import checked_callback
 from penstock.train.checkpoint import newest, read_facts
 from penstock.train.data.corpus import open_validation
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
+from penstock.train.hooks import checked_callback
 from penstock.train.job import RunOutcome
 from penstock.train.own_loss import check_loss
 from penstock.train.weights import draw_parameters, hold_whole

@@ -57,8 +57,8 @@ from penstock.plan.survivors import (
 from penstock.schedules.coverage import hold_every_part
 from penstock.sim.simulate import simulate
 from penstock.train.handover import Handover, PartTransfer, Transfers
+from penstock.train.history import StepFigures
 from penstock.train.placement import Placement
-from penstock.train.step_figures import StepFigures
 
 NoteKind = Literal[
     "alive",

@@ -38,9 +38,9 @@ from penstock.config import OptimizerConfig
 from penstock.runtime import Comm
 from penstock.runtime.comm.comm import Arriving, Pending
 from penstock.runtime.gradients import scale_down
+from penstock.train.history import StepFigures
 from penstock.train.optimizer import Optimizer
 from penstock.train.optimizer_state import is_unused
-from penstock.train.step_figures import StepFigures
 
 
 class PartTransfer(NamedTuple):

@@ -13,12 +13,13 @@ import json
 import logging
 import math
 import os
+import re
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from penstock.formats.text import put_in_place
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
-from penstock.train.urls import hide_secrets
 
 _log = logging.getLogger(__name__)
 # Files in the folder of a run.
@@ -42,6 +42,39 @@ ROOM = (
     "make room, then go on from the last checkpoint with --resume; "
     "without a checkpoint, start again"
 )
+
+
+class Counts(NamedTuple):
+    """What ranks add up in the sum that ends a step."""
+
+    stop: int  # ranks that were asked to stop from outside
+    enough: int  # ranks whose callbacks want to stop
+    saved: int  # ranks that have saved their share of a checkpoint
+    change: int  # ranks that know that the crew is about to change
+    mirror_bytes: int  # that were sent to mirrors
+    mirror_microseconds: int  # that mirrors have cost since the last step
+
+
+class OwnNumbers(NamedTuple):
+    """What each rank tells all others with the sum that ends a step."""
+
+    memory: float  # bytes at its fullest moment so far
+    worked: float  # seconds that it has computed in this step
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What all ranks know about a step once it is done."""
+
+    loss: float
+    norm: float
+    memory: int  # bytes of the fullest rank
+    seconds: float
+    bubble: float | None
+    stopping: bool  # whether a rank was asked to stop
+    mirror_bytes: int = 0  # sent to mirrors by all ranks
+    mirror_seconds: float = 0.0  # that mirrors cost a rank on average
+    interrupted: bool = False  # whether that came from outside, not from a callback
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +110,16 @@ class StepRow:
 
 
 WatchRow = Callable[[StepRow], None]  # sees each row when its step is done
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text in which no URL shows a password, or a query, which may have a key in it.
+
+    >>> hide_secrets("cannot read sftp://me:secret@host/run: no such file")
+    'cannot read sftp://me:***@host/run: no such file'
+    """
+    text = re.sub(r"""(://[^/\s:@"']*):[^/\s"']*@""", r"\1:***@", text)
+    return re.sub(r"""(://[^\s?"']*\?)[^\s"']+""", r"\1***", text)
 
 
 class Sink(Protocol):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,44 +24,44 @@ import torch
 
 from penstock.errors import FileError, RunError
 from penstock.models import Part
+from penstock.models.family import flops_per_token, peak_flops, share_of_flops
 from penstock.models.layer import dropping
 from penstock.runtime import Comm, Executor, watching
+from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.process.watchdog import alarm_held
-from penstock.train.callbacks import Callbacks
 from penstock.train.checkpoint import CheckpointFacts, Saver, read_facts, sweep
 from penstock.train.data.corpus import MixedCorpus, write_use
-from penstock.train.early_stop import EarlyStop, read_progress
-from penstock.train.examiner import Examiner
 from penstock.train.handover import CrewChange, Handover, Mirrors, Transfers
-from penstock.train.history import History, WatchRow, write_timeline
-from penstock.train.intervals import is_due, is_timed
+from penstock.train.history import (
+    Counts,
+    History,
+    OwnNumbers,
+    StepFigures,
+    StepRow,
+    WatchRow,
+    write_timeline,
+)
+from penstock.train.hooks import Callbacks, EarlyStop, read_progress
 from penstock.train.job import Job, RunOutcome
 from penstock.train.lora import check_same_adapters
 from penstock.train.optimizer import Gradients, Optimizer, check_same_optimizer
 from penstock.train.place import RemoteCheckpoints
-from penstock.train.rank_setup import set_up_rank
 from penstock.train.rank_weights import RankWeights
-from penstock.train.rates import factor_at
+from penstock.train.rates import factor_at, rate_at
 from penstock.train.rehearsal import compile_stages, prove_stages
 from penstock.train.resumption import (
     check_same_model,
     checkpoint_facts,
     checkpoint_to_resume,
 )
-from penstock.train.step_executors import StepExecutors
-from penstock.train.step_figures import (
-    CHANGE_COUNT,
-    COUNTS,
-    OWN_NUMBERS,
-    SAVED_COUNT,
-    WORK_NUMBER,
-    StepFigures,
-    figures_of,
-    peak_memory,
+from penstock.train.setup import Evaluator, StepExecutors, set_up_rank
+from penstock.train.step_paths import (
+    is_due,
+    is_timed,
+    mean_layers,
+    step_paths,
 )
-from penstock.train.step_paths import step_paths
-from penstock.train.step_row import RowMaker
-from penstock.train.weights import Holding, drop_unvisited_gradients
+from penstock.train.weights import Holding, Sizes, drop_unvisited_gradients
 
 _log = logging.getLogger(__name__)
 
@@ -92,11 +94,17 @@ class Trainer:
         self.loader = self.setup.loader(schedules)
         executors = [self.setup.executor(schedule) for schedule in schedules]
         self.executors = StepExecutors(executors, self.paths)
-        self.examiner = Examiner(self.setup, self.executors, self.loader)
+        self.evaluator = Evaluator(self.setup, self.executors, self.loader)
         self.weights: RankWeights = RankWeights(
             job, comm, self.device, self.setup.holding, self.before
         )
-        self.gradients = Gradients(self.holding, comm, self.device, COUNTS, OWN_NUMBERS)
+        self.gradients = Gradients(
+            self.holding,
+            comm,
+            self.device,
+            len(Counts._fields),
+            len(OwnNumbers._fields),
+        )
         self.early_stop = EarlyStop(job, comm, self.weights)
         self.work_seconds = 0.0  # that this rank computed in the last step
         self.peak_bytes = 0  # memory of this process at its fullest moment so far
@@ -105,7 +113,11 @@ class Trainer:
         self.saver = self.make_saver()
         self.saver.announce = self.announce
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
-        self.rows = RowMaker(job, self.paths, comm.ranks, self.device)
+        # Layers that a micro-batch passes through in a step with each schedule.
+        self.layers = [mean_layers(one, job.partition) for one in schedules]
+        self.utilization = flops_utilization(
+            job.sizes, config.data.tokens, comm.ranks, self.device
+        )
         self.step = 0  # steps done
         # When the last of them was done, or the work on the first began.
         self.done_at: float = before.done_at if before is not None else time.monotonic()
@@ -267,19 +279,32 @@ class Trainer:
             loss_share, bubble = self.forward_and_back(
                 is_timed(self.step + 1, settings, self.paths)
             )
-            own = (float(self.peak_bytes), self.work_seconds)
-            loss, norm, numbers, counts = self.gradients.measure(
+            own = OwnNumbers(self.peak_bytes, self.work_seconds)
+            loss, norm, told, sums = self.gradients.measure(
                 loss_share, own, self.counts(stop)
             )
-            if self.saver.step is not None and counts[SAVED_COUNT] == self.comm.ranks:
+            numbers = [OwnNumbers(*one) for one in told]
+            counts = Counts(*sums)
+            if self.saver.step is not None and counts.saved == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
-            self.commit(figures_of(loss, norm, numbers, counts, bubble), began)
-            self.tell_work([one[WORK_NUMBER] for one in numbers])
+            figures = StepFigures(
+                loss,
+                norm,
+                memory=int(max(own.memory for own in numbers)),
+                seconds=0.0,  # not known yet
+                bubble=bubble,
+                stopping=counts.stop + counts.enough > 0,
+                mirror_bytes=counts.mirror_bytes,
+                mirror_seconds=counts.mirror_microseconds * 1e-6 / len(numbers),
+                interrupted=counts.stop > 0,
+            )
+            self.commit(figures, began)
+            self.tell_work([one.worked for one in numbers])
             if self.close_step(history):
                 return not self.early_stop.gets_no_better
-            if counts[CHANGE_COUNT] and self.step < settings.steps:
+            if counts.change and self.step < settings.steps:
                 self.leaving = True
                 return False
         return False
@@ -318,17 +343,17 @@ class Trainer:
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
 
-    def counts(self, stop: Callable[[], bool]) -> list[int]:
-        """Whether this rank was asked to stop, has enough, has saved, and knows of a change; what mirrors cost."""
+    def counts(self, stop: Callable[[], bool]) -> Counts:
+        """What this rank adds to the counts of a step."""
         saved = self.saver.step is not None and self.saver.done()
-        return [
+        return Counts(
             int(stop()),
             int(self.callbacks.wants_stop),
             int(saved),
             int(self.changing()),
             self.mirrors.sent_bytes,
             self.mirrors.take_microseconds(),
-        ]
+        )
 
     def commit(self, figures: StepFigures, began: float | None = None) -> None:
         """Update the weights and count the step; nothing can interrupt it.
@@ -365,11 +390,11 @@ class Trainer:
         last = self.step == settings.steps
         evaluation = None
         if last or is_due(self.step, settings.evaluate):
-            evaluation = self.examiner.mean_loss()
+            evaluation = self.evaluator.mean_loss()
             if self.early_stop.note(self.step, evaluation):
                 self.early_stop.keep(self.step, self.facts())
         if history is not None and not history.has(self.step):
-            row = self.rows.row(self.step, figures, self.loader, evaluation)
+            row = self.row(figures, evaluation)
             history.put(row)
             self.callbacks.on_step(row)
             if self.watch is not None:
@@ -383,6 +408,31 @@ class Trainer:
         self.save_again = False
         self.closed = True
         return figures.stopping or self.early_stop.gets_no_better
+
+    def row(self, figures: StepFigures, evaluation: float | None) -> StepRow:
+        """Return what is written down about the step that is done."""
+        config, sizes = self.job.config, self.job.sizes
+        tokens = self.loader.deal.sequences * self.loader.corpus.length
+        layers = self.layers[self.paths.at(self.step - 1)]
+        work = share_of_flops(sizes, self.job.corpus.length, layers)
+        leaves_out = min(self.layers) < sizes.layers
+        mirrored = figures.mirror_bytes > 0
+        return StepRow(
+            self.step,
+            figures.loss,
+            figures.norm,
+            rate_at(self.step - 1, config.run.steps, config.optimizer),
+            figures.seconds,
+            tokens,
+            figures.memory,
+            self.loader.epoch,
+            figures.bubble,
+            evaluation,
+            self.utilization(tokens / figures.seconds * work),
+            layers if leaves_out else None,
+            figures.mirror_bytes if mirrored else None,
+            figures.mirror_seconds if mirrored else None,
+        )
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
@@ -439,3 +489,30 @@ class Trainer:
             f"{self.job.checkpoints}; go on with --resume and a lower optimizer.rate, "
             "a lower optimizer.clip or a longer optimizer.warmup"
         )
+
+
+def flops_utilization(
+    sizes: Sizes, tokens: int, ranks: int, device: torch.device
+) -> Callable[[float], float | None]:
+    """Return a function from tokens per second to model FLOPs utilization (MFU).
+
+    MFU is the share of the peak of all devices. The function returns None if the peak of
+    the device is not known.
+    """
+    peak = None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device))
+    if peak is None:
+        return lambda speed: None
+    gpus_per_rank = torch.cuda.device_count() / count_neighbours(ranks)
+    devices = ranks * min(1.0, gpus_per_rank)  # Ranks may share a GPU.
+    share = flops_per_token(sizes, tokens) / (devices * peak)
+    return lambda speed: speed * share
+
+
+def peak_memory(device: torch.device, executor: Executor) -> int:
+    """The peak memory of this rank in bytes, of its GPU or of its process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device)) + executor.recording_bytes
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

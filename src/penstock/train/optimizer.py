@@ -448,7 +448,7 @@ class Gradients:
             self.column[self.places] = squares
 
     def measure(
-        self, loss: float, own: Sequence[float], counts: list[int]
+        self, loss: float, own: Sequence[float], counts: Sequence[int]
     ) -> tuple[float, float, list[list[float]], list[int]]:
         """Add up what all processes measured; all of them must call it.
 

@@ -37,7 +37,7 @@ from penstock.train.checkpoint import (
     step_name,
     step_of,
 )
-from penstock.train.urls import hide_secrets
+from penstock.train.history import hide_secrets
 
 _log = logging.getLogger(__name__)
 TRIAL = "penstock-may-write"  # a file that is written and deleted at once

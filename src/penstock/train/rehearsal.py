@@ -14,7 +14,7 @@ import torch
 from penstock.runtime import Batch, Comm, ProcessComm, prove
 from penstock.runtime.proof import warm_up
 from penstock.train.data.loader import Loader
-from penstock.train.step_executors import StepExecutors
+from penstock.train.setup import StepExecutors
 
 _log = logging.getLogger(__name__)
 

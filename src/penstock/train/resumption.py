@@ -17,7 +17,7 @@ from penstock.train.checkpoint import (
 )
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.loader import Loader, check_same_data
-from penstock.train.early_stop import Progress
+from penstock.train.hooks import Progress
 from penstock.train.job import Job
 from penstock.train.lora import describe_adapters
 from penstock.train.optimizer import describe_optimizer

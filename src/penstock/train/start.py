@@ -32,7 +32,6 @@ from penstock.models import DecoderConfig
 from penstock.models.decoder import initial_constants
 from penstock.models.layer import recompute_inside, set_dropout
 from penstock.runtime.process.launch import under_launcher
-from penstock.train.callbacks import checked_callback
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.chat import keep_template
 from penstock.train.data.corpus import Corpus
@@ -43,6 +42,7 @@ from penstock.train.data.tokenizer import (
     tokenizer_of,
 )
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
+from penstock.train.hooks import checked_callback
 from penstock.train.hub import settle_model, weight_files
 from penstock.train.launch import corpus_of, model_sizes, validation_of, with_kept_files
 from penstock.train.lock import Lock

@@ -2,23 +2,32 @@
 
 job, comm ─► set_up_rank ─► RankSetup ─┬─ executor(schedule)     runs this rank's lane
                                        └─ loader(schedules)      reads the tokens that the lane needs
+
+A rank has an executor for each schedule of the run; a step takes one of them:
+
+    stages, comm ──┬── executor of the paths a ──┐
+                   ├── executor of the paths b ──┼── step ──► gradients of the same parameters
+                   └── executor of full steps ───┘
+
+All of them are built before the first step, over the same stages and the same `Comm`, so that
+switching costs nothing and needs no more memory. A lane is only a list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.config import is_recording
-from penstock.ir.program import lower
+from penstock.ir.program import Program, lower
 from penstock.ir.schedule import Schedule
 from penstock.models import Part
 from penstock.models.family import keys_per_token
 from penstock.runtime import Comm, CudaTape, Executor, compile_stage
 from penstock.runtime.gradients import Mean
-from penstock.schedules.coverage import visited_parts
+from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
 from penstock.train.job import Job
@@ -26,7 +35,7 @@ from penstock.train.mesh import MeshPlace, place_of
 from penstock.train.optimizer import frozen_names
 from penstock.train.placement import precision_on
 from penstock.train.rank_weights import RankWeights
-from penstock.train.step_paths import sum_messages_of
+from penstock.train.step_paths import StepPaths, sum_messages_of
 from penstock.train.weights import Holding, attach_parameters, hold
 
 # The types of run.messages; None is that of the stages.
@@ -150,3 +159,102 @@ def cutter_of(job: Job, device: torch.device) -> DocumentCutter | None:
         return None
     slices = tuple(microbatch.slices for microbatch in schedule.microbatches)
     return DocumentCutter(slices, keys_per_token(job.sizes))
+
+
+class StepExecutors:
+    """The executors of a rank, and the one that runs now, which the watchdog looks at."""
+
+    def __init__(self, executors: Sequence[Executor], paths: StepPaths) -> None:
+        self.executors = tuple(executors)
+        self.paths = paths
+        self.running = self.executors[0]
+        for executor in self.executors[1:]:
+            # The first one has warned already.
+            executor.warns_of_deferrals = False
+            # All have the same stages, so that one copy of the weights serves them.
+            executor.casts = self.executors[0].casts
+
+    def at(self, step: int) -> Executor:
+        """Return the executor of a step, counted from 0, and watch it from now on."""
+        self.running = self.executors[self.paths.at(step)]
+        return self.running
+
+    @property
+    def covering(self) -> list[Executor]:
+        """The first executor, and others as long as they visit further stages of any rank."""
+        found: list[Executor] = []
+        visited: set[int] = set()
+        for executor in self.executors:
+            stages: set[int] = set()
+            for microbatch in executor.program.schedule.microbatches:
+                stages.update(microbatch.path)
+            if not found or not stages <= visited:
+                found.append(executor)
+            visited |= stages
+        return found
+
+    # ------------------------------------------------------------ for the watchdog
+    @property
+    def program(self) -> Program:
+        """The program that runs now."""
+        return self.running.program
+
+    @property
+    def comm(self) -> Comm:
+        """The connection to the other ranks."""
+        return self.running.comm
+
+    @property
+    def doing(self) -> str:
+        """The action that runs now, or that waits for its input."""
+        return self.running.doing
+
+
+class Evaluator:
+    """Evaluates the whole model, whatever paths are trained.
+
+    If the schedule skips parts, the evaluation has the lanes of full steps or, if there are
+    none, lanes of its own, with links that training may not use.
+    """
+
+    def __init__(
+        self, setup: RankSetup, executors: StepExecutors, loader: Loader
+    ) -> None:
+        job = setup.job
+        schedules = executors.paths.schedules
+        trained = schedules[-1]  # the full one, if there is one
+        schedule = through_all_parts(trained)
+        self.setup = setup
+        self.executor = executors.executors[-1]
+        self.loader = loader
+        self.needs_links = len(schedules) > 1
+        if schedule is not trained:
+            self.needs_links = True
+            self.executor = setup.executor(schedule)
+            deal = replace(loader.deal, wanted=setup.wanted([schedule]))
+            self.loader = Loader(job.corpus, deal, job.config.run.seed, setup.device)
+        if job.validation is not None:
+            self.loader = Loader(
+                job.validation,
+                self.loader.deal,
+                job.config.run.seed,
+                setup.device,
+                self.loader.cutter,
+            )
+
+    def losses(self, batches: int) -> list[float]:
+        """Return the loss of each pass; their sum is the mean loss over all sequences."""
+        passes = self.loader.evaluation(batches)
+        if self.needs_links and passes:
+            self.executor.prepare_messages(passes[0])
+            self.needs_links = False
+        return [self.executor.evaluate(batch) for batch in passes]
+
+    def mean_loss(self) -> float | None:
+        """Return the mean loss on held-out text, the same on all ranks; None without any."""
+        losses = self.losses(self.setup.job.config.run.evaluations)
+        place = self.setup.place
+        share = sum(losses) if place.speaks else 0.0
+        total = torch.tensor([share], dtype=torch.float64, device=self.setup.device)
+        place.world.add(total, tuple(range(place.world.ranks))).wait()
+        return float(total) if losses else None
