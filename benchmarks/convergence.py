@@ -38,7 +38,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, repeat
@@ -48,17 +48,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ShapeError
 from penstock.models import Llama, LlamaConfig, split, token_loss
+from penstock.models.slice import Carry
 from penstock.runtime import Batch, batch_of
 from penstock.runtime.gradients import Mean, scale_gradients, visit_scales
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.skip import Paths, skipping_paths
-from penstock.train.after.ablation import evaluate_ablation, perplexity, skips_of
-from penstock.train.after.passage import run_along_paths
+from penstock.train.after.evaluate import (
+    AblationRow,
+    evaluate_ablation,
+    perplexity,
+    skips_of,
+)
 
 BEGAN = time.monotonic()
 OMITTED = (0.25, 0.5)
-SUBSETS = 100  # so that the best one is found greedily, at both shares
 MAIN = ("0", "25", "33", "50")
 SPECIAL = ("50-fixed", "50-swaps", "50-visitors", "50-full10", "50-visitors-full10")
 OUT = Path(__file__).parent.parent / "out"
@@ -456,10 +461,8 @@ class Run:
                         self.held[0],
                         self.scale.omitted,
                         self.scale.draws,
-                        0,
-                        self.held[1],
-                        SUBSETS,
                     )
+                    rows = with_best_subsets(rows, self.parts, *self.held)
                 self.record |= {
                     "omission": [asdict(row) for row in rows],
                     "spent": spent,
@@ -472,6 +475,100 @@ class Run:
             "seconds": time.monotonic() - began,
             "work": spent,
         }
+
+
+# ---------------------------------------------------------------- many paths in one process
+def run_along_paths(
+    parts: Sequence[nn.Module],
+    inputs: Sequence[Tensor],
+    paths: Sequence[Sequence[int]],
+    starts: Sequence[Tensor] = (),
+    named: Sequence[Mapping[str, Tensor]] = (),
+) -> list[Tensor]:
+    """Return the logits of each micro-batch.
+
+    Paths name parts. The last part, which has the head, ends them all and is not named. If
+    rows are packed with documents, `starts` has the start of each token's document. The first part gets the `named`
+    tensors of each micro-batch, such as the types of a Bert's segments.
+    """
+    if len(inputs) != len(paths):
+        raise ShapeError(
+            f"{len(inputs)} micro-batches cannot go along {len(paths)} paths: give each its own"
+        )
+    for number, path in enumerate(paths):
+        if (
+            not path
+            or path[0] != 0
+            or not all(0 <= part < len(parts) - 1 for part in path)
+        ):
+            raise ShapeError(
+                f"micro-batch {number} cannot go along {tuple(path)}: a path begins with part 0 and names parts "
+                f"up to {len(parts) - 2}; part {len(parts) - 1} has the head and comes by itself"
+            )
+    states = list(inputs)
+    left = [list(path) for path in paths]
+    while any(left):
+        part = min(path[0] for path in left if path)
+        here = [number for number, path in enumerate(left) if path and path[0] == part]
+        _run_together(parts[part], states, here, starts, () if part else named)
+        for number in here:
+            left[number].pop(0)
+    _run_together(parts[-1], states, list(range(len(states))), starts)
+    return states
+
+
+def _run_together(
+    part: nn.Module,
+    states: list[Tensor],
+    numbers: Sequence[int],
+    starts: Sequence[Tensor],
+    named: Sequence[Mapping[str, Tensor]] = (),
+) -> None:
+    """Run micro-batches through a part; those of equal length share a call."""
+    for length in dict.fromkeys(states[number].shape[1] for number in numbers):
+        same = [number for number in numbers if states[number].shape[1] == length]
+        first = torch.cat([starts[number] for number in same]) if starts else None
+        piece = () if first is None else (Carry(length, first).open(0, length),)
+        rows = [len(states[number]) for number in same]
+        joined = {
+            name: torch.cat([named[number][name] for number in same])
+            for name in (named[0] if named else ())
+        }
+        inputs = torch.cat([states[number] for number in same])
+        outputs = part(inputs, *piece, **joined)
+        for number, state in zip(same, outputs.split(rows), strict=True):
+            states[number] = state
+
+
+def with_best_subsets(
+    rows: Sequence[AblationRow],
+    parts: Sequence[nn.Module],
+    batches: Sequence[Batch],
+    search: Sequence[Batch],
+) -> list[AblationRow]:
+    """Add a row with the best subset after each row of random ones; it is searched greedily on other batches."""
+    added = []
+    for row in rows:
+        added.append(row)
+        if row.way == "random":
+            path = greedy_path(parts, search, row.kept)
+            own = perplexity(parts, batches, path)
+            ratio = own / rows[0].perplexity
+            added.append(
+                AblationRow("best", row.kept, row.parts, own, 0.0, ratio, path)
+            )
+    return added
+
+
+def greedy_path(
+    parts: Sequence[nn.Module], batches: Sequence[Batch], kept: int
+) -> tuple[int, ...]:
+    """Start with all parts, and always leave out the one that is missed least."""
+    path = tuple(range(len(parts) - 1))
+    while len(path) > kept:
+        shorter = [(*path[:n], *path[n + 1 :]) for n in range(1, len(path))]
+        path = min(shorter, key=lambda shorter: perplexity(parts, batches, shorter))
+    return path
 
 
 # ---------------------------------------------------------------- many runs

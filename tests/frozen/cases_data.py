@@ -8,7 +8,7 @@ import hashlib
 import json
 import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -25,8 +25,7 @@ from torch import Tensor
 from penstock import make
 from penstock.config import DataConfig, MixtureSource
 from penstock.models import Llama, LlamaConfig
-from penstock.train.after.ablation import evaluate_ablation
-from penstock.train.after.evaluate import TextBatches
+from penstock.train.after.evaluate import TextBatches, evaluate_ablation
 from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import Corpus, describe_use, open_text, open_validation
 from penstock.train.data.files import source_files
@@ -503,18 +502,11 @@ def perplexities() -> list[object]:
     torch.manual_seed(3)
     model = Llama(LlamaConfig(256, 16, 4, 2, 2, 24)).double()
     corpus = replace(opened("apart"), trained=0, held_out=6)
-    batches = TextBatches(corpus, 4, 0, 6)
+    batches = TextBatches(corpus, 4, 6)
     rows = evaluate_ablation(
-        model, list(stopped(batches)), (0.25, 0.5), draws=2, chosen=((0, 3), (0, 1, 2))
+        model, batches, (0.25, 0.5), draws=2, chosen=((0, 3), (0, 1, 2))
     )
     return [
         [row.way, row.kept, row.parts, row.perplexity, row.spread, row.ratio, row.path]
         for row in rows
-        if row.way != "best"
     ]
-
-
-def stopped(batches: TextBatches) -> Iterator[Any]:
-    """The batches of a text; it has as many as it says."""
-    for number in range(len(batches)):
-        yield batches[number]

@@ -27,22 +27,25 @@ from penstock.runtime import batch_of  # noqa: E402
 from penstock.runtime.gradients import scale_gradients, visit_scales  # noqa: E402
 from penstock.schedules import skip  # noqa: E402
 from penstock.schedules.skip import Paths, schedule_along, skipping_paths  # noqa: E402
-from penstock.train.after import ablation as omission  # noqa: E402
-from penstock.train.after.ablation import (  # noqa: E402
-    best_subset,
+from penstock.train.after.evaluate import (  # noqa: E402
     evaluate_ablation,
     omit_parts,
     perplexity,
     skips_of,
 )
-from penstock.train.after.passage import run_along_paths  # noqa: E402
 from penstock.view.chart import Series, chart  # noqa: E402
 from pipelines import VOCAB, data, gradients_of, llama, piped  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "convergence.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
-from convergence import fixed_paths, with_full  # noqa: E402
+from convergence import (  # noqa: E402
+    fixed_paths,
+    greedy_path,
+    run_along_paths,
+    with_best_subsets,
+    with_full,
+)
 
 
 # ---------------------------------------------------------------- paths
@@ -367,50 +370,38 @@ def test_a_model_that_produces_nan_has_no_perplexity():
 
 
 @pytest.mark.numerics
-def test_a_model_without_half_its_parts_is_worse_and_the_best_half_not_worse_than_most(
-    learnt,
-):
+def test_a_model_without_half_its_parts_is_worse_and_chosen_parts_are_measured(learnt):
     model, batches = learnt
-    rows = {
-        (row.way, row.kept): row
-        for row in evaluate_ablation(model, batches, [0.25, 0.5], draws=9)
-    }
-    whole, half, chosen = rows["all", 4], rows["random", 2], rows["best", 2]
+    found = evaluate_ablation(model, batches, [0.25, 0.5], draws=9, chosen=[(0, 3)])
+    rows = {(row.way, row.kept): row for row in found}
+    whole, half, chosen = rows["all", 4], rows["random", 2], rows["chosen", 2]
     assert half.perplexity > whole.perplexity
-    assert chosen.perplexity <= half.perplexity
     assert half.spread > 0
     assert chosen.ratio == pytest.approx(
         perplexity(model, batches, chosen.path) / whole.perplexity
     )
-    assert rows["best", 3].perplexity <= chosen.perplexity
     assert model.training
 
 
 @pytest.mark.numerics
-def test_the_best_subset_is_best_and_the_greedy_one_drops_what_is_missed_least(learnt):
+def test_the_benchmark_drops_the_part_that_is_missed_least(learnt):
     model, batches = learnt
-    every = {
-        path: perplexity(model, batches, path) for path in omit_parts(4, 0.5, draws=99)
-    }
-    assert best_subset(model, batches, 0.5) == min(every, key=every.__getitem__)
+    parts = split(model, [1, 1, 1, 1, 0])
     three = {
         path: perplexity(model, batches, path) for path in omit_parts(4, 0.25, draws=99)
     }
-    assert best_subset(model, batches, 0.25, subsets=0) == min(
-        three, key=three.__getitem__
+    best = min(three, key=three.__getitem__)
+    assert greedy_path(parts, batches, 3) == best
+    assert set(greedy_path(parts, batches, 2)) < set(best)
+    rows = with_best_subsets(
+        evaluate_ablation(parts, batches, [0.25]), parts, batches, batches
     )
-    assert set(best_subset(model, batches, 0.5, subsets=0)) < set(
-        best_subset(model, batches, 0.25, subsets=0)
-    )
-    greedy = {
-        row.kept: row.path
-        for row in evaluate_ablation(model, batches, [0.25, 0.5], subsets=0)
-        if row.way == "best"
-    }
-    assert greedy == {
-        3: best_subset(model, batches, 0.25, subsets=0),
-        2: best_subset(model, batches, 0.5, subsets=0),
-    }
+    assert [(row.way, row.kept) for row in rows] == [
+        ("all", 4),
+        ("random", 3),
+        ("best", 3),
+    ]
+    assert rows[-1].perplexity == three[best]
 
 
 def test_omitted_subsets_are_different_in_order_and_with_the_first_part():
@@ -424,7 +415,7 @@ def test_omitted_subsets_are_different_in_order_and_with_the_first_part():
         == omit_parts(12, 0.5, draws=40, seed=3)
         != omit_parts(12, 0.5, draws=40, seed=4)
     )
-    assert omission.omit_parts(1, 0.5) == ((0,),)
+    assert omit_parts(1, 0.5) == ((0,),)
     assert [skips_of(12, share) for share in (0, 0.25, 0.33, 1 / 3, 0.5)] == [
         0,
         3,

@@ -23,7 +23,7 @@ from penstock.schedules.coverage import (
     visited_parts,
 )
 from penstock.schedules.transforms import replicate, slice_tokens, split_backward
-from penstock.train.after.ablation import perplexity
+from penstock.train.after.evaluate import perplexity
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoint import (

@@ -13,8 +13,12 @@ import transformers
 from commands import called
 from hugging_face import bert_sizes
 from penstock.errors import FileError, ShapeError
-from penstock.train.after.ablation import AblationRow
-from penstock.train.after.evaluate import Examination, evaluate_run, evaluate_text
+from penstock.train.after.evaluate import (
+    AblationRow,
+    Examination,
+    evaluate_run,
+    evaluate_text,
+)
 
 TEXT = "".join(f"{n % 7} cats sat on {n % 5} mats\n" for n in range(30)) + "the end"
 
@@ -77,7 +81,7 @@ def test_the_perplexity_of_a_folder_on_a_text_is_that_of_transformers(
 
 def test_a_token_may_be_one_byte():
     rows = (AblationRow("all", 3, 3, 2.0, 0.0, 1.0, ()),)
-    one = Examination(rows, 1, 1, 24, 0, bytes_per_token=0.99999)
+    one = Examination(rows, 1, 1, 24, bytes_per_token=0.99999)
     assert one.by_byte.endswith(", 1 byte per token")
 
 

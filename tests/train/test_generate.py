@@ -11,8 +11,13 @@ import torch
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import ShapeError
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.train.after.ablation import chosen_path, parse_omission
-from penstock.train.after.generate import Trained, _tokenizer, generate_text
+from penstock.train.after.generate import (
+    Trained,
+    _tokenizer,
+    chosen_path,
+    generate_text,
+    parse_omission,
+)
 from penstock.train.data.tokenizer import ByteTokenizer, keep_tokenizer, train_tokenizer
 from penstock.train.weights import draw_parameters, hold_whole
 

@@ -17,7 +17,7 @@ from penstock.config import ModelConfig
 from penstock.errors import ConfigError, RunError, ShapeError
 from penstock.models import even_partition, shift_labels, token_loss, valid_tokens
 from penstock.runtime import run_threads
-from penstock.train.after.ablation import perplexity
+from penstock.train.after.evaluate import perplexity
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_timeline
 from penstock.train.job import RunOutcome

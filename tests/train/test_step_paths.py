@@ -30,7 +30,6 @@ from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import slice_tokens, split_backward
 from penstock.sim.simulate import simulate
-from penstock.train.after.passage import run_along_paths
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.job import Job
 from penstock.train.optimizer import Optimizer
@@ -129,9 +128,14 @@ def reference(job: Job) -> list[float]:
             [schedule.stages[stage].part for stage in one.path]
             for one in schedule.microbatches
         ]
-        outputs = run_along_paths(parts, batch.inputs, [one[:-1] for one in visited])
-        pairs = zip(outputs, batch.labels, strict=True)
-        loss = sum(token_loss(logits, labels) for logits, labels in pairs)
+        loss = torch.zeros(())
+        for words, path, labels in zip(
+            batch.inputs, visited, batch.labels, strict=True
+        ):
+            x = words
+            for part in path:
+                x = parts[part](x)
+            loss = loss + token_loss(x, labels)
         (loss / batch.valid).backward()
         found.append(float(loss.detach()) / batch.valid)
         if config.paths.mean == "visits":

@@ -20,7 +20,7 @@ from penstock.train.data.prompt import read_prompt
 from penstock.train.data.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
-    from penstock.train.after.ablation import AblationRow
+    from penstock.train.after.evaluate import AblationRow
 
 ModelFolder = Annotated[
     Path,
@@ -97,8 +97,12 @@ def generate_command(
 
     Example: penstock generate runs/tiny --omit 2,5
     """
-    from penstock.train.after.ablation import chosen_path, parse_layers
-    from penstock.train.after.generate import generate_text, open_trained
+    from penstock.train.after.generate import (
+        chosen_path,
+        generate_text,
+        open_trained,
+        parse_layers,
+    )
 
     begin = read_prompt(run) if prompt is None else prompt
     trained = open_trained(run)
@@ -158,8 +162,8 @@ def eval_command(
 
     Example: penstock eval my-model --text notes.txt
     """
-    from penstock.train.after.ablation import parse_omission
     from penstock.train.after.evaluate import evaluate_run, evaluate_text
+    from penstock.train.after.generate import parse_omission
 
     if tokens is not None and not text:
         raise ShapeError(
@@ -190,7 +194,7 @@ def _describe_row(row: AblationRow) -> str:
         perplexity += f" ± {row.spread:.4g}"
     text = f"{row.way:7}{row.kept}/{row.parts} parts  {perplexity}"
     text += f"  {row.ratio:.3f} of the full model's"
-    if row.way in ("best", "chosen"):
+    if row.way == "chosen":
         text += f"  parts {' '.join(map(str, row.path))}"
     return text
 

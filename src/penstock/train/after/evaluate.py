@@ -1,24 +1,44 @@
-"""Evaluates a model, whole and with parts left out: on the held-out text of its run, or on any other text."""
+"""Evaluates a model, whole and with parts left out: on the held-out text of its run, or on any other text.
+
+    all     0 1 2 3 4 5  head      perplexity with every part
+    random  0 . 2 3 . .  head      several draws: mean and spread
+    chosen  0 1 2 3 . .  head      the parts that somebody asked for, such as an early exit
+
+The first part, which has the embedding, and the head always run. Parts keep their order, and
+nothing is rescaled to make up for those left out. A whole model is cut into one layer per
+part and the head; if parts are given, the last one must be the head.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
+from random import Random
+from statistics import mean, stdev
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from penstock.config import DataConfig
-from penstock.errors import FileError, ShapeError
+from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
-from penstock.models import shift_labels
+from penstock.models import layer_count, shift_labels, split, token_loss, valid_tokens
+from penstock.models.slice import Carry
 from penstock.runtime import Batch, batch_of
-from penstock.train.after.ablation import TokenRows, chosen_path, evaluate_ablation
-from penstock.train.after.generate import Trained, continues_texts, open_trained
+from penstock.schedules.skip import PartPath, skips_of
+from penstock.train.after.generate import (
+    Trained,
+    chosen_path,
+    continues_texts,
+    open_trained,
+)
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
@@ -27,35 +47,44 @@ from penstock.train.launch import corpus_of, validation_of, with_kept_files
 from penstock.train.run_source import CONFIG_FILE
 from penstock.view.numbers import count_of
 
+WholeOrParts: TypeAlias = nn.Module | Sequence[nn.Module]  # a whole model, or its parts
+Omitted: TypeAlias = float | Sequence[int]  # a share of the layers, or some layers
+MAX_EXPONENT = 700.0  # exp of more would overflow.
+TOKENS_WITHOUT_RUN = 1024  # of a sequence, for a model whose run nobody knows
+TOKENS_AT_ONCE = 8192  # of a batch
+
+
+@dataclass(frozen=True, slots=True)
+class AblationRow:
+    """The perplexity of one way to leave out parts."""
+
+    way: str  # all, random, chosen
+    kept: int  # parts that run, without the head
+    parts: int  # all parts, without the head
+    perplexity: float  # for random draws, the mean
+    spread: float  # for random draws, the standard deviation
+    ratio: float  # to the perplexity with all parts
+    path: PartPath  # for random draws, empty
+
 
 @dataclass(frozen=True, slots=True)
 class Examination:
     """The perplexities of a model, and the sequences they were measured on."""
 
-    rows: TokenRows
+    rows: tuple[AblationRow, ...]
     sequences: int
     available: int  # sequences
     tokens: int  # per sequence
-    # Further sequences, on which the best subsets were searched; 0 if on the measured ones.
-    searched: int
     kind: str = "held-out "  # of the text; empty for other text
     bytes_per_token: float | None = None  # None if tokens do not stand for bytes
 
     @property
     def text(self) -> str:
         """Describe the text that was measured on."""
+        count = f"{self.sequences:,} of {self.available:,}"
         if self.sequences == self.available:
             count = f"all {self.sequences:,}"
-        else:
-            count = f"{self.sequences:,} of {self.available:,}"
-        words = f"{count} {self.kind}sequences of {self.tokens} tokens, each once"
-        if not any(row.way == "best" for row in self.rows):
-            return words
-        if self.searched:
-            return f"{words}; best subsets were searched on {self.searched:,} others"
-        return (
-            f"{words}; best subsets were searched on the same ones, which flatters them"
-        )
+        return f"{count} {self.kind}sequences of {self.tokens} tokens, each once"
 
     @property
     def by_byte(self) -> str:
@@ -70,9 +99,10 @@ class Examination:
         )
 
 
+# ---------------------------------------------------------------- the text of a run
 def evaluate_run(
     run: Path,
-    omit: Sequence[float | Sequence[int]],
+    omit: Sequence[Omitted],
     draws: int = 8,
     batches: int = 2,
     seed: int = 0,
@@ -80,15 +110,13 @@ def evaluate_run(
 ) -> Examination:
     """Measure the perplexity of a run's last checkpoint on `batches` batches of text that it was not trained on.
 
-    That is the text of its own evaluations: data.validation, or what it has held out.
+    That is the text of its own evaluations: data.validation, or what it has held out. Each sequence counts at most
+    once.
 
     omit: what to leave out, one after the other: a share of the layers, or some layers.
     exits: layers after which the head follows, one after the other.
-
-    Each sequence counts at most once. Best subsets are searched on other held-out text than
-    they are measured on, if there is any left.
     """
-    questions = _questions(omit, exits, draws, batches)
+    _check_counts(omit, draws, batches)
     if not (run / CONFIG_FILE).is_file():
         raise FileError(
             f"{run} has no {CONFIG_FILE}, which says what text was held out\n"
@@ -97,23 +125,48 @@ def evaluate_run(
     config = with_kept_files(read_config(run / CONFIG_FILE), run)
     corpus = validation_of(config, run) or corpus_of(config, run)
     loader = Loader(corpus, Deal(config.rows, config.passages), config.run.seed)
-    held = loader.evaluation(2 * batches)
+    held = loader.evaluation(batches)
     if not held:
         raise FileError(
             f"{run} held out no text: its data.held_out is {config.data.held_out:g}\n"
             "  train with data.held_out above 0 to have text for evaluations"
         )
-    trained = open_trained(run)
-    rows = questions.answer(trained, held[:batches], held[batches:], seed)
-    measured = loader.examined(batches)
     return Examination(
-        rows,
-        measured,
+        _measure(open_trained(run), held, omit, exits, draws, seed),
+        loader.examined(batches),
         corpus.held_out,
         corpus.length,
-        loader.examined(2 * batches) - measured,
         bytes_per_token=_bytes_per_token(corpus),
     )
+
+
+def _check_counts(omit: Sequence[Omitted], draws: int, batches: int) -> None:
+    """Refuse shares and counts that make no sense, before anything is read."""
+    for share in omit:
+        if isinstance(share, int | float) and not 0 <= share < 1:
+            raise ShapeError(
+                f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
+            )
+    for name, count in (("batches", batches), ("draws", draws)):
+        if count < 1:
+            raise ShapeError(f"{name} must be at least 1, not {count}")
+
+
+def _measure(
+    trained: Trained,
+    batches: Iterable[Batch],
+    omit: Sequence[Omitted],
+    exits: Sequence[int],
+    draws: int,
+    seed: int,
+) -> tuple[AblationRow, ...]:
+    """Measure a model with everything, and with each of these left out."""
+    count = trained.sizes.layers
+    shares = [one for one in omit if isinstance(one, int | float)]
+    layers = [one for one in omit if not isinstance(one, int | float)]
+    chosen = [chosen_path(count, one) for one in layers]
+    chosen += [chosen_path(count, exit_after=layer) for layer in exits]
+    return evaluate_ablation(trained.model, batches, shares, draws, seed, chosen)
 
 
 def _bytes_per_token(corpus: Corpus) -> float | None:
@@ -123,65 +176,11 @@ def _bytes_per_token(corpus: Corpus) -> float | None:
     return corpus.bytes_per_token
 
 
-@dataclass(frozen=True, slots=True)
-class _Questions:
-    """What to leave out, one after the other."""
-
-    shares: tuple[float, ...]
-    layers: tuple[Sequence[int], ...]
-    exits: tuple[int, ...]
-    draws: int
-
-    def answer(
-        self,
-        trained: Trained,
-        batches: Sequence[Batch],
-        search: Sequence[Batch],
-        seed: int,
-    ) -> TokenRows:
-        """Measure a model with everything, and with each of these left out."""
-        count = trained.sizes.layers
-        chosen = [chosen_path(count, one) for one in self.layers]
-        chosen += [chosen_path(count, exit_after=layer) for layer in self.exits]
-        return evaluate_ablation(
-            trained.model,
-            batches,
-            self.shares,
-            self.draws,
-            seed,
-            search,
-            chosen=chosen,
-        )
-
-
-def _questions(
-    omit: Sequence[float | Sequence[int]],
-    exits: Sequence[int],
-    draws: int,
-    batches: int,
-) -> _Questions:
-    shares = tuple(one for one in omit if isinstance(one, int | float))
-    layers = tuple(one for one in omit if not isinstance(one, int | float))
-    for share in shares:
-        if not 0 <= share < 1:
-            raise ShapeError(
-                f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
-            )
-    for name, count in (("batches", batches), ("draws", draws)):
-        if count < 1:
-            raise ShapeError(f"{name} must be at least 1, not {count}")
-    return _Questions(shares, layers, tuple(exits), draws)
-
-
 # ---------------------------------------------------------------- other text
-TOKENS_WITHOUT_RUN = 1024  # of a sequence, for a model whose run nobody knows
-TOKENS_AT_ONCE = 8192  # of a batch
-
-
 def evaluate_text(
     path: Path,
     sources: Sequence[str],
-    omit: Sequence[float | Sequence[int]] = (),
+    omit: Sequence[Omitted] = (),
     draws: int = 8,
     batches: int | None = None,
     seed: int = 0,
@@ -193,7 +192,7 @@ def evaluate_text(
     The text is read as the run reads its own, in sequences of `tokens` tokens. Every token but the first one of the
     text is predicted once; `batches` is the number of batches to read at most.
     """
-    questions = _questions(omit, exits, draws, 1 if batches is None else batches)
+    _check_counts(omit, draws, 1 if batches is None else batches)
     for source in sources:
         if not Path(source).expanduser().exists():
             raise FileError(
@@ -203,16 +202,17 @@ def evaluate_text(
     data = _data_of(path, trained, sources, tokens)
     with TemporaryDirectory(prefix="penstock-eval-") as cache:
         text = _open_text(data, trained, Path(cache))
-        measured = text if batches is None else text[:batches]
-        rows = questions.answer(trained, measured, (), seed)
+        measured = text
+        if batches is not None:
+            fewer = min(text.sequences, batches * text.rows)
+            measured = replace(text, sequences=fewer)
         return Examination(
-            rows,
+            _measure(trained, measured, omit, exits, draws, seed),
             measured.sequences,
             text.sequences,
             data.tokens,
-            0,
             "",
-            text.bytes_per_token,
+            _bytes_per_token(text.corpus),
         )
 
 
@@ -244,43 +244,28 @@ def _data_of(
     )
 
 
-class TextBatches(Sequence[Batch]):
+@dataclass(frozen=True, slots=True)
+class TextBatches:
     """A text in batches, made one by one so that memory does not grow with it."""
 
-    def __init__(self, corpus: Corpus, rows: int, seed: int, sequences: int) -> None:
-        self.corpus = corpus
-        self.rows = rows
-        self.seed = seed
-        self.sequences = sequences  # the last one may be shorter than the others
-        self.bytes_per_token = _bytes_per_token(corpus)
+    corpus: Corpus
+    rows: int
+    sequences: int  # the last one may be shorter than the others
 
-    def __len__(self) -> int:
-        return -(-self.whole // self.rows) + self.sequences - self.whole
+    def __iter__(self) -> Iterator[Batch]:
+        """Make the batches again from the first one on."""
+        whole = min(self.sequences, self.corpus.held_out)
+        for begin in range(0, whole, self.rows):
+            count = min(self.rows, whole - begin)
+            loader = Loader(self.corpus, Deal(count, 1), seed=0)
+            yield loader.batch_of(range(begin, begin + count))
+        if self.sequences > whole:
+            yield self._rest(whole)
 
-    @property
-    def whole(self) -> int:
-        """The sequences of full length."""
-        return min(self.sequences, self.corpus.held_out)
-
-    def __getitem__(self, place: Any) -> Any:
-        """Return a batch, or the first batches as another text."""
-        if isinstance(place, slice):
-            most = len(range(*place.indices(len(self)))) * self.rows
-            fewer = min(self.sequences, most)
-            return TextBatches(self.corpus, self.rows, self.seed, fewer)
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        begin = place * self.rows
-        if begin >= self.whole:
-            return self._rest()
-        count = min(self.rows, self.whole - begin)
-        loader = Loader(self.corpus, Deal(count, 1), self.seed)
-        return loader.batch_of(range(begin, begin + count))
-
-    def _rest(self) -> Batch:
+    def _rest(self, whole: int) -> Batch:
         """The last sequence, which is shorter."""
         corpus = self.corpus
-        words = corpus.tokens[self.whole * corpus.length :].astype(np.int64)
+        words = corpus.tokens[whole * corpus.length :].astype(np.int64)
         tokens = torch.from_numpy(words)[None]
         starts = None if corpus.end is None else starts_in(tokens, corpus.end)
         labels = shift_labels(tokens, starts)
@@ -302,4 +287,122 @@ def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
         masking = masking_of(tokenizer, data.mask, data.segments)
         corpus = replace(corpus, masking=masking, typed=data.segments > 1)
     rows = max(1, TOKENS_AT_ONCE // data.tokens)
-    return TextBatches(corpus, rows, 0, sequences + int(rest))
+    return TextBatches(corpus, rows, sequences + int(rest))
+
+
+# ---------------------------------------------------------------- parts left out
+def evaluate_ablation(
+    model: WholeOrParts,
+    batches: Iterable[Batch],
+    omit: Sequence[float],
+    draws: int = 8,
+    seed: int = 0,
+    chosen: Sequence[PartPath] = (),
+) -> tuple[AblationRow, ...]:
+    """Measure the perplexity with all parts, without each share in `omit`, and along the `chosen` paths.
+
+    `batches` can be iterated over more than once. Each share gets a row of random draws.
+    """
+    parts = single_layer_parts(model)
+    count = len(parts) - 1
+    whole = perplexity(parts, batches)
+    rows = [AblationRow("all", count, count, whole, 0.0, 1.0, tuple(range(count)))]
+    for share in omit:
+        paths = omit_parts(count, share, draws, seed)
+        found = [perplexity(parts, batches, path) for path in paths]
+        spread = stdev(found) if len(found) > 1 else 0.0
+        kept, ratio = len(paths[0]), mean(found) / whole
+        rows.append(AblationRow("random", kept, count, mean(found), spread, ratio, ()))
+    for path in chosen:
+        own = perplexity(parts, batches, path)
+        row = AblationRow("chosen", len(path), count, own, 0.0, own / whole, path)
+        rows.append(row)
+    return tuple(rows)
+
+
+def single_layer_parts(model: WholeOrParts) -> list[nn.Module]:
+    """Cut a model into parts of one layer and the head; return parts as they are."""
+    if isinstance(model, nn.Module):
+        return [*split(model, [1] * layer_count(model) + [0])]
+    if len(model) < 2:
+        raise ShapeError(
+            "a single part leaves nothing to leave out; "
+            "make the head its own part: split(model, [..., 0])"
+        )
+    return list(model)
+
+
+def omit_parts(
+    parts: int, share: float, draws: int = 1, seed: int = 0
+) -> tuple[PartPath, ...]:
+    """Return different random paths that leave out a share of the parts.
+
+    If fewer than `draws` exist, return all of them.
+
+    >>> omit_parts(4, 0.5, draws=9)
+    ((0, 1), (0, 2), (0, 3))
+    """
+    skips = skips_of(parts, share)
+    draw = Random(f"omission {seed}")
+    if math.comb(parts - 1, skips) <= draws:
+        kept = combinations(range(1, parts), parts - 1 - skips)
+        return tuple((0, *others) for others in kept)
+    paths: dict[PartPath, None] = {}
+    while len(paths) < draws:
+        others = sorted(draw.sample(range(1, parts), parts - 1 - skips))
+        paths[(0, *others)] = None
+    return tuple(paths)
+
+
+@torch.no_grad()
+def perplexity(
+    model: WholeOrParts, batches: Iterable[Batch], keep: Sequence[int] | None = None
+) -> float:
+    """Return exp of the mean loss per token when only the parts in `keep` and the head run.
+
+    Without `keep`, all parts run.
+    """
+    *layers, head = single_layer_parts(model)
+    parts = [*(layers if keep is None else [layers[part] for part in keep]), head]
+    loss = 0.0
+    valid = 0
+    with _without_dropout(parts):
+        for batch in batches:
+            for number, labels in enumerate(batch.labels):
+                logits = _run(parts, batch, number)
+                loss += float(token_loss(logits, labels).double())
+                valid += valid_tokens(labels)
+    mean_loss = loss / max(valid, 1)
+    if math.isnan(mean_loss):
+        raise RunError(
+            "the model produces NaN, so it has no perplexity\n"
+            "  check the losses of its training, and train again with a lower optimizer.rate"
+        )
+    return math.exp(min(mean_loss, MAX_EXPONENT))
+
+
+def _run(parts: Sequence[nn.Module], batch: Batch, microbatch: int) -> Tensor:
+    """Send a micro-batch through parts, one after the other; only the first one gets its named tensors."""
+    x = batch.inputs[microbatch]
+    tokens = x.shape[1]
+    named = batch.named[microbatch] if batch.named else {}
+    for part in parts:
+        # Packed documents must not see each other.
+        starts = batch.starts[microbatch : microbatch + 1]
+        pieces = [Carry(tokens, one).open(0, tokens) for one in starts]
+        x = part(x, *pieces, **named)
+        named = {}
+    return x
+
+
+@contextmanager
+def _without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Switch dropout off for a while."""
+    before = [part.training for part in parts]
+    try:
+        for part in parts:
+            part.eval()
+        yield
+    finally:
+        for part, training in zip(parts, before, strict=True):
+            part.train(training)

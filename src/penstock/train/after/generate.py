@@ -33,6 +33,7 @@ from penstock.models import (
 )
 from penstock.models.family import count_parameters
 from penstock.models.slice import Carry
+from penstock.schedules.skip import PartPath
 from penstock.train.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,
@@ -241,8 +242,7 @@ def parts_along(model: Part, path: Sequence[int] | None) -> list[Part]:
     """Return what a word passes through: the whole model or, along a path, some of its layers and the head."""
     if path is None:
         return [model]
-    layers = layer_count(model)
-    *parts, head = split(model, [1] * layers + [0])
+    *parts, head = split(model, [1] * layer_count(model) + [0])
     return [*(parts[layer] for layer in path), head]
 
 
@@ -301,3 +301,63 @@ def generate_text(
         if row[-1] == words.end and words.end is not None:
             break
     return words.decode(row)
+
+
+# ---------------------------------------------------------------- some of its layers
+def chosen_path(
+    layers: int, omit: Sequence[int] = (), exit_after: int | None = None
+) -> PartPath:
+    """Return the layers that run if some are left out, or if the head follows after one of them.
+
+    Layers are counted from 0.
+
+    >>> chosen_path(6, omit=[2]), chosen_path(6, exit_after=3)
+    ((0, 1, 3, 4, 5), (0, 1, 2, 3))
+    """
+    last = layers - 1
+    unknown = [layer for layer in omit if not 0 <= layer <= last]
+    if unknown:
+        raise ShapeError(
+            f"layer {unknown[0]} cannot be left out: the layers are 0 to {last}"
+        )
+    if 0 in omit:
+        raise ShapeError(
+            "layer 0 cannot be left out: it always runs in training, so the others rely on it\n"
+            f"  leave out some of the layers 1 to {last}"
+        )
+    if exit_after is not None and not 0 <= exit_after <= last:
+        raise ShapeError(
+            f"there is no layer {exit_after} to exit after: the layers are 0 to {last}"
+        )
+    end = last if exit_after is None else exit_after
+    beyond = [layer for layer in omit if layer > end]
+    if beyond:
+        raise ShapeError(
+            f"layer {beyond[0]} comes after the exit, so it is left out already\n"
+            f"  exit after a later layer than {end}, or omit only layers up to {end}"
+        )
+    return tuple(layer for layer in range(end + 1) if layer not in omit)
+
+
+def parse_layers(text: str) -> list[int]:
+    """Read the numbers of layers from a text such as 2,5."""
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise ShapeError(
+            f"{text!r} does not name layers; write their numbers with commas, such as 2,5"
+        ) from None
+
+
+def parse_omission(text: str) -> float | list[int]:
+    """Read what to leave out: a share of the layers, such as 0.25, or the layers themselves, such as 2,5.
+
+    >>> parse_omission("0.25"), parse_omission("2,5"), parse_omission("3")
+    (0.25, [2, 5], [3])
+    """
+    try:
+        share = float(text)
+    except ValueError:
+        return parse_layers(text)
+    is_layer = text.strip().isdecimal() and share >= 1
+    return [int(text)] if is_layer else share
