@@ -6,29 +6,20 @@ config ──► check_config ──┬── the same config, with the open val
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.config.sections import (
-    AS_PLANNED,
     AUTO,
-    DEVICES,
+    CHOICES,
     MAX_DEFAULT_MICROBATCHES,
-    MEANS,
-    MESSAGE_TYPES,
-    MODEL_FAMILIES,
     PARTIAL_SCHEDULES,
-    PRECISIONS,
     RATE_SCHEDULES,
-    REDUCTIONS,
-    SWITCHES,
     Config,
     MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
     ScheduleConfig,
     is_plan_file,
     names_own_code,
@@ -46,154 +37,303 @@ def check_config(config: Config, counted: bool = False) -> Config:
     schedule gets numbers for the values that the config leaves open.
     """
     config = _settle_named(config)
-    faults = [
-        *_range_faults(config),
-        *_choice_faults(config),
-        *_optimizer_faults(config.optimizer),
-        *_training_faults(config),
-        *_schedule_faults(config, counted or config.schedule.is_named),
-        *_model_faults(config),
-        *_option_faults(config),
-        *_joining_faults(config),
-        *_path_faults(config),
-    ]
-    if 0 < config.run.slow <= 1:
-        faults.append(
-            f"run.slow = {config.run.slow:g} would call every worker slow; it must be more than 1, or 0"
-        )
+    counted = counted or config.schedule.is_named
+    faults = [*_range_faults(config), *_choice_faults(config)]
+    for rule in RULES:
+        if counted or rule is not EVEN_BATCH:
+            faults += rule.faults(config)
     if faults:
         raise ConfigError("\n".join(faults))
     return config
 
 
-def _optimizer_faults(optimizer: OptimizerConfig) -> Iterator[str]:
-    """The values of [optimizer] that no torch is needed to refuse."""
-    schedule = optimizer.schedule
-    if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
-        wrong = UnknownNameError("optimizer.schedule", schedule, RATE_SCHEDULES)
-        yield f"{wrong}; your own is module:function or file.py:function"
-    for group in optimizer.groups:
-        name = f"optimizer.groups with match = {group.match!r}"
-        if not group.match:
-            yield f"{name} matches nothing; give a pattern such as '*.bias'"
-        for key, value in (("rate", group.rate), ("decay", group.decay)):
-            if value is not None and not 0 <= value < inf:
-                yield f"{name} has {key} = {value:g}; it must be at least 0"
-        if group.frozen and (group.rate, group.decay) != (None, None):
-            yield f"{name} is frozen, so it can have no rate or decay"
+class Rule(NamedTuple):
+    """What values of a config must not say together.
+
+    `broken` is true for a config that breaks the rule, or lists what breaks it: the fault is then said of each, as
+    `it`. In the fault, {run.steps} stands for a value of the config.
+    """
+
+    broken: Callable[[Config], object]
+    fault: str
+
+    def faults(self, config: Config) -> Iterator[str]:
+        """The faults of a config by this rule."""
+        broken = self.broken(config)
+        sections = {item.name: getattr(config, item.name) for item in fields(config)}
+        for it in broken if isinstance(broken, list) else [None] * bool(broken):
+            yield self.fault.format(it=it, config=config, **sections)
 
 
-def _training_faults(config: Config) -> Iterator[str]:
-    """The values of [lora] and [run] that do not go with others, and names of the user's own code that are none."""
-    rank = config.lora.rank
-    mesh = config.mesh
+# ---------------------------------------------------------------- what breaks a rule
+def _own_code(config: Config) -> list[tuple[str, str]]:
+    """The names of the user's own code in [run], by their keys."""
     run = config.run
-    if rank and not config.model.weights:
-        yield f"lora.rank = {rank} trains adapters beside a trained model: name its folder in model.weights"
-    if rank and mesh.size > 1:
-        yield (
-            f"lora.rank = {rank} does not go with mesh.shard = {mesh.shard} and "
-            f"mesh.tensor = {mesh.tensor}: use schedule.copies instead"
-        )
-    named = [("loss", run.loss)] if run.loss else []
-    named += [("callbacks", name) for name in run.callbacks]
-    for key, name in named:
-        if not names_own_code(name):
-            yield f"run.{key} = {name!r} is not module:name or file.py:name"
-    if run.loss and (run.smoothing or run.z_loss):
-        yield "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss"
-    if run.reduction != "sum" and not run.loss:
-        yield "run.reduction = mean is for a loss of your own: name it in run.loss"
-    for block in run.recomputed_inside if run.recompute else ():
-        yield (
-            f"run.recompute = true recomputes everything, so run.recompute_{block} = true adds nothing: "
-            "set one of them"
-        )
-    if run.early_stop and not run.evaluate:
-        yield f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"
+    named = [("run.loss", run.loss)] if run.loss else []
+    return named + [("run.callbacks", name) for name in run.callbacks]
 
 
-def _option_faults(config: Config) -> Iterator[str]:
-    """The options of [run] that contradict other values."""
+def _impossible_options(config: Config) -> list[tuple[str, str]]:
+    """The options of [run] that contradict other values, and why."""
     reasons = {
         "graphs": reasons_against_recording,
         "compile": reasons_against_compiling,
     }
-    for key, reasons_against in reasons.items():
-        if getattr(config.run, key) == "true":
-            for reason in reasons_against(config):
-                yield f"run.{key} = true does not go with {reason}"
+    return [
+        (key, reason)
+        for key, reasons_against in reasons.items()
+        if getattr(config.run, key) == "true"
+        for reason in reasons_against(config)
+    ]
 
 
-def _joining_faults(config: Config) -> Iterator[str]:
-    """The options for workers of other machines that would change nothing, or that contradict others."""
-    run = config.run
-    if not run.listen:
-        for key in ("key", "workers"):
-            if getattr(run, key):
-                yield f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
-    elif run.elastic == "false":
-        yield "run.listen lets workers join, which run.elastic = false does not allow"
-    else:
-        own = [("optimizer.schedule", config.optimizer.schedule)]
-        own += [("run.loss", run.loss)]
-        own += [("run.callbacks", name) for name in run.callbacks]
-        for key, name in own:
-            if own_code_file(name):
-                yield (
-                    f"{key} = {name} is a file that workers of other machines do not have (run.listen): "
-                    "name a module that is installed on all machines"
-                )
+def _files_of_own_code(config: Config) -> list[tuple[str, str]]:
+    """The names of the user's own code that name a file, by their keys."""
+    named = [("optimizer.schedule", config.optimizer.schedule), *_own_code(config)]
+    return [(key, name) for key, name in named if own_code_file(name)]
 
 
-def _path_faults(config: Config) -> Iterator[str]:
-    """The values of [paths] that would change nothing, or that contradict others."""
-    paths = config.paths
-    data = config.data
+def _has_planned_paths(config: Config) -> bool:
+    """Whether paths come from a plan, or from a search that may leave out layers."""
     schedule = config.schedule
     searched = schedule.name == AUTO and schedule.skip > 0
-    planned = searched or is_plan_file(schedule.name)
-    changed = [
+    return searched or is_plan_file(schedule.name)
+
+
+def _has_paths(config: Config) -> bool:
+    """Whether some micro-batches may leave out parts."""
+    return config.schedule.name in PARTIAL_SCHEDULES or _has_planned_paths(config)
+
+
+def _changed_paths(config: Config) -> list[str]:
+    """The keys of [paths] that do not have their defaults."""
+    return [
         f"paths.{item.name}"
-        for item in fields(paths)
-        if getattr(paths, item.name) != item.default
+        for item in fields(config.paths)
+        if getattr(config.paths, item.name) != item.default
     ]
-    if not planned and schedule.name not in PARTIAL_SCHEDULES:
-        for key in changed:
-            yield (
-                f"{key} is for schedules that leave out parts, and {schedule.name} leaves out none: "
-                "set schedule.name=skip, a plan of `penstock paths`, or schedule.skip with auto"
-            )
-        return
-    uneven = [
-        key for key in ("separate", "instructions", "segments") if getattr(data, key)
-    ]
-    if paths.mean == "visits" and uneven and config.mesh.shard > 1:
-        yield (
-            f"paths.mean = visits does not go with data.{uneven[0]} and mesh.shard > 1: "
-            "shards would weigh their documents differently; set paths.mean=all"
-        )
-    if planned:
-        for key in changed:
-            if key in ("paths.share", "paths.swaps", "paths.keep"):
-                yield f"{key} is for schedule.name = skip; {schedule.name} has its own paths, so leave it out"
-        return
-    if paths.share and schedule.skips:
-        yield (
-            f"paths.share = {paths.share:g} and schedule.skips = {schedule.skips} both say how many "
-            "parts are left out: give one of them"
-        )
-    unknown = [part for part in paths.keep if not 0 <= part < schedule.ranks]
-    if unknown:
-        yield (
-            f"paths.keep names part {unknown[0]}, but the parts of {schedule.ranks} ranks are "
-            f"0 to {schedule.ranks - 1}"
-        )
+
+
+def _uneven_data(config: Config) -> list[str]:
+    """The keys of [data] that give shards documents of different lengths."""
+    uneven = ("separate", "instructions", "segments")
+    return [key for key in uneven if getattr(config.data, key)]
+
+
+def _unknown_parts(config: Config) -> list[tuple[int, int]]:
+    """The parts of paths.keep that the schedule does not have, each with the last one that it has."""
+    last = config.schedule.ranks - 1
+    return [(part, last) for part in config.paths.keep if not 0 <= part <= last]
+
+
+# ---------------------------------------------------------------- the rules
+EVEN_BATCH = Rule(
+    lambda c: (
+        []
+        if c.data.batch % (c.passages or 1) == 0
+        else [-(-c.data.batch // c.passages) * c.passages]
+    ),
+    "data.batch = {data.batch} sequences cannot be dealt out evenly to {config.passages} "
+    "micro-batches (microbatches {schedule.microbatches} x copies {schedule.copies} x shard {mesh.shard} x accumulate "
+    "{run.accumulate}); {it} can",
+)
+RULES = (
+    # ------------------------------------------------ [optimizer]
+    Rule(
+        lambda c: [one for one in c.optimizer.groups if not one.match],
+        "optimizer.groups with match = {it.match!r} matches nothing; give a pattern such as '*.bias'",
+    ),
+    Rule(
+        lambda c: [
+            (group.match, key, value)
+            for group in c.optimizer.groups
+            for key, value in (("rate", group.rate), ("decay", group.decay))
+            if value is not None and not 0 <= value < inf
+        ],
+        "optimizer.groups with match = {it[0]!r} has {it[1]} = {it[2]:g}; it must be at least 0",
+    ),
+    Rule(
+        lambda c: [
+            group
+            for group in c.optimizer.groups
+            if group.frozen and (group.rate, group.decay) != (None, None)
+        ],
+        "optimizer.groups with match = {it.match!r} is frozen, so it can have no rate or decay",
+    ),
+    # ------------------------------------------------ [lora] and [run]
+    Rule(
+        lambda c: c.lora.rank and not c.model.weights,
+        "lora.rank = {lora.rank} trains adapters beside a trained model: name its folder in model.weights",
+    ),
+    Rule(
+        lambda c: c.lora.rank and c.mesh.size > 1,
+        "lora.rank = {lora.rank} does not go with mesh.shard = {mesh.shard} and "
+        "mesh.tensor = {mesh.tensor}: use schedule.copies instead",
+    ),
+    Rule(
+        lambda c: [one for one in _own_code(c) if not names_own_code(one[1])],
+        "{it[0]} = {it[1]!r} is not module:name or file.py:name",
+    ),
+    Rule(
+        lambda c: c.run.loss and (c.run.smoothing or c.run.z_loss),
+        "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss",
+    ),
+    Rule(
+        lambda c: c.run.reduction != "sum" and not c.run.loss,
+        "run.reduction = mean is for a loss of your own: name it in run.loss",
+    ),
+    Rule(
+        lambda c: [*c.run.recomputed_inside] if c.run.recompute else [],
+        "run.recompute = true recomputes everything, so run.recompute_{it} = true adds nothing: set one of them",
+    ),
+    Rule(
+        lambda c: c.run.early_stop and not c.run.evaluate,
+        "run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none",
+    ),
+    # ------------------------------------------------ [schedule]
+    Rule(
+        lambda c: (
+            c.schedule.is_named
+            and c.schedule.devices
+            and c.processes > c.schedule.devices
+        ),
+        "schedule.devices = {schedule.devices}, but {schedule.name} needs {config.processes} "
+        "(ranks {schedule.ranks} x copies {schedule.copies} x mesh {mesh.size}); "
+        "set schedule.devices=0, or fewer ranks or copies",
+    ),
+    Rule(
+        lambda c: c.schedule.skip and c.schedule.is_named,
+        "schedule.skip = {schedule.skip:g} says what auto may leave out, but "
+        "schedule.name = {schedule.name}; for the schedule skip, set schedule.skips",
+    ),
+    EVEN_BATCH,
+    # ------------------------------------------------ [model] and [data]
+    Rule(
+        lambda c: c.model.family == "bert" and c.schedule.slices > 1,
+        "schedule.slices = {schedule.slices} does not go with {model.written}: the words of an encoder see later "
+        "words, so a slice cannot run before the others; set schedule.slices=0",
+    ),
+    Rule(
+        lambda c: c.model.family == "bert" and c.data.instructions,
+        "data.instructions = true does not go with {model.written}: "
+        "an encoder guesses masked words and answers nothing",
+    ),
+    Rule(  # The model of a folder may still turn out to be an encoder.
+        lambda c: (
+            [segments_fault(c)]
+            if c.model.family != "bert" and c.data.segments and not c.model.folder
+            else []
+        ),
+        "{it}",
+    ),
+    Rule(
+        lambda c: c.data.mixture and c.data.sources,
+        "data.sources and data.mixture both name text: give one of them",
+    ),
+    Rule(
+        lambda c: [
+            number for number, one in enumerate(c.data.mixture) if not one.sources
+        ],
+        "source {it} of data.mixture names no files: sources is empty",
+    ),
+    Rule(
+        lambda c: [
+            (number, one.weight)
+            for number, one in enumerate(c.data.mixture)
+            if not (isfinite(one.weight) and one.weight > 0)
+        ],
+        "source {it[0]} of data.mixture has weight {it[1]:g}, which must be above 0",
+    ),
+    Rule(
+        lambda c: c.model.weights and c.model.config,
+        "model.weights and model.config both name a folder; "
+        "weights starts from a trained model, config from new weights",
+    ),
+    Rule(  # The model of a folder has its own sizes.
+        lambda c: (
+            not c.model.folder
+            and c.model.family in ("gpt", "bert")
+            and 0 < c.model.positions < c.data.tokens
+        ),
+        "data.tokens = {data.tokens} is more than model.positions = {model.positions}",
+    ),
+    Rule(
+        lambda c: (
+            [sum(c.schedule.partition)]
+            if not c.model.folder
+            and c.schedule.partition
+            and sum(c.schedule.partition) != c.model.layers
+            else []
+        ),
+        "schedule.partition has {it} layers, but model.layers = {model.layers}",
+    ),
+    # ------------------------------------------------ how a run computes, and workers of other machines
+    Rule(_impossible_options, "run.{it[0]} = true does not go with {it[1]}"),
+    Rule(
+        lambda c: [
+            key
+            for key in ("key", "workers")
+            if getattr(c.run, key) and not c.run.listen
+        ],
+        "run.{it} is for workers of other machines: set run.listen=HOST:PORT too",
+    ),
+    Rule(
+        lambda c: c.run.listen and c.run.elastic == "false",
+        "run.listen lets workers join, which run.elastic = false does not allow",
+    ),
+    Rule(
+        lambda c: (
+            _files_of_own_code(c) if c.run.listen and c.run.elastic != "false" else []
+        ),
+        "{it[0]} = {it[1]} is a file that workers of other machines do not have (run.listen): "
+        "name a module that is installed on all machines",
+    ),
+    # ------------------------------------------------ [paths]
+    Rule(
+        lambda c: [] if _has_paths(c) else _changed_paths(c),
+        "{it} is for schedules that leave out parts, and {schedule.name} leaves out none: "
+        "set schedule.name=skip, a plan of `penstock paths`, or schedule.skip with auto",
+    ),
+    Rule(
+        lambda c: (
+            _uneven_data(c)[:1]
+            if _has_paths(c) and c.paths.mean == "visits" and c.mesh.shard > 1
+            else []
+        ),
+        "paths.mean = visits does not go with data.{it} and mesh.shard > 1: "
+        "shards would weigh their documents differently; set paths.mean=all",
+    ),
+    Rule(
+        lambda c: [
+            key
+            for key in _changed_paths(c)
+            if _has_planned_paths(c)
+            and key in ("paths.share", "paths.swaps", "paths.keep")
+        ],
+        "{it} is for schedule.name = skip; {schedule.name} has its own paths, so leave it out",
+    ),
+    Rule(
+        lambda c: (
+            c.schedule.name in PARTIAL_SCHEDULES and c.paths.share and c.schedule.skips
+        ),
+        "paths.share = {paths.share:g} and schedule.skips = {schedule.skips} both say how many "
+        "parts are left out: give one of them",
+    ),
+    Rule(
+        lambda c: _unknown_parts(c)[:1] if c.schedule.name in PARTIAL_SCHEDULES else [],
+        "paths.keep names part {it[0]}, but the parts of {schedule.ranks} ranks are "
+        "0 to {it[1]}",
+    ),
+    Rule(
+        lambda c: 0 < c.run.slow <= 1,
+        "run.slow = {run.slow:g} would call every worker slow; it must be more than 1, or 0",
+    ),
+)
 
 
 def allows_meshes(config: Config) -> bool:
     """Whether the options of a run go with ranks of several processes."""
-    return not any(_option_faults(replace(config, mesh=MeshConfig(shard=2))))
+    return not _impossible_options(replace(config, mesh=MeshConfig(shard=2)))
 
 
 def _range_faults(config: Config) -> Iterator[str]:
@@ -228,21 +368,6 @@ def _wanted_range(value: float, limits: Mapping[str, Any]) -> str:
     return ""
 
 
-CHOICES = {
-    "model.family": MODEL_FAMILIES,
-    "run.precision": PRECISIONS,
-    "run.messages": MESSAGE_TYPES,
-    "run.device": DEVICES,
-    "run.compile": SWITCHES,
-    "run.graphs": SWITCHES,
-    "run.elastic": SWITCHES,
-    "run.reduction": REDUCTIONS,
-    "run.mirror": SWITCHES,
-    "paths.mean": MEANS,
-    "paths.sum_messages": (*MESSAGE_TYPES, AS_PLANNED),
-}
-
-
 def _choice_faults(config: Config) -> Iterator[str]:
     """The values that are not among the known names."""
     for key, known in CHOICES.items():
@@ -252,6 +377,10 @@ def _choice_faults(config: Config) -> Iterator[str]:
             yield str(
                 UnknownNameError(key, value, known, meant if meant in known else "")
             )
+    schedule = config.optimizer.schedule
+    if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
+        wrong = UnknownNameError("optimizer.schedule", schedule, RATE_SCHEDULES)
+        yield f"{wrong}; your own is module:function or file.py:function"
 
 
 def _settle_named(config: Config) -> Config:
@@ -277,89 +406,13 @@ def _settle_named(config: Config) -> Config:
     return replace(config, schedule=schedule)
 
 
-def _schedule_faults(config: Config, counted: bool) -> Iterator[str]:
-    """The values of [schedule] that contradict others."""
-    schedule = config.schedule
-    mesh = config.mesh
-    passages = config.passages
-    batch = config.data.batch
-    processes = schedule.ranks * schedule.copies * mesh.size
-    if schedule.is_named and schedule.devices and processes > schedule.devices:
-        yield (
-            f"schedule.devices = {schedule.devices}, but {schedule.name} needs {processes} "
-            f"(ranks {schedule.ranks} x copies {schedule.copies} x mesh {mesh.size}); "
-            "set schedule.devices=0, or fewer ranks or copies"
-        )
-    if schedule.skip and schedule.is_named:
-        yield (
-            f"schedule.skip = {schedule.skip:g} says what auto may leave out, but "
-            f"schedule.name = {schedule.name}; for the schedule skip, set schedule.skips"
-        )
-    if counted and passages and batch % passages:
-        fitting = -(-batch // passages) * passages
-        yield (
-            f"data.batch = {batch} sequences cannot be dealt out evenly to {passages} "
-            f"micro-batches (microbatches {schedule.microbatches} x copies "
-            f"{schedule.copies} x shard {mesh.shard} x accumulate "
-            f"{config.run.accumulate}); {fitting} can"
-        )
-
-
-def _model_faults(config: Config) -> Iterator[str]:
-    """The values of [model] and [data] that contradict others."""
-    model = config.model
-    data = config.data
-    schedule = config.schedule
-    written = _written_model(model)
-    if model.family == "bert" and schedule.slices > 1:
-        yield (
-            f"schedule.slices = {schedule.slices} does not go with {written}: the words of an encoder see later "
-            "words, so a slice cannot run before the others; set schedule.slices=0"
-        )
-    if model.family == "bert" and data.instructions:
-        yield (
-            f"data.instructions = true does not go with {written}: "
-            "an encoder guesses masked words and answers nothing"
-        )
-    # The model of a folder may still turn out to be an encoder.
-    if model.family != "bert" and data.segments and not model.folder:
-        yield segments_fault(config)
-    if data.mixture and data.sources:
-        yield "data.sources and data.mixture both name text: give one of them"
-    for number, source in enumerate(data.mixture):
-        name = f"source {number} of data.mixture"
-        if not source.sources:
-            yield f"{name} names no files: sources is empty"
-        if not (isfinite(source.weight) and source.weight > 0):
-            yield f"{name} has weight {source.weight:g}, which must be above 0"
-    if model.weights and model.config:
-        yield (
-            "model.weights and model.config both name a folder; "
-            "weights starts from a trained model, config from new weights"
-        )
-    if model.folder:
-        return  # It has its own sizes.
-    if model.family in ("gpt", "bert") and 0 < model.positions < data.tokens:
-        yield f"data.tokens = {data.tokens} is more than model.positions = {model.positions}"
-    layers = sum(schedule.partition)
-    if schedule.partition and layers != model.layers:
-        yield f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
-
-
 def segments_fault(config: Config) -> str:
     """Say that only an encoder has segments."""
     model = config.model
     wrong = f"data.segments = {config.data.segments} is for an encoder, but "
     if model.folder:
-        return f"{wrong}the model of {_written_model(model)} is a decoder: set data.segments=0"
-    return f"{wrong}{_written_model(model)}: set model.family=bert, or data.segments=0"
-
-
-def _written_model(model: ModelConfig) -> str:
-    """The line of a config that says which model it is."""
-    if model.folder:
-        return f"{model.folder_key} = {model.folder}"
-    return f"model.family = {model.family}"
+        return f"{wrong}the model of {model.written} is a decoder: set data.segments=0"
+    return f"{wrong}{model.written}: set model.family=bert, or data.segments=0"
 
 
 # ---------------------------------------------------------------- how a run computes

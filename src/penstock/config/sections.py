@@ -24,19 +24,25 @@ from typing import TypeAlias, TypeVar
 AUTO = "auto"  # the value of settings that Penstock decides itself
 
 # ---------------------------------------------------------------- choices
-MODEL_FAMILIES = ("llama", "gpt", "bert")  # model.family
 PARTIAL_SCHEDULES = ("skip",)  # schedule.name: those that leave out parts
-MEANS = ("all", "visits")  # paths.mean
-AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
-# optimizer.schedule
+# optimizer.schedule, beside the user's own code
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
-DEVICES = (AUTO, "cpu", "cuda")  # run.device
-PRECISIONS = (AUTO, "float32", "bfloat16")  # run.precision
-MESSAGE_TYPES = ("float32", "bfloat16", "int8")  # run.messages
-REDUCTIONS = ("sum", "mean")  # run.reduction
-SWITCHES = (AUTO, "true", "false")  # of SWITCH_KEYS
-# The values of these keys may be written without quotes.
-SWITCH_KEYS = ("run.compile", "run.elastic", "run.graphs", "run.mirror")
+AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
+MESSAGE_TYPES = ("float32", "bfloat16", "int8")
+SWITCH = (AUTO, "true", "false")  # its values may be written without quotes
+CHOICES = {
+    "model.family": ("llama", "gpt", "bert"),
+    "run.precision": (AUTO, "float32", "bfloat16"),
+    "run.messages": MESSAGE_TYPES,
+    "run.device": (AUTO, "cpu", "cuda"),
+    "run.compile": SWITCH,
+    "run.graphs": SWITCH,
+    "run.elastic": SWITCH,
+    "run.reduction": ("sum", "mean"),
+    "run.mirror": SWITCH,
+    "paths.mean": ("all", "visits"),
+    "paths.sum_messages": (*MESSAGE_TYPES, AS_PLANNED),
+}
 
 # ---------------------------------------------------------------- numbers with a meaning
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
@@ -152,6 +158,13 @@ class ModelConfig:
     def folder_key(self) -> str:
         """The key that names this folder."""
         return "model.weights" if self.weights else "model.config"
+
+    @property
+    def written(self) -> str:
+        """The line of a config that says which model it is."""
+        if self.folder:
+            return f"{self.folder_key} = {self.folder}"
+        return f"model.family = {self.family}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -662,6 +675,11 @@ class Config:
     def drops(self) -> bool:
         """Whether a run trains with dropout."""
         return self.model.dropout > 0 or (self.lora.rank > 0 and self.lora.dropout > 0)
+
+    @property
+    def processes(self) -> int:
+        """The processes of all ranks and copies."""
+        return self.schedule.ranks * self.schedule.copies * self.mesh.size
 
     @property
     def rows(self) -> int:

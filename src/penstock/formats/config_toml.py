@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from penstock.config import (
+    CHOICES,
     PRESETS,
-    SWITCH_KEYS,
+    SWITCH,
     Config,
     DataConfig,
     LoraConfig,
@@ -247,7 +248,7 @@ def _convert(
         assert isinstance(value, int)
         return float(value) if abs(value) < 1 << 1000 else inf
     name = ".".join(steps)
-    if isinstance(value, bool) and name in SWITCH_KEYS:
+    if isinstance(value, bool) and CHOICES.get(name) == SWITCH:
         return str(value).lower()
     if type(value) is not type(default):
         what = f"{name} must be {TYPE_NAMES[type(default)]}, not {value!r}"
