@@ -15,10 +15,12 @@ from penstock.cost import ModelCost, Network, PartCost, Seconds
 from penstock.cost.waiting import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import load_torch_csv, read_plan
-from penstock.integrations.advice import FRAMEWORKS, advise, framework_of
-from penstock.integrations.terms import (
+from penstock.integrations.advice import (
+    FRAMEWORKS,
     PipelineTerms,
     PlacementKind,
+    advise,
+    framework_of,
     order_of,
     placement_kind,
 )

@@ -15,10 +15,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from penstock import make
-from penstock.integrations.advice import FRAMEWORKS
-from penstock.integrations.megatron import layout_of
-from penstock.integrations.terms import PipelineTerms
-from penstock.integrations.torchtitan.advice import torch_name
+from penstock.integrations.advice import (
+    FRAMEWORKS,
+    PipelineTerms,
+    layout_text,
+    torch_name,
+)
 from penstock.integrations.torchtitan.options import modules_of
 from penstock.partition import even_partition
 
@@ -130,7 +132,7 @@ def test_megatron_parses_the_layout(partition: tuple[int, ...], ranks: int) -> N
     plan = replace(
         pipeline("1f1b", SHAPES[0][1]), schedule=schedule, partition=partition
     )
-    parsed = peer.PipelineParallelLayerLayout(layout_of(plan), ranks)
+    parsed = peer.PipelineParallelLayerLayout(layout_text(plan.partition), ranks)
     parsed.validate_layer_layout(sum(partition), 0)
     for stage in schedule.stages:
         held = parsed.layout[stage.rank][stage.part // ranks]

@@ -7,8 +7,7 @@ from pathlib import Path
 from penstock.cli.landscape import describe_range, note_unused
 from penstock.cli.tables import console, print_json, print_plain, write
 from penstock.formats import dump_plan
-from penstock.integrations.advice import Counsel, advise
-from penstock.integrations.terms import Framework
+from penstock.integrations.advice import Counsel, Framework, advise
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import Question
 from penstock.plan.search import Landscape

@@ -36,8 +36,7 @@ from penstock.cost.profile import refuse_error, tile_of
 from penstock.errors import RunError, ShapeError
 from penstock.formats import dump_plan, read_cluster, read_row_profiles
 from penstock.formats.config_toml import written_keys
-from penstock.integrations.advice import framework_of
-from penstock.integrations.terms import Framework
+from penstock.integrations.advice import Framework, framework_of
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import (
     Question,
