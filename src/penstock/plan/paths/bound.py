@@ -18,7 +18,7 @@ counts too.
 
 This bound ignores which tasks wait for each other on the data node. `least_end` tries all
 orders of these tasks, if there are not too many. The bound also ignores that not all micro-batches
-can take the same shortest trip. `price_bound` therefore makes good nodes expensive.
+can take the same shortest trip. `multiplier_bound` therefore makes good nodes expensive.
 
 Three more bounds count: the work of a data node; the work of a part over its replicas, after the
 first micro-batch can have arrived and before the last must leave; and the sums of gradients over
@@ -70,50 +70,153 @@ def bisect_times(
     return Bracket(low, high)
 
 
-# ---------------------------------------------------------------- the shortest round trips in any arrangement
-# The shortest round trips: from a node over a number of other nodes, all different, and home.
+# ---------------------------------------------------------------- the cheapest round trips in any arrangement
+# The cheapest round trips: from a node over a number of other nodes, all different, and home.
 #
 # walks[r, u, v]    the least time from u over r more nodes home to v, if a walk may visit a node twice. One matrix
 #                   product for each r, in which times are added and the minimum takes the place of the sum.
-# trips             a depth-first search from each node, nearest nodes first, as long as a walk home could still be
-#                   shorter than the best trip.
+# trips             a depth-first search from each node, cheapest nodes first, as long as a walk home could still be
+#                   cheaper than the best trip.
 
 # Steps of the search for shortest trips. If they do not suffice, the shortest walk counts.
 MAX_TRIP_STEPS = 3_000_000
 MIN_TRIP_STEPS_PER_NODE = 1000
 
 
-def shortest_cycles(link: Floats, home: Floats, hops: int) -> Floats:
-    """Return, for each node, the time of the shortest trip from it over `hops` different other nodes.
+class TripLinks(NamedTuple):
+    """The links of trips over `hops` nodes; those from a node to itself are infinite."""
+
+    link: Floats  # seconds to go on to a node and of its work there [node, node]
+    home: Floats  # seconds of the way home from the last node [node, node]
+    walks: Floats  # the least seconds over some more nodes home [hops, node, node]
+
+
+class TripPrices(NamedTuple):
+    """What a second on a trip costs. It costs more after each node that has a price."""
+
+    own: Floats  # of the trips from each node
+    slot: Floats  # more, from the visit of each node on
+    fixed: Floats  # the price of a visit itself
+
+
+def links_of_trips(link: Floats, home: Floats, hops: int) -> TripLinks:
+    """Return the links of trips with the shortest walks home.
 
     link: seconds to go on to a node and of its work there [node, node].
     home: seconds of the way home from the last node [node, node].
     """
-    if hops == 0:
-        return np.zeros(len(link))
     link = link.copy()
+    home = home.copy()
     np.fill_diagonal(link, np.inf)
-    walks = walks_home(link, home, hops)
-    shortest = np.empty(len(link))
-    max_steps = MAX_TRIP_STEPS // len(link) + MIN_TRIP_STEPS_PER_NODE
-    compile_if_large(_find_trips, MIN_COMPILED_SIZE)(
-        link, walks, hops, max_steps, shortest
-    )
+    np.fill_diagonal(home, np.inf)
+    walks = np.empty((hops, *home.shape))
+    walks[0] = home
+    for more in range(1, hops):
+        onward = walks[more - 1].copy()
+        np.fill_diagonal(onward, np.inf)  # the node that it comes home to is not a hop
+        walks[more] = min_plus(link, onward)
+    return TripLinks(link, home, walks)
+
+
+def shortest_cycles(link: Floats, home: Floats, hops: int) -> Floats:
+    """Return, for each node, the time of the shortest trip from it over `hops` different other nodes."""
+    count = len(link)
+    if hops == 0:
+        return np.zeros(count)
+    links = links_of_trips(link, home, hops)
+    free = np.zeros(count)
+    max_steps = MAX_TRIP_STEPS // count + MIN_TRIP_STEPS_PER_NODE
+    shortest, _ = cheapest_trips(links, TripPrices(free + 1.0, free, free), max_steps)
     return shortest
 
 
-def walks_home(link: Floats, home: Floats, hops: int) -> Floats:
-    """Return [r, u, v]: the least time from u over r more nodes home to v.
+def cheapest_trips(
+    links: TripLinks, prices: TripPrices, max_steps: int
+) -> tuple[Floats, Ints]:
+    """Return the price of the cheapest trip from each node, and its nodes.
 
-    The link from a node to itself must be infinite.
+    The first of its nodes is -1 if `max_steps` do not suffice. The price is then that of a shorter walk.
     """
-    walks = np.empty((hops, len(link), len(link)))
-    walks[0] = home
-    for r in range(1, hops):
-        onward = walks[r - 1].copy()
-        np.fill_diagonal(onward, np.inf)  # the node that it comes home to is not a hop
-        walks[r] = min_plus(link, onward)
-    return walks
+    hops, count, _ = links.walks.shape
+    cheapest = np.zeros(count)
+    trips = np.zeros((count, hops + 1), dtype=np.int64)
+    search = compile_if_large(_find_trips, MIN_COMPILED_SIZE)
+    search(links, prices, max_steps, cheapest, trips)
+    return cheapest, trips
+
+
+def _find_trips(  # noqa: PLR0915
+    links: TripLinks, prices: TripPrices, max_steps: int, cheapest: Floats, trips: Ints
+) -> None:
+    """Fill `cheapest` and `trips` by a depth-first search from each node.
+
+    The rest of a trip costs at least the price so far times the shortest walk home.
+    """
+    link = links.link
+    hops, count, _ = links.walks.shape
+    path = np.zeros(hops + 1, np.int64)
+    place = np.zeros(hops + 1, np.int64)
+    cost = np.zeros(hops + 1)
+    price = np.zeros(hops + 1)
+    ranked = np.zeros((hops, count), np.int64)
+    least = np.zeros((hops, count))
+
+    def rank_nodes(depth: int) -> None:
+        """List the nodes that may come next, the cheapest first."""
+        place[depth] = 0
+        for node in range(count):
+            rest = links.walks[hops - depth - 1, node, path[0]]
+            onward = price[depth] * (link[path[depth], node] + rest)
+            least[depth, node] = onward + prices.slot[node] * rest + prices.fixed[node]
+        order = np.argsort(least[depth])
+        for k in range(count):
+            ranked[depth, k] = order[k]
+
+    for data in range(count):
+        best = np.inf
+        steps = 0
+        depth = 0
+        path[0] = data
+        cost[0] = 0.0
+        price[0] = prices.own[data]
+        rank_nodes(0)
+        while depth >= 0 and steps < max_steps:
+            steps += 1
+            if place[depth] >= count:
+                depth -= 1
+                continue
+            there = ranked[depth, place[depth]]
+            place[depth] += 1
+            if cost[depth] + least[depth, there] >= best:
+                depth -= 1  # the nodes ranked after it are no cheaper
+                continue
+            seen = False
+            for k in range(depth + 1):
+                seen = seen or path[k] == there
+            if seen:
+                continue
+            onward = price[depth] * link[path[depth], there]
+            so_far = cost[depth] + onward + prices.fixed[there]
+            dearer = price[depth] + prices.slot[there]
+            if depth == hops - 1:
+                best = so_far + dearer * links.home[there, data]
+                path[hops] = there
+                trips[data] = path
+                continue
+            depth += 1
+            path[depth] = there
+            cost[depth] = so_far
+            price[depth] = dearer
+            rank_nodes(depth)
+        if depth >= 0 or best == np.inf:
+            # The search was too long. The shortest walk without prices costs no more than a trip.
+            trips[data, 0] = -1
+            walk = np.inf
+            for node in range(count):
+                rest = links.walks[hops - 1, node, data]
+                walk = min(walk, link[data, node] + rest)
+            best = prices.own[data] * walk
+        cheapest[data] = best
 
 
 def min_plus(left: Floats, right: Floats) -> Floats:
@@ -133,73 +236,6 @@ def _min_plus_loop(left: Floats, right: Floats, out: Floats) -> None:
                 out[i, j] = min(out[i, j], through + right[k, j])
 
 
-def _find_trips(  # noqa: PLR0915
-    link: Floats, walks: Floats, hops: int, max_steps: int, shortest: Floats
-) -> None:
-    """Fill `shortest` by a depth-first search from each node.
-
-    A branch ends where even the shortest walk home would not beat the best trip.
-    """
-    count = len(link)
-    path = np.zeros(hops + 1, np.int64)
-    place = np.zeros(hops + 1, np.int64)
-    so_far = np.zeros(hops + 1)
-    ranked = np.zeros((hops + 1, count), np.int64)
-    onward = np.zeros(count)
-
-    def rank_nodes(depth: int, home: int) -> None:
-        """List the nodes that may come next, those with the shortest walk home first."""
-        for node in range(count):
-            rest = walks[hops - depth - 1, node, home]
-            onward[node] = link[path[depth], node] + rest
-        order = np.argsort(onward)
-        for place in range(count):
-            ranked[depth, place] = order[place]
-
-    for home in range(count):
-        best = np.inf
-        steps = 0
-        depth = 0
-        path[0] = home
-        place[0] = 0
-        so_far[0] = 0.0
-        rank_nodes(0, home)
-        while depth >= 0 and steps < max_steps:
-            steps += 1
-            here = path[depth]
-            left = hops - depth - 1  # nodes after the next
-            if place[depth] >= count:
-                depth -= 1
-                continue
-            there = ranked[depth, place[depth]]
-            place[depth] += 1
-            seen = False
-            for k in range(depth + 1):
-                seen = seen or path[k] == there
-            if seen:
-                continue
-            least = so_far[depth] + link[here, there] + walks[left, there, home]
-            if least >= best:
-                depth -= 1  # the nodes ranked after it are no shorter
-                continue
-            if left == 0:
-                best = least
-                continue
-            depth += 1
-            path[depth] = there
-            place[depth] = 0
-            so_far[depth] = so_far[depth - 1] + link[here, there]
-            rank_nodes(depth, home)
-        if depth >= 0 or best == np.inf:
-            # The search was too long. The shortest walk is a bound: it is no longer than a trip.
-            least = np.inf
-            for there in range(count):
-                if there != home:
-                    least = min(least, link[home, there] + walks[hops - 1, there, home])
-            best = least
-        shortest[home] = best
-
-
 # ---------------------------------------------------------------- the shortest trips on a given arrangement
 # The shortest trips of micro-batches over the nodes of a given arrangement.
 #
@@ -215,8 +251,7 @@ MAX_SUBSET_PARTS = 12  # parts up to which the orders are listed at all
 ANY_PART = -1  # stands for any part on a path, if there are too many orders
 
 
-@dataclass(slots=True, eq=False)
-class Trips:
+class Trips(NamedTuple):
     """The shortest trips on a given arrangement.
 
     trip: the shortest trip of each data node.
@@ -236,27 +271,25 @@ def shortest_trips(
     problem: Problem, work: LeastWork, part_of_node: Ints, data: Ints
 ) -> Trips:
     """Find the shortest trips over any parts in any order that the rules allow."""
-    arrays = problem.arrays
-    data_work = work.data * arrays.slow[data]
+    nodes = problem.arrays.nodes
     alive = [part for part in range(1, problem.body) if (part_of_node == part).any()]
     hops = min(problem.hops, len(alive))
-    never_visited = np.full(arrays.nodes, np.inf)
+    trips = Trips(*(np.full(size, np.inf) for size in [len(data)] * 3 + [nodes] * 2))
     if hops == 0:
-        no_way = np.zeros(len(data))
-        return Trips(data_work, no_way, no_way, never_visited, never_visited)
-    unknown = np.full(len(data), np.inf)
-    trips = Trips(unknown, unknown, unknown, never_visited.copy(), never_visited.copy())
-    outside = _seconds_outside_from(problem, work, data)
+        trips.trip[:] = work.data * problem.arrays.slow[data]
+        trips.there[:] = 0.0
+        trips.back[:] = 0.0
+        return trips
+    outside = _seconds_outside(problem, work, data)
     for order in _part_orders_to_try(problem, alive, hops):
         layers = [_nodes_of_part(part_of_node, part) for part in order]
-        _try_ways(problem, work, trips, part_of_node, data, layers)
-        _try_round_trips(problem, work, trips, part_of_node, data, layers)
+        _try_layers(problem, work, trips, part_of_node, data, layers)
         for layer in layers:
             trips.outside[layer] = outside[layer]
     return trips
 
 
-def _try_ways(
+def _try_layers(
     problem: Problem,
     work: LeastWork,
     trips: Trips,
@@ -264,59 +297,52 @@ def _try_ways(
     data: Ints,
     layers: Sequence[Ints],
 ) -> None:
-    """Shorten the ways to the heads and back, if those over these layers of nodes are shorter."""
-    forward = [
-        _seconds_on(problem, work.forward, part_of_node, layer) for layer in layers
-    ]
-    backward = [
-        _seconds_on(problem, work.backward, part_of_node, layer) for layer in layers
-    ]
-    there = _shortest_way(data, layers, work.one_way, forward)
-    back = _shortest_way(data, layers, work.one_way.T, backward)
-    trips.there = np.minimum(trips.there, there)
-    trips.back = np.minimum(trips.back, back)
-
-
-def _try_round_trips(
-    problem: Problem,
-    work: LeastWork,
-    trips: Trips,
-    part_of_node: Ints,
-    data: Ints,
-    layers: Sequence[Ints],
-) -> None:
-    """Shorten the trips and the stays, if those over these layers of nodes are shorter.
+    """Shorten the trips, the ways and the stays, if those over these layers of nodes are shorter.
 
     data node ──arrive[k]──► [own[k]: the work on a node of layer k] ──rest[k]──► data node
     """
-    own = [
-        _seconds_on(problem, work.trip_part, part_of_node, layer) for layer in layers
-    ]
-    pairs = [work.pair[np.ix_(*neighbors)] for neighbors in pairwise(layers)]
-    links = [work.inner * pair for pair in pairs]
-    first_link = work.inner * work.pair[np.ix_(data, layers[0])]
-    last_link = work.close * work.pair[np.ix_(layers[-1], data)].T
-    arrive = [first_link]
-    for k in range(1, len(layers)):
-        arrive.append(min_plus(arrive[-1] + own[k - 1], links[k - 1]))
-    rest = [last_link]
-    for k in range(len(layers) - 1, 0, -1):
-        rest.append(min_plus(rest[-1] + own[k], links[k - 1].T))
-    rest.reverse()
-    data_work = work.data * problem.arrays.slow[data]
+    slow = problem.arrays.slow
+
+    def work_on_layers(seconds: Floats) -> list[Floats]:
+        return [seconds[part_of_node[layer]] * slow[layer] for layer in layers]
+
+    for way, seconds, link in (
+        (trips.there, work.forward, work.one_way),
+        (trips.back, work.backward, work.one_way.T),
+    ):
+        own = work_on_layers(seconds)
+        last_link = link[np.ix_(layers[-1], data)].T
+        through = _arrivals(data, layers, link, link, own)[-1] + own[-1] + last_link
+        np.minimum(way, through.min(axis=1), out=way)
+    own = work_on_layers(work.trip_part)
+    link = work.inner * work.pair
+    last = work.close * work.pair
+    arrive = _arrivals(data, layers, link, link, own)
+    rest = _arrivals(data, layers[::-1], last, link, own[::-1])[::-1]
+    data_work = work.data * slow[data]
     for k, layer in enumerate(layers):
         through = arrive[k] + own[k] + rest[k] + data_work[:, None]
-        trips.trip = np.minimum(trips.trip, through.min(axis=1))
+        np.minimum(trips.trip, through.min(axis=1), out=trips.trip)
         held = (own[k] + rest[k]).min(axis=0)
         trips.stay[layer] = np.minimum(trips.stay[layer], held)
 
 
-def _seconds_on(
-    problem: Problem, seconds: Floats, part_of_node: Ints, layer: Ints
-) -> Floats:
-    """Return the work of each node of a layer, given the seconds of each part."""
-    own: Floats = seconds[part_of_node[layer]] * problem.arrays.slow[layer]
-    return own
+def _arrivals(
+    data: Ints,
+    layers: Sequence[Ints],
+    first_link: Floats,
+    link: Floats,
+    own: Sequence[Floats],
+) -> list[Floats]:
+    """Return the least seconds from each data node to each node of each layer, without the work there.
+
+    first_link, link: seconds from node to node, for the first link of a way and for the others.
+    own: seconds of work on the nodes of each layer.
+    """
+    arrive = [first_link[np.ix_(data, layers[0])]]
+    for k, pair in enumerate(pairwise(layers)):
+        arrive.append(min_plus(arrive[k] + own[k], link[np.ix_(*pair)]))
+    return arrive
 
 
 def _part_orders_to_try(
@@ -342,43 +368,28 @@ def _nodes_of_part(part_of_node: Ints, part: int) -> Ints:
     return np.flatnonzero(part_of_node == part)
 
 
-def _seconds_outside_from(problem: Problem, work: LeastWork, data: Ints) -> Floats:
+def _seconds_outside(problem: Problem, work: LeastWork, data: Ints) -> Floats:
     """Return the least seconds before a first visit of each node and after a last one, together.
 
+    data: the nodes that may be data nodes. A data node is no hop.
     The micro-batch that comes first need not be the one that leaves last. So the two are minimized
     separately, over any nodes.
     """
-    arrays = problem.arrays
-    one_way = work.one_way
-    forward = work.forward[: problem.body]
-    backward = work.backward[: problem.body]
-    first_forward = float((forward[0] * arrays.slow[data]).min())
-    last_backward = float((backward[0] * arrays.slow[data]).min())
-    there = one_way[data].min(axis=0) + first_forward
-    back = one_way[:, data].min(axis=1) + last_backward
-    before = there
-    after = back
-    for _ in range(problem.hops - 1):
-        onward = (there + forward[1:].min() * arrays.slow)[:, None] + one_way
-        there = onward.min(axis=0)
-        homeward = (back + backward[1:].min() * arrays.slow)[None, :] + one_way
-        back = homeward.min(axis=1)
-        before = np.minimum(before, there)
-        after = np.minimum(after, back)
-    outside: Floats = before + after
+    slow = problem.arrays.slow
+    apart = work.one_way.copy()
+    np.fill_diagonal(apart, np.inf)
+    middle = slice(1, problem.body)
+    sides = []
+    for link, seconds in ((apart, work.forward), (apart.T, work.backward)):
+        way = (seconds[0] * slow[data][:, None] + link[data]).min(axis=0)
+        least = way
+        for _ in range(problem.hops - 1):
+            onward = (way + seconds[middle].min() * slow)[:, None] + link
+            way = onward.min(axis=0)
+            least = np.minimum(least, way)
+        sides.append(least)
+    outside: Floats = sides[0] + sides[1]
     return outside
-
-
-def _shortest_way(
-    data: Ints, layers: Sequence[Ints], one_way: Floats, own: Sequence[Floats]
-) -> Floats:
-    """Return, for each data node, the least seconds over one node of each layer and home."""
-    way = one_way[np.ix_(data, layers[0])]
-    for before, layer, seconds in zip(layers, layers[1:], own, strict=False):
-        way = min_plus(way + seconds, one_way[np.ix_(before, layer)])
-    last_link = one_way[np.ix_(layers[-1], data)].T
-    least: Floats = (way + own[-1] + last_link).min(axis=1)
-    return least
 
 
 # ---------------------------------------------------------------- one data node alone
@@ -503,11 +514,8 @@ def _undominated(labels: list[Label]) -> list[Label]:
 
 
 def _is_nowhere_later(label: Label, other: Label) -> bool:
-    return all(map(_is_no_later, label, other))
-
-
-def _is_no_later(time: float, other: float) -> bool:
-    return time <= other + TIME_TOLERANCE
+    pairs = zip(label, other, strict=True)
+    return all(time <= limit + TIME_TOLERANCE for time, limit in pairs)
 
 
 def round_down(seconds: float) -> float:
@@ -519,7 +527,7 @@ def round_down(seconds: float) -> float:
 
 
 # ---------------------------------------------------------------- prices for good nodes
-# A bound for every arrangement, by prices for the slots and the time of good nodes.
+# A bound for every arrangement, by multipliers: prices for the slots and the time of good nodes.
 #
 # The shortest trips all lead over the same few nodes, which cannot serve everybody. Let T be the
 # makespan of a plan, D the set of its data nodes, q the number of micro-batches per data node, and
@@ -557,8 +565,7 @@ MIN_CHEAPEST_STEPS_PER_NODE = 200
 PRICE_BISECTIONS = 40
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Market:
+class MultiplierTerms(NamedTuple):
     """The seconds of everything, as a bound may count them. One number per node, or per pair of nodes."""
 
     link: Floats  # to the next node of a trip, and its work there [node, node]
@@ -576,41 +583,30 @@ class Market:
     hops: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prices:
-    """The price of a second of a slot and of a second of work on each node."""
-
-    slot: Floats
-    work: Floats
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Optimum:
-    """The bound for some prices, the cheapest data nodes, and the cheapest trip from each node."""
+class _Optimum(NamedTuple):
+    """The bound for some multipliers, the cheapest data nodes, and the cheapest trip from each node."""
 
     bound: float
     data_nodes: Ints
     trips: Ints
 
 
-def price_bound(market: Market, data: int) -> float:
+def multiplier_bound(terms: MultiplierTerms, data: int) -> float:
     """Return a time that no plan with this number of data nodes can beat."""
-    count = len(market.data)
-    if count > MAX_PRICED_NODES or not 1 <= market.hops < count or data >= count:
+    count = len(terms.data)
+    if count > MAX_PRICED_NODES or not 1 <= terms.hops < count or data >= count:
         return 0.0
-    link = market.link.copy()
-    np.fill_diagonal(link, np.inf)
-    home = market.home.copy()
-    np.fill_diagonal(home, np.inf)
-    walks = walks_home(link, home, market.hops)
-    prices = _Prices(np.zeros(count), np.zeros(count))
+    links = links_of_trips(terms.link, terms.home, terms.hops)
+    # A visit takes seconds of a slot and seconds of work [slots or work, node].
+    rooms = np.stack([terms.slots, np.ones(count)])
+    prices = np.zeros((2, count))
     best = 0.0
     best_prices = prices
     step = FIRST_PRICE_STEP
     without_gain = 0
     updates = PRICE_UPDATES if count <= LARGE_CLUSTER_NODES else PRICE_UPDATES // 3
     for _ in range(updates):
-        optimum = _optimum(market, data, link, home, walks, prices)
+        optimum = _optimum(terms, data, links, prices)
         if optimum.bound > best * (1 + 1e-9):
             best = optimum.bound
             best_prices = prices
@@ -621,178 +617,66 @@ def price_bound(market: Market, data: int) -> float:
             step = 0.5 * step
             without_gain = 0
             prices = best_prices
-            optimum = _optimum(market, data, link, home, walks, prices)
-        held, worked = _demand(market, link, home, optimum)
-        supply = np.maximum(optimum.bound - market.outside, 0.0)
+            optimum = _optimum(terms, data, links, prices)
+        supply = np.maximum(optimum.bound - terms.outside, 0.0)
         supply[optimum.data_nodes] = 0.0
-        slot_excess = held / market.slots - supply
-        work_excess = worked - supply
-        length = float(np.sqrt((slot_excess**2).sum() + (work_excess**2).sum()))
+        excess = _demand(terms, links, optimum) / rooms - supply
+        length = float(np.sqrt((excess**2).sum(axis=1).sum()))
         if length < 1e-9:
             break
-        rate = step / length / data
-        prices = _Prices(
-            np.maximum(prices.slot + rate * slot_excess / market.slots, 0.0),
-            np.maximum(prices.work + rate * work_excess, 0.0),
-        )
+        prices = np.maximum(prices + step / length / data * excess / rooms, 0.0)
     return best
 
 
 def _optimum(
-    market: Market,
-    data: int,
-    link: Floats,
-    home: Floats,
-    walks: Floats,
-    prices: _Prices,
+    terms: MultiplierTerms, data: int, links: TripLinks, prices: Floats
 ) -> _Optimum:
-    """Return the bound for these prices, and the data nodes and trips that are cheapest at it."""
-    count = len(prices.slot)
-    own = 1.0 / (data * market.window)
-    cheapest = np.zeros(count)
-    trips = np.zeros((count, market.hops + 1), dtype=np.int64)
-    compile_if_large(_find_cheapest_trips, MIN_COMPILED_SIZE)(
-        link,
-        home,
-        walks,
-        market.hops,
-        own,
-        prices.slot,
-        prices.work * market.work + prices.slot * market.hop,
-        MAX_CHEAPEST_STEPS // count + MIN_CHEAPEST_STEPS_PER_NODE,
-        cheapest,
-        trips,
-    )
-    base = market.ramp * own + market.microbatches * (cheapest + own * market.data)
-    rate = prices.slot * market.slots + prices.work
-    gap_value = prices.work * market.gap
+    """Return the bound for these multipliers, and the data nodes and trips that are cheapest at it."""
+    slot, work = prices
+    own = 1.0 / (data * terms.window)
+    max_steps = MAX_CHEAPEST_STEPS // len(own) + MIN_CHEAPEST_STEPS_PER_NODE
+    visit = work * terms.work + slot * terms.hop
+    cheapest, trips = cheapest_trips(links, TripPrices(own, slot, visit), max_steps)
+    base = terms.ramp * own + terms.microbatches * (cheapest + own * terms.data)
+    rate = slot * terms.slots + work
+    gap_value = work * terms.gap
+
+    def offered(end: float) -> Floats:
+        """What each node offers until this end, if it is no data node."""
+        room = np.maximum(end - terms.outside, 0.0)
+        total: Floats = rate * room + gap_value
+        return total
 
     def demanded(end: float) -> Floats:
         """What each node would ask for as a data node, and no longer offer as another one.
 
         It is infinite for a node that cannot be done by this end as a data node.
         """
-        room = np.maximum(end - market.outside, 0.0)
-        total: Floats = base + rate * room + gap_value
-        return np.where(market.least_end <= end, total, np.inf)
-
-    def offered(end: float) -> float:
-        room = np.maximum(end - market.outside, 0.0)
-        return end + float((rate * room + gap_value).sum())
+        return np.where(terms.least_end <= end, base + offered(end), np.inf)
 
     def is_enough(end: float) -> bool:
         cheapest_nodes = np.partition(demanded(end), data - 1)[:data]
-        return offered(end) >= float(cheapest_nodes.sum())
+        return end + float(offered(end).sum()) >= float(cheapest_nodes.sum())
 
-    high = float(base.max()) * data + float(market.least_end.max()) + 1.0
+    high = float(base.max()) * data + float(terms.least_end.max()) + 1.0
     least = bisect_times(high, is_enough, PRICE_BISECTIONS)
     data_nodes = np.argpartition(demanded(least.high), data - 1)[:data]
     return _Optimum(least.low, data_nodes, trips)
 
 
-def _demand(
-    market: Market, link: Floats, home: Floats, optimum: _Optimum
-) -> tuple[Floats, Floats]:
+def _demand(terms: MultiplierTerms, links: TripLinks, optimum: _Optimum) -> Floats:
     """Return the seconds of slots and of work that the cheapest trips take on each node."""
-    held = np.zeros(len(link))
-    worked = np.zeros(len(link))
+    demand = np.zeros((2, len(terms.data)))
     for node in optimum.data_nodes.tolist():
         trip = optimum.trips[node].tolist()
         if trip[0] < 0:
             continue
-        rest = float(home[trip[-1], node])
-        for place in range(market.hops, 0, -1):
-            here = trip[place]
-            held[here] += market.microbatches * (rest + market.hop[here])
-            worked[here] += market.microbatches * market.work[here]
-            rest += float(link[trip[place - 1], here])
-    return held, worked
-
-
-def _find_cheapest_trips(  # noqa: PLR0912, PLR0915
-    link: Floats,
-    home: Floats,
-    walks: Floats,
-    hops: int,
-    own: Floats,
-    slot: Floats,
-    fixed: Floats,
-    max_steps: int,
-    cheapest: Floats,
-    trips: Ints,
-) -> None:
-    """Fill `cheapest` and `trips` by a depth-first search from each node.
-
-    The rest of a trip costs at least the price so far times the shortest walk home.
-    """
-    count = len(link)
-    path = np.zeros(hops + 1, np.int64)
-    place = np.zeros(hops + 1, np.int64)
-    cost = np.zeros(hops + 1)
-    price = np.zeros(hops + 1)
-    ranked = np.zeros((hops, count), np.int64)
-    least = np.zeros((hops, count))
-    for data in range(count):
-        best = np.inf
-        steps = 0
-        depth = 0
-        path[0] = data
-        place[0] = 0
-        cost[0] = 0.0
-        price[0] = own[data]
-        trips[data, 0] = -1
-        fresh = True
-        while depth >= 0 and steps < max_steps:
-            steps += 1
-            here = path[depth]
-            left = hops - depth - 1  # nodes after the next
-            if fresh:
-                for node in range(count):
-                    rest = walks[left, node, data]
-                    least[depth, node] = (
-                        price[depth] * (link[here, node] + rest)
-                        + slot[node] * rest
-                        + fixed[node]
-                    )
-                order = np.argsort(least[depth])
-                for k in range(count):
-                    ranked[depth, k] = order[k]
-                fresh = False
-            if place[depth] >= count:
-                depth -= 1
-                continue
-            there = ranked[depth, place[depth]]
-            place[depth] += 1
-            if cost[depth] + least[depth, there] >= best:
-                depth -= 1  # the nodes ranked after it are no cheaper
-                continue
-            seen = False
-            for k in range(depth + 1):
-                seen = seen or path[k] == there
-            if seen:
-                continue
-            so_far = cost[depth] + price[depth] * link[here, there] + fixed[there]
-            if left == 0:
-                best = so_far + (price[depth] + slot[there]) * home[there, data]
-                for k in range(depth + 1):
-                    trips[data, k] = path[k]
-                trips[data, hops] = there
-                continue
-            depth += 1
-            path[depth] = there
-            place[depth] = 0
-            cost[depth] = so_far
-            price[depth] = price[depth - 1] + slot[there]
-            fresh = True
-        if depth >= 0:
-            # The search was too long. The shortest walk without prices costs no more than a trip.
-            trips[data, 0] = -1
-            best = np.inf
-            for node in range(count):
-                if node != data:
-                    walk = link[data, node] + walks[hops - 1, node, data]
-                    best = min(best, own[data] * walk)
-        cheapest[data] = best
+        rest = float(links.home[trip[-1], node])
+        for before, here in reversed([*pairwise(trip)]):
+            visit = np.array([rest + terms.hop[here], terms.work[here]])
+            demand[:, here] += terms.microbatches * visit
+            rest += float(links.link[before, here])
+    return demand
 
 
 # ---------------------------------------------------------------- least sums of gradients
@@ -885,6 +769,18 @@ class Ways(NamedTuple):
     back: float  # from the head
 
 
+def _data_node_ends(
+    problem: Problem, work: LeastWork, nodes: Ints, ways: Sequence[Floats]
+) -> Floats:
+    """Return the least end of each data node, given its shortest ways: the trip, there and back."""
+    ends = []
+    for node, *seconds in zip(
+        nodes.tolist(), *(way.tolist() for way in ways), strict=True
+    ):
+        ends.append(_data_node_end(problem, work, node, Ways(*seconds)))
+    return np.array(ends)
+
+
 def _data_node_end(problem: Problem, work: LeastWork, node: int, ways: Ways) -> float:
     """Return the least end of a data node."""
     arrays = problem.arrays
@@ -948,15 +844,14 @@ _cached_least_end = lru_cache(maxsize=4096)(least_end)
 # ---------------------------------------------------------------- a given arrangement
 def _bound_for_arrangement(problem: Problem, part_of_node: Ints) -> float:
     """Return a bound for the arrangement with these parts of the nodes."""
+    arrays = problem.arrays
     work = LeastWork(problem)
     data = np.flatnonzero(part_of_node == 0)
     trips = shortest_trips(problem, work, part_of_node, data)
-    ends = []
-    for node, *ways in zip(data, trips.trip, trips.there, trips.back, strict=True):
-        ends.append(_data_node_end(problem, work, int(node), _ways(*ways)))
+    ends = _data_node_ends(problem, work, data, trips[:3])
     bounds = [
-        max(ends),
-        _least_end_of_sums(problem, part_of_node, data, np.array(ends), 0),
+        float(ends.max()),
+        _least_end_of_sums(problem, part_of_node, data, ends, 0),
     ]
     alive = [part for part in range(1, problem.body) if (part_of_node == part).any()]
     # places on the paths, each of which is used in all rounds
@@ -964,19 +859,14 @@ def _bound_for_arrangement(problem: Problem, part_of_node: Ints) -> float:
     visits = places // max(len(alive), 1) * problem.policy.rounds
     for part in alive:
         nodes = np.flatnonzero(part_of_node == part)
-        service = _Service(problem, work, nodes, part, visits)
-        outside = trips.outside[nodes]
-        bounds.append(service.least_time(outside, trips.stay[nodes]))
+        slots = arrays.slots[nodes].astype(float)
+        service = _Service(visits, work.visit(arrays, part, nodes), arrays.gap, slots)
+        bounds.append(service.least_time(trips.outside[nodes], trips.stay[nodes]))
         if visits and problem.has_sums:
             at_once = np.zeros(len(nodes))
             served = service.least_time(at_once)
             bounds.append(_least_end_after(problem, part_of_node, nodes, served, part))
     return max(bounds)
-
-
-def _ways(trip: float, there: float, back: float) -> Ways:
-    """The ways as plain numbers, which a cache can compare."""
-    return Ways(float(trip), float(there), float(back))
 
 
 def _least_end_of_sums(
@@ -1011,15 +901,13 @@ def _least_end_after(
     return min(ends)
 
 
-@dataclass(frozen=True, slots=True)
-class _Service:
-    """Nodes of one part, and the visits that they have to serve together."""
+class _Service(NamedTuple):
+    """Nodes that have to serve visits together."""
 
-    problem: Problem
-    work: LeastWork
-    nodes: Ints
-    part: int
     visits: int
+    each: Floats  # seconds of work of a visit on each node, with its gaps
+    gap: float
+    slots: Floats  # visits that a node can hold at once
 
     def least_time(self, outside: Floats, stay: Floats | None = None) -> float:
         """Return the least time in which the nodes can serve all visits.
@@ -1030,22 +918,17 @@ class _Service:
         usable = np.isfinite(outside)
         if not usable.any() or not self.visits:
             return 0.0
-        arrays = self.problem.arrays
-        gaps = self.work.tasks_per_hop * arrays.gap
-        slow = arrays.slow[self.nodes]
-        each = (self.work.whole_part[self.part] * slow + gaps)[usable]
-        slots = arrays.slots[self.nodes][usable].astype(float)
-        longest_stay = 0 if stay is None else stay.max()
+        longest_stay = 0 if stay is None else stay[usable].max()
 
         def is_enough(time: float) -> bool:
-            inside = np.maximum(time - outside[usable], 0.0)
-            counts = _whole_visits(inside + arrays.gap, each)
+            inside = np.maximum(time - outside, 0.0)
+            counts = _whole_visits(inside + self.gap, self.each)
             if stay is not None:
-                by_slots = _whole_visits(slots * inside, stay[usable])
+                by_slots = _whole_visits(self.slots * inside, stay)
                 counts = np.minimum(counts, by_slots)
-            return int(counts.sum()) >= self.visits
+            return int(counts[usable].sum()) >= self.visits
 
-        one_by_one = self.visits * (each.max() + longest_stay)
+        one_by_one = self.visits * (self.each[usable].max() + longest_stay)
         high = float(outside[usable].max() + one_by_one)
         return bisect_times(high, is_enough, TIME_BISECTIONS).low
 
@@ -1067,15 +950,13 @@ def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
     hop = work.trip_part[1:].min() if len(work.trip_part) > 1 else 0.0
     trip = _cycles(problem, work, hop) + work.data * arrays.slow
     there, back = _shortest_ways_from_any_node(problem, work, trip)
-    ends = []
-    for node, ways in enumerate(zip(trip, there, back, strict=True)):
-        ends.append(_data_node_end(problem, work, node, _ways(*ways)))
-    last_ends = [sorted(ends)[data - 1]]
+    ends = _data_node_ends(problem, work, np.arange(arrays.nodes), (trip, there, back))
+    last_ends = [float(np.sort(ends)[data - 1])]
     if _all_slots_are_reserved(problem, data):
         last_ends.append(_end_through_any_node(problem, work, hop))
     if problem.hops:
-        market = _market(problem, work, trip, np.array(ends))
-        last_ends.append(price_bound(market, data))
+        terms = _multiplier_terms(problem, work, trip, ends)
+        last_ends.append(multiplier_bound(terms, data))
     sums = least_sum_seconds(problem, 0, data)
     slot_seconds = problem.microbatches * data * _least_slot_seconds(work, problem)
     return max(
@@ -1115,17 +996,12 @@ def _all_slots_are_reserved(problem: Problem, data: int) -> bool:
 def _least_hop_time(problem: Problem, work: LeastWork, data: int) -> float:
     """Return the least time in which the nodes that are no data nodes can do all work of the hops."""
     arrays = problem.arrays
+    others = arrays.nodes - data
+    part = 1 + int(work.whole_part[1:].argmin())
+    each = np.sort(work.visit(arrays, part, np.arange(arrays.nodes)))[:others]
     visits = data * problem.microbatches * problem.hops
-    gaps = work.tasks_per_hop * arrays.gap
-    each = work.whole_part[1:].min() * arrays.slow + gaps
-    each = np.sort(each)[: arrays.nodes - data]
-
-    def is_enough(time: float) -> bool:
-        counts = _whole_visits(time + arrays.gap, each)
-        return bool(counts.sum() >= visits)
-
-    one_by_one = float(visits * each.max())
-    return bisect_times(one_by_one, is_enough, TIME_BISECTIONS).low
+    service = _Service(visits, each, arrays.gap, np.full(others, np.inf))
+    return service.least_time(np.zeros(others))
 
 
 def _shortest_ways_from_any_node(
@@ -1154,54 +1030,38 @@ def _shortest_ways_from_any_node(
     return there, back
 
 
-def _market(problem: Problem, work: LeastWork, trip: Floats, ends: Floats) -> Market:
-    """Return the input of the bound by prices."""
+def _multiplier_terms(
+    problem: Problem, work: LeastWork, trip: Floats, ends: Floats
+) -> MultiplierTerms:
+    """Return the input of the bound by multipliers."""
     arrays = problem.arrays
+    slow = arrays.slow
+    nodes = np.arange(arrays.nodes)
     count = problem.microbatches
     window = np.minimum(arrays.slots, count).astype(float)
-    head = 0.0 if problem.waves else work.data - work.own
     hop = float(work.trip_part[1:].min())
-    ramp = _ramp(problem, work, window)
+    # The seconds in which the slots of each data node are not yet all in use, or no longer.
+    ramp = np.zeros(arrays.nodes)
+    if problem.slices == 1:
+        first_and_last = (work.first_forward + work.first_backward) * slow
+        ramp = first_and_last * window * (window - 1) / 2
     ramp[count * trip < ramp] = 0.0  # then fewer slots might do better
-    whole_hop = work.whole_part[1:].min() * arrays.slow
-    return Market(
-        link=work.inner * work.pair + hop * arrays.slow[None, :],
-        home=work.close * work.pair + head * arrays.slow[None, :],
-        data=(work.data - head) * arrays.slow,
-        hop=hop * arrays.slow,
-        work=whole_hop + work.tasks_per_hop * arrays.gap,
+    part = 1 + int(work.whole_part[1:].argmin())
+    return MultiplierTerms(
+        link=work.inner * work.pair + hop * slow[None, :],
+        home=work.close * work.pair + work.head * slow[None, :],
+        data=(work.data - work.head) * slow,
+        hop=hop * slow,
+        work=work.visit(arrays, part, nodes),
         gap=arrays.gap,
         ramp=ramp,
-        outside=_seconds_outside(problem, work),
+        outside=_seconds_outside(problem, work, nodes),
         least_end=ends,
         window=window,
         slots=arrays.slots.astype(float),
         microbatches=count,
         hops=problem.hops,
     )
-
-
-def _ramp(problem: Problem, work: LeastWork, window: Floats) -> Floats:
-    """The seconds in which the slots of each data node are not yet all in use, or no longer."""
-    slow = problem.arrays.slow
-    first_and_last = np.zeros(problem.arrays.nodes)
-    if problem.slices == 1:
-        first_and_last = (work.first_forward + work.first_backward) * slow
-    ramp: Floats = first_and_last * window * (window - 1) / 2
-    return ramp
-
-
-def _seconds_outside(problem: Problem, work: LeastWork) -> Floats:
-    """The least seconds before the first visit of each node, and after its last."""
-    arrays = problem.arrays
-    apart = work.one_way.copy()
-    np.fill_diagonal(apart, np.inf)
-    first_forward = arrays.forward[0].min() * arrays.slow
-    last_backward = arrays.backward[0].min() * arrays.slow
-    before = (first_forward[:, None] + apart).min(axis=0)
-    after = (apart + last_backward[None, :]).min(axis=1)
-    outside: Floats = before + after
-    return outside
 
 
 def _least_slot_seconds(work: LeastWork, problem: Problem) -> float:

@@ -383,6 +383,16 @@ class Problem:
             return (0, self.body)
         return (part,)
 
+    def by_part(self, seconds: Floats) -> Floats:
+        """Return the seconds of each part of the model; in waves, those of both its pieces."""
+        down: Floats = seconds[: self.body]
+        return down + seconds[self.body :][::-1] if self.waves else down
+
+    @property
+    def link_uses(self) -> tuple[float, float]:
+        """How often a micro-batch uses a link of its path there and back, and the one from its end to its data node."""
+        return (2.0, 0.0) if self.waves else (1.0, 1.0)
+
     @property
     def has_sums(self) -> bool:
         """Whether replicas have gradients to sum."""
@@ -632,8 +642,7 @@ def waved_partition(partition: tuple[int, ...]) -> tuple[int, ...]:
 # ---------------------------------------------------------------- terms of the formulas for times
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CircuitTerms:
+class CircuitTerms(NamedTuple):
     """The terms of the formula for the time of a circuit."""
 
     pair: Floats  # seconds over a link and back [node, node]
@@ -651,28 +660,15 @@ def circuit_terms(problem: Problem) -> CircuitTerms:
     Slices overlap: the first one carries the wait, and the others follow it.
     """
     arrays = problem.arrays
-    forward = arrays.forward.sum(axis=1)
     backward = arrays.backward.sum(axis=1)
-    work = forward + backward
-    middle = range(1, problem.body)
-    hop = float(np.mean([work[part] for part in middle]))
-    back = float(np.mean([backward[part] for part in middle]))
-    data = work[0] + work[-1]
-    inner = 1.0
-    close = 1.0
-    if problem.waves:
-        hop *= 2
-        back *= 2
-        inner = 2.0
-        close = 0.0
+    work = arrays.forward.sum(axis=1) + backward
     there = arrays.hop(1)
     return CircuitTerms(
         there + there.T,
-        data * arrays.slow,
-        hop * arrays.slow,
-        back * arrays.slow + arrays.gap,
-        inner,
-        close,
+        (work[0] + work[-1]) * arrays.slow,
+        problem.by_part(work)[1:].mean() * arrays.slow,
+        problem.by_part(backward)[1:].mean() * arrays.slow + arrays.gap,
+        *problem.link_uses,
     )
 
 
@@ -681,49 +677,36 @@ class LeastWork:
 
     forward, backward: a slice over each part; in waves each half of a part counts alone.
     trip_part: forward and backward of a slice over each part; in waves over both its halves.
-    own: a data node's work on its first part, for one micro-batch.
-    data: the same, with the head.
+    head: forward and backward of a slice over the head; in waves it is on the way up.
+    data: a data node's work on the first part and the head, for one micro-batch.
     first_forward, first_backward: a data node's first forward and last backward of a micro-batch.
     whole_part: all slices of a micro-batch over each part.
     whole_data: all slices of a micro-batch over the first part and the head.
     one_way, pair: seconds of a link, and of a link and back.
-    inner: how often a micro-batch uses a link of its path, there and back.
-    close: how often it uses the link from its last node to its data node.
-    tasks_per_hop: tasks of a micro-batch on a node of its path.
+    inner, close: as in `CircuitTerms`.
     """
 
     def __init__(self, problem: Problem) -> None:
         arrays = problem.arrays
-        body = problem.body
-        forward = arrays.forward.min(axis=1)
-        backward = arrays.backward.min(axis=1)
-        whole_forward = arrays.forward.sum(axis=1)
-        whole_backward = arrays.backward.sum(axis=1)
-        # the other slices, which one node does one after the other
-        other_slices = whole_forward - forward + whole_backward - backward
-        both = forward + backward
-        whole = whole_forward + whole_backward
-        self.forward: Floats = forward
-        self.backward: Floats = backward
-        self.trip_part = both[:body].copy()
-        self.whole_part = whole[:body].copy()
-        if problem.waves:
-            self.trip_part += both[body:][::-1]
-            self.whole_part += whole[body:][::-1]
-            self.own = float(self.trip_part[0] + other_slices[0])
-            self.data = self.own
-            self.whole_data = float(self.whole_part[0])
-            self.inner = 2.0
-            self.close = 0.0
-            self.tasks_per_hop = 4 * problem.slices
-        else:
-            self.own = float(both[0] + other_slices[0])
-            self.data = float(self.own + both[-1])
-            self.whole_data = float(self.whole_part[0] + whole[-1])
-            self.inner = 1.0
-            self.close = 1.0
-            self.tasks_per_hop = 2 * problem.slices
-        self.first_forward = float(whole_forward[0])
-        self.first_backward = float(whole_backward[0])
+        self.forward: Floats = arrays.forward.min(axis=1)
+        self.backward: Floats = arrays.backward.min(axis=1)
+        both = self.forward + self.backward
+        whole = (arrays.forward + arrays.backward).sum(axis=1)
+        self.trip_part = problem.by_part(both)
+        self.whole_part = problem.by_part(whole)
+        # The other slices of the first part follow one after the other on the data node.
+        self.data = float(whole[0] + both[-1])
+        self.head = 0.0 if problem.waves else float(self.data - whole[0])
+        self.whole_data = float(whole[0] + whole[-1])
+        self.first_forward = float(arrays.forward[0].sum())
+        self.first_backward = float(arrays.backward[0].sum())
         self.one_way: Floats = arrays.latency + arrays.byte * arrays.message.min()
         self.pair: Floats = self.one_way + self.one_way.T
+        self.inner, self.close = problem.link_uses
+        self.tasks_per_hop = (4 if problem.waves else 2) * problem.slices
+
+    def visit(self, arrays: ProblemArrays, part: int, nodes: Ints) -> Floats:
+        """Return the seconds of a visit of these nodes with this part, with the gaps between its tasks."""
+        gaps = self.tasks_per_hop * arrays.gap
+        seconds: Floats = self.whole_part[part] * arrays.slow[nodes] + gaps
+        return seconds
