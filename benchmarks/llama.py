@@ -34,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from penstock import Schedule, lower, make, simulate
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Batch, Executor, ProcessComm, cut_batch
-from penstock.sim.own_times import own_cost
+from penstock.sim.simulate import own_cost
 from penstock.torch_internals import schedule_runtime
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "llama.md"

@@ -37,7 +37,7 @@ from penstock.plan.paths import even_parts, paths_plan
 from penstock.plan.paths.planner import PathPlan
 from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
-from penstock.sim.planned_sums import plan_rings
+from penstock.sim.sums import plan_rings
 
 HEADING = "## With sums of gradients"
 WIDTH = 2048  # numbers of the message that stands for those bytes

@@ -64,7 +64,7 @@ from penstock.runtime import (
     spawn,
 )
 from penstock.runtime.proof import warm_up
-from penstock.sim.own_times import own_cost
+from penstock.sim.simulate import own_cost
 from penstock.torch_internals import recording_bytes
 
 SEQUENCES = 16  # of a step

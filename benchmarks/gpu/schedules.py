@@ -40,7 +40,7 @@ from penstock.formats import read_plan
 from penstock.ir.timeline import split_idle_time
 from penstock.measure.links import measured_network
 from penstock.runtime import Comm, spawn
-from penstock.sim.own_times import own_cost
+from penstock.sim.simulate import own_cost
 
 NAMES: dict[str, tuple[str, dict[str, int]]] = {
     "gpipe": ("gpipe", {}),

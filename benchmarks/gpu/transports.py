@@ -12,7 +12,7 @@ tried with three layouts of communicators:
 
 A step is compared with simulated ones: the mean times of its own actions, and the network as a profile measures it.
 `simulated` lets every message leave at once, and `in_order` lets the messages of a rank wait for each other, with the
-buffers between ranks (`penstock.sim.in_order`). `hop` is the time of a message on these links. For comparison, `lone`
+buffers between ranks (`penstock.sim.simulate`). `hop` is the time of a message on these links. For comparison, `lone`
 is the mean of many messages of this size between two ranks, `crowded` between all ranks, `busy` while all compute, too,
 and `summing` while all sum gradients.
 
@@ -60,8 +60,7 @@ from penstock.measure.links import (
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
-from penstock.sim.in_order import simulate_in_order
-from penstock.sim.own_times import own_cost
+from penstock.sim.simulate import own_cost, simulate_in_order
 
 SCHEDULES: dict[str, tuple[str, dict[str, int]]] = {
     "1f1b": ("1f1b", {}),

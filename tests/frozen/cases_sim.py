@@ -35,8 +35,8 @@ from penstock.cost.waiting import WaitingCost
 from penstock.cost.wrapped import CopiedCost, GivenSumsCost, PlannedSumsCost
 from penstock.plan.improve import improve_order
 from penstock.sim import simulate_shared
-from penstock.sim.own_times import simulate_own_times
-from penstock.sim.planned_sums import plan_rings, plan_sums
+from penstock.sim.simulate import simulate_own_times
+from penstock.sim.sums import plan_rings, plan_sums
 
 TOLERANCE = 1e-9
 MOVES = 600

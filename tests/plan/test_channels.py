@@ -92,7 +92,7 @@ def plan_of(pricing: ProfilePricing) -> Landscape:
     return search(pricing.workload, pricing, pricing.limits)
 
 
-@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize("channels", [None, 1, 2])
 def test_the_search_for_orders_times_lanes_exactly_as_the_simulator(channels):
     with many_schedules():
         for seed in range(100):

@@ -14,7 +14,7 @@ from penstock.errors import ShapeError
 from penstock.ir import Schedule
 from penstock.ir.action import Action, Op
 from penstock.ir.program import Receive, RunAction, Send
-from penstock.sim.in_order import simulate_in_order
+from penstock.sim.simulate import simulate_in_order
 
 SHAPES = [
     ("1f1b", {}),

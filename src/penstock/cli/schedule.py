@@ -43,7 +43,7 @@ from penstock.plan.pricing import Price, StepFacts, step_facts
 from penstock.schedules import COMMON_SHAPE_WORDS, REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.sim import simulate, simulate_in_order
-from penstock.sim.own_times import simulate_own_times
+from penstock.sim.simulate import simulate_own_times
 from penstock.train.after.comparison import in_measured_units, predict_like_run
 from penstock.train.forecast import PROFILE
 from penstock.train.history import PLAN_FILE, TIMELINE, is_timeline, read_measured

@@ -38,6 +38,7 @@ class Columns:
     gain: Floats  # bytes of activations that an action adds to its rank when it starts
     loss: Floats  # bytes that it frees there when it ends
     bytes: Floats  # size of its message; 0 if it sends none
+    target: Ints  # the rank that receives its message; -1 if it sends none
     link: Ints  # number of the link that its message takes; -1 if it sends none
     latency: Floats
     wire: Floats  # seconds that its message occupies the link
@@ -88,6 +89,7 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
         loss=np.maximum(loss, 0.0) + spike,
         bytes=size,
+        target=target,
         link=links.number,
         latency=links.latency,
         wire=links.wire,

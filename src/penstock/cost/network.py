@@ -17,7 +17,7 @@ class Network:
     """Latency in seconds and bandwidth in bytes per second.
 
     A `serial` link carries one message at a time. With `channels`, all messages of a rank wait for each other, as over
-    NCCL: 1 if they share a channel, 2 if each direction has its own (`penstock.sim.in_order`). `buffers` says how much
+    NCCL: 1 if they share a channel, 2 if each direction has its own (`penstock.sim.simulate`). `buffers` says how much
     earlier than a message arrives its sender goes on, by measured sizes (`penstock.cost.buffers`); without them, a
     message keeps both of its ranks until it has arrived.
 

@@ -181,7 +181,7 @@ def _channels(
     if channels is None:
         return []
     table = schedule.table
-    target = table.target()
+    target = costs.target
     tails = np.zeros(len(table))
     for needed in table.needs.T:
         user = np.flatnonzero(needed >= 0)

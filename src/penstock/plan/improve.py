@@ -7,7 +7,7 @@ search is still warm, only a little slower:
     before  rank 1 | F0 F1 F2 I0 W0 I1 ...        the chain that ends last waits for I0, and I0 for F2:
     after   rank 1 | F0 F1 I0 F2 W0 I1 ...        move I0 to the left, or F2 to the right
 
-If the messages of a rank wait for each other, as over NCCL, lanes are timed by the rule of `penstock.sim.in_order`. A
+If the messages of a rank wait for each other, as over NCCL, lanes are timed by the rule of `penstock.sim.simulate`. A
 test expects the same times from both.
 
 Most moves touch the critical path, because no other move can make the step shorter. The others let ranks that are not
@@ -23,22 +23,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.columns import Columns, columns
+from penstock.cost.columns import columns
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
 from penstock.schedules.list_scheduling import (
+    caps_by_rank,
     schedule_with_lanes,
     users_of,
 )
+from penstock.sim.simulate import Actions, actions_of
 
 DEFAULT_MOVES = 20_000
 MOVES_PER_CALL = 500  # the loop returns to Python this often
@@ -87,26 +89,44 @@ def round_of(number: int) -> MoveRound:
     return LATER_ROUNDS[(number - len(FIRST_ROUNDS)) % len(LATER_ROUNDS)]
 
 
-@dataclass(frozen=True, slots=True)
-class OrderProblem:
-    """Everything about a schedule but the order of its lanes, as columns of numbers.
+class LaneColumns(NamedTuple):
+    """Everything about a schedule but the order of its lanes, as the loop below takes it.
 
     The actions have the numbers of the schedule's own table.
     """
 
-    schedule: Schedule
-    costs: Columns
-    caps: Floats  # the most bytes of activations on each rank
-    serial: bool
-    channels: int  # shared by a rank's messages; 0 if they do not wait for each other
-    receiver: Ints  # the rank that receives each result; -1 if the result stays
+    actions: Actions
     user_start: Ints
     users: Ints
-    needs: Ints  # how many actions each action needs
+    need_counts: Ints  # how many actions each action needs
+    serial: bool
+    channels: int  # shared by a rank's messages; 0 if they do not wait for each other
+    gain: Floats
+    loss: Floats
+    caps: Floats  # the most bytes of activations on each rank
+
+
+@dataclass(frozen=True, slots=True)
+class OrderProblem:
+    """A schedule whose lanes may be put into another order, with its columns."""
+
+    schedule: Schedule
+    columns: LaneColumns
     size: int  # actions that all simulations together will time
 
     def __len__(self) -> int:
-        return len(self.needs)
+        return len(self.columns.gain)
+
+    @property
+    def activation(self) -> float:
+        """The bytes of the largest activation."""
+        return float(self.columns.gain.max(initial=0.0)) or 1.0
+
+    def with_caps(self, caps: Floats, work: int) -> OrderProblem:
+        """Return the same actions under other caps, for `work` simulations."""
+        return OrderProblem(
+            self.schedule, self.columns._replace(caps=caps), len(self) * work
+        )
 
 
 def problem_of(
@@ -117,24 +137,20 @@ def problem_of(
 ) -> OrderProblem:
     """Return the columns of a schedule under a cost and a cap, for `work` simulations."""
     table = schedule.table
-    given = np.asarray(np.inf if cap is None else cap, dtype=np.float64)
-    if given.ndim and len(given) != schedule.ranks:
-        raise ShapeError(
-            f"there are caps for {len(given)} ranks, but stages on {schedule.ranks}"
-        )
+    costs = columns(schedule, cost)
     user_start, users = users_of(table.needs)
-    return OrderProblem(
-        schedule,
-        columns(schedule, cost),
-        np.broadcast_to(given, (schedule.ranks,)).copy(),
-        cost.serial,
-        cost.channels or 0,
-        table.target(),
+    lanes = LaneColumns(
+        actions_of(schedule, costs, costs.seconds),
         user_start,
         users,
         (table.needs >= 0).sum(axis=1),
-        len(table) * work,
+        cost.serial,
+        cost.channels or 0,
+        costs.gain,
+        costs.loss,
+        caps_by_rank(schedule, cap),
     )
+    return OrderProblem(schedule, lanes, len(table) * work)
 
 
 def improve_order(
@@ -160,33 +176,23 @@ def improve_order(
     return search.schedule()
 
 
-@dataclass(slots=True)
 class Search:
     """A search that can be continued. It begins with the given order of the problem's actions, lane by lane."""
 
-    problem: OrderProblem
-    lane: Ints
-    seed: int = 0
-    best: Ints = field(init=False)
-    makespan: float = field(init=False)  # of the best order
-    moves: int = field(init=False, default=0)
-    _random: np.random.Generator = field(init=False)
-    _caps: Floats = field(init=False)
-    _round: int = field(init=False, default=0)
-    _begin: int = field(init=False, default=0)  # moves of this round so far
-
-    def __post_init__(self) -> None:
-        self.lane = np.array(self.lane, dtype=np.int64)
+    def __init__(self, problem: OrderProblem, lane: Ints, seed: int = 0) -> None:
+        caps = np.maximum(problem.columns.caps, lane_peaks(problem, lane))
+        caps += ACTIVATION_ROUNDING * problem.activation
+        self.problem = replace(problem, columns=problem.columns._replace(caps=caps))
+        self.lane = np.array(lane, dtype=np.int64)
         self.best = self.lane.copy()
-        self._random = np.random.default_rng(self.seed)
-        unit = float(self.problem.costs.gain.max(initial=0.0)) or 1.0
-        peak = lane_peaks(self.problem, self.lane)
-        self._caps = np.maximum(self.problem.caps, peak) + ACTIVATION_ROUNDING * unit
-        self.makespan = time_lanes(self.problem, self.lane)
+        self.makespan = time_lanes(problem, self.lane)  # of the best order
         if self.makespan < 0:
             raise ShapeError(
                 "the lanes wait for each other, so there is no first time to improve"
             )
+        self._random = np.random.default_rng(seed)
+        self._round = 0
+        self._begin = 0  # moves of this round so far
 
     @property
     def round_moves(self) -> int:
@@ -195,13 +201,25 @@ class Search:
 
     def run(self, moves: int) -> None:
         """Try this many more moves."""
+        actions = self.problem.columns.actions
+        seconds = float(actions.seconds.mean())
+        run = compile_if_large(_run_moves, self.problem.size)
         while moves > 0:
             length = self.round_moves
             begin = self._begin
             count = min(moves, length - begin, MOVES_PER_CALL - begin % MOVES_PER_CALL)
-            self._run_moves(begin, count, length)
+            climate = round_of(self._round)
+            price = climate.price * seconds / self.problem.activation
+            random = self._random.random((count, RANDOM_NUMBERS_PER_MOVE))
+            self.makespan = run(
+                random,
+                Climate(begin, length, climate.warmth * seconds, price),
+                self.lane,
+                self.best,
+                self.makespan,
+                self.problem.columns,
+            )
             moves -= count
-            self.moves += count
             self._begin += count
             if self._begin == length:
                 self._round += 1
@@ -212,99 +230,27 @@ class Search:
         """Return the best schedule so far."""
         return schedule_with_lanes(self.problem.schedule, self.best)
 
-    def _run_moves(self, begin: int, count: int, length: int) -> None:
-        problem = self.problem
-        random = self._random.random((count, RANDOM_NUMBERS_PER_MOVE))
-        self.makespan = _call_loop(
-            problem,
-            random,
-            begin,
-            length,
-            round_of(self._round),
-            self.lane,
-            self.best,
-            self.makespan,
-            self._caps,
-        )
-
 
 def time_lanes(problem: OrderProblem, lane: Ints) -> float:
     """Return the makespan of an order of all actions, lane by lane; -1 if the lanes wait for each other."""
-    return _call_loop(
-        problem,
-        np.empty((0, RANDOM_NUMBERS_PER_MOVE)),
-        0,
-        1,
-        round_of(0),
-        lane,
-        lane,
-        0.0,
-        problem.caps,
-    )
-
-
-def _call_loop(
-    problem: OrderProblem,
-    random: Floats,
-    begin: int,
-    length: int,
-    climate: MoveRound,
-    lane: Ints,
-    best: Ints,
-    makespan: float,
-    caps: Floats,
-) -> float:
-    """Call the loop below with the columns of a problem."""
-    table = problem.schedule.table
-    costs = problem.costs
     run = compile_if_large(_run_moves, problem.size)
-    action = float(costs.seconds.mean())
-    activation = float(costs.gain.max(initial=0.0)) or 1.0
-    return float(
-        run(
-            random,
-            begin,
-            length,
-            climate.warmth * action,
-            climate.price * action / activation,
-            lane,
-            best,
-            makespan,
-            table.first,
-            table.rank,
-            table.needs,
-            problem.needs,
-            problem.user_start,
-            problem.users,
-            costs.seconds,
-            costs.pause,
-            costs.link,
-            costs.latency,
-            costs.wire,
-            costs.send,
-            costs.receive,
-            problem.serial,
-            problem.channels,
-            problem.receiver,
-            costs.gain,
-            costs.loss,
-            caps,
-        )
-    )
+    no_moves = np.empty((0, RANDOM_NUMBERS_PER_MOVE))
+    climate = Climate(0, 1, 0.0, 0.0)
+    return float(run(no_moves, climate, lane, lane, 0.0, problem.columns))
 
 
 def fits_caps(problem: OrderProblem, lane: Ints) -> bool:
     """Return whether no rank exceeds its cap in an order of its actions."""
-    unit = float(problem.costs.gain.max(initial=0.0)) or 1.0
+    rounding = ACTIVATION_ROUNDING * problem.activation
     peaks = lane_peaks(problem, lane)
-    return bool((peaks <= problem.caps + ACTIVATION_ROUNDING * unit).all())
+    return bool((peaks <= problem.columns.caps + rounding).all())
 
 
 def lane_peaks(problem: OrderProblem, lane: Ints) -> Floats:
     """Return the most bytes of activations that each rank holds in an order of its actions."""
     first = problem.schedule.table.first.tolist()
-    gain = problem.costs.gain[lane]
-    loss = problem.costs.loss[lane]
+    gain = problem.columns.gain[lane]
+    loss = problem.columns.loss[lane]
     peaks = np.zeros(len(first) - 1)
     for rank, (begin, end) in enumerate(pairwise(first)):
         freed = np.cumsum(loss[begin:end]) - loss[begin:end]
@@ -313,44 +259,38 @@ def lane_peaks(problem: OrderProblem, lane: Ints) -> Floats:
 
 
 # ---------------------------------------------------------------- the loop
+class Climate(NamedTuple):
+    """The moves of a round that a call of the loop makes: from number `begin` of `length`, with the units of a step."""
+
+    begin: int
+    length: int
+    warmth: float
+    price: float
+
+
 def _run_moves(  # noqa: PLR0912, PLR0915
     random: Floats,
-    begin: int,
-    length: int,
-    warmth: float,
-    full_price: float,
+    climate: Climate,
     lane: Ints,
     best: Ints,
     best_makespan: float,
-    first: Ints,
-    rank: Ints,
-    needs: Ints,
-    need_counts: Ints,
-    user_start: Ints,
-    users: Ints,
-    seconds: Floats,
-    pause: Floats,
-    link: Ints,
-    latency: Floats,
-    wire: Floats,
-    send: Floats,
-    receive: Floats,
-    serial: bool,
-    channels: int,
-    receiver: Ints,
-    gain: Floats,
-    loss: Floats,
-    caps: Floats,
+    columns: LaneColumns,
 ) -> float:
     """Try one move for each row of random numbers, and return the makespan of the best order.
 
-    The loop changes `lane`, and `best` whenever it finds a better order. The moves are numbers `begin` and following
-    of a round of `length` moves. Without random numbers it only times the lanes: -1 says that they wait for each other.
+    The loop changes `lane`, and `best` whenever it finds a better order. Without random numbers it only times the
+    lanes: -1 says that they wait for each other.
     """
+    begin, length, warmth, full_price = climate
+    actions, user_start, users, need_counts, serial, channels, gain, loss, caps = (
+        columns
+    )
+    first, rank, receiver, needs, seconds, pause, link, latency, wire, send, receive = (
+        actions
+    )
     size = len(lane)
     ranks = len(first) - 1
-    waiting = np.empty(size, np.int64)
-    stack = np.empty(size, np.int64)
+    waiting = np.empty(size, np.int64)  # results that an action lacks, and its turn
     ready = np.empty(size, np.float64)
     end = np.empty(size, np.float64)
     cause = np.empty(size, np.int64)
@@ -362,8 +302,8 @@ def _run_moves(  # noqa: PLR0912, PLR0915
     now_time = 0.0  # of the current order
     now_excess = 0.0
     over = np.empty(size, np.float64)
-    tick = np.empty(size, np.int64)
-    cursor = np.empty(ranks, np.int64)  # place of the next action of each rank
+    queue = np.empty(size, np.int64)  # the actions that can run, tick by tick
+    latest = np.empty(ranks, np.int64)  # the last action that has run on each rank
     busy = np.empty((ranks, max(channels, 1)), np.float64)  # until when a channel is
     blamed = np.empty((ranks, max(channels, 1)), np.int64)  # the action that delayed it
     hop = latency + wire
@@ -376,160 +316,122 @@ def _run_moves(  # noqa: PLR0912, PLR0915
             now_excess += over[place]
             level += gain[lane[place]] - loss[lane[place]]
 
-    def count_down(user: int, top: int) -> int:
-        """Note that an action waits for one less; return the height of the stack, on which it is once it can run."""
+    def leave_at_once(a: int) -> float:
+        """Return when the message of an action arrives if it waits at most for the one before it on a serial link."""
+        leave = end[a]
+        if serial:
+            leave = max(leave, free[link[a]])
+            free[link[a]] = leave + wire[a]
+        return float(leave + wire[a] + latency[a])
+
+    def leave_in_order(a: int) -> tuple[float, int]:
+        """Return when a message arrives if messages wait for each other, and the action for which it waited."""
+        here = rank[a]
+        there = receiver[a]
+        channel = 1 % channels if here < there else 0
+        leave = end[a]
+        blame = a
+        if busy[here, channel] > leave:
+            leave = busy[here, channel]
+            blame = blamed[here, channel]
+        goes_on = leave + send[a]
+        blamed[here, channel] = blame
+        take = busy[there, channel]
+        late = blamed[there, channel]
+        before = latest[there]
+        if before >= 0 and end[before] > take:
+            take = end[before]
+            late = before
+        arrival = leave + hop[a]
+        if take - (hop[a] - receive[a]) > leave:
+            arrival = take + receive[a]
+            blame = late
+        busy[here, channel] = goes_on
+        if goes_on >= arrival:
+            busy[here, channel] = arrival
+            blamed[here, channel] = blame
+        busy[there, channel] = arrival
+        blamed[there, channel] = blame
+        return arrival, blame
+
+    def pass_on(user: int, time: float, blame: int, is_need: bool, tail: int) -> int:
+        """Note when an action has one more thing that it waits for: a need, or the end of the action before it.
+
+        If both come at the same time, the need is the cause. Returns the end of the queue, which has the action after
+        the last one.
+        """
+        if time > ready[user] or (is_need and time == ready[user]):
+            ready[user] = time
+            cause[user] = blame
         waiting[user] -= 1
         if waiting[user] == 0:
-            stack[top] = user
-            return top + 1
-        return top
+            queue[tail] = user
+            return tail + 1
+        return tail
 
-    def time_at_once() -> tuple[float, int]:  # noqa: PLR0912
-        """Time the lanes if messages leave at once: each action waits for its needs and for the action before it.
+    def sort_by_rank(head: int, tail: int) -> None:
+        """Sort the few actions of a tick by their ranks: in this order their messages leave."""
+        for index in range(head + 1, tail):
+            a = queue[index]
+            place = index
+            while place > head and rank[queue[place - 1]] > rank[a]:
+                queue[place] = queue[place - 1]
+                place -= 1
+            queue[place] = a
 
-        Returns the makespan and the action that ends last; -1 if the lanes wait for each other.
+    def time_all() -> float:  # noqa: PLR0912
+        """Return the makespan; -1 if the lanes wait for each other.
+
+        In each tick every rank runs the next action of its lane if all that it needs has run in earlier ticks. Then the
+        messages of this tick leave, as in a program.
         """
-        makespan = 0.0
-        last = -1
         for a in range(size):
             waiting[a] = need_counts[a] + 1
             ready[a] = 0.0
             cause[a] = -1
         free[:] = 0.0
-        top = 0
+        busy[:] = 0.0
+        blamed[:] = -1
+        latest[:] = -1
+        head = 0
+        tail = 0
         for here in range(ranks):
             if first[here] < first[here + 1]:
-                top = count_down(lane[first[here]], top)
-        done = 0
-        while top > 0:
-            top -= 1
-            a = stack[top]
-            done += 1
-            finish = ready[a] + seconds[a]
-            end[a] = finish
-            if finish > makespan or last < 0:
-                makespan = finish
-                last = a
-            arrival = finish
-            if link[a] >= 0:
-                if serial:
-                    leave = max(finish, free[link[a]])
-                    free[link[a]] = leave + wire[a]
-                    arrival = leave + wire[a] + latency[a]
-                else:
-                    arrival = finish + wire[a] + latency[a]
-            here = rank[a]
-            for index in range(user_start[a], user_start[a + 1]):
-                user = users[index]
-                there = finish if rank[user] == here else arrival
-                # If the action before it ends at the same time, the need is the cause.
-                if there >= ready[user]:
-                    ready[user] = there
-                    cause[user] = a
-                top = count_down(user, top)
-            place = where[a] + 1
-            if place < first[here + 1]:
-                user = lane[place]
-                there = finish + pause[a]
-                if there > ready[user]:
-                    ready[user] = there
-                    cause[user] = a
-                top = count_down(user, top)
-        if done < size:
-            return -1.0, -1
-        return makespan, last
-
-    def time_in_order() -> tuple[float, int]:  # noqa: PLR0912, PLR0915
-        """Time the lanes if messages wait for each other, as `penstock.sim.in_order` does; returns the same.
-
-        In each tick every rank runs the next action of its lane if all that it needs has run in earlier ticks. Then the
-        messages of this tick leave.
-        """
-        makespan = 0.0
-        last = -1
-        for a in range(size):
-            tick[a] = 0
-        for here in range(ranks):
-            cursor[here] = first[here]
-            for channel in range(channels):
-                busy[here, channel] = 0.0
-                blamed[here, channel] = -1
-        done = 0
-        now = 0
-        while done < size:
-            now += 1
-            count = 0
-            for here in range(ranks):
-                place = cursor[here]
-                if place == first[here + 1]:
-                    continue
-                a = lane[place]
-                can_run = True
-                for column in range(needs.shape[1]):
-                    need = needs[a, column]
-                    if need >= 0 and (tick[need] == 0 or tick[need] == now):
-                        can_run = False
-                        break
-                if not can_run:
-                    continue
-                start = 0.0
-                cause[a] = -1
-                if place > first[here]:
-                    before = lane[place - 1]
-                    start = end[before] + pause[before]
-                    cause[a] = before
-                for column in range(needs.shape[1]):
-                    need = needs[a, column]
-                    if need >= 0:
-                        is_here = rank[need] == here
-                        there = end[need] if is_here else ready[need]
-                        if there >= start:
-                            start = there
-                            cause[a] = need if is_here else waiting[need]
-                end[a] = start + seconds[a]
-                if end[a] > makespan or last < 0:
-                    makespan = end[a]
-                    last = a
-                tick[a] = now
-                cursor[here] = place + 1
-                done += 1
-                stack[count] = a
-                count += 1
-            if count == 0:
-                return -1.0, -1
-            for index in range(count):
-                a = stack[index]
-                there = receiver[a]
-                if there < 0:
-                    continue
+                tail = pass_on(lane[first[here]], 0.0, -1, False, tail)
+        while head < tail:
+            upto = tail
+            if channels > 0:
+                sort_by_rank(head, upto)
+            for index in range(head, upto):
+                a = queue[index]
+                end[a] = ready[a] + seconds[a]
+                latest[rank[a]] = a
+            for index in range(head, upto):
+                a = queue[index]
                 here = rank[a]
-                channel = 1 % channels if here < there else 0
-                leave = end[a]
+                arrival = end[a]
                 blame = a
-                if busy[here, channel] > leave:
-                    leave = busy[here, channel]
-                    blame = blamed[here, channel]
-                goes_on = leave + send[a]
-                blamed[here, channel] = blame
-                take = busy[there, channel]
-                late = blamed[there, channel]
-                if cursor[there] > first[there]:
-                    before = lane[cursor[there] - 1]
-                    if end[before] > take:
-                        take = end[before]
-                        late = before
-                ready[a] = leave + hop[a]  # when its message has arrived
-                if take - (hop[a] - receive[a]) > leave:
-                    ready[a] = take + receive[a]
-                    blame = late
-                waiting[a] = blame  # the action for which its message waited
-                busy[here, channel] = goes_on
-                if goes_on >= ready[a]:
-                    busy[here, channel] = ready[a]
-                    blamed[here, channel] = blame
-                busy[there, channel] = ready[a]
-                blamed[there, channel] = blame
-        return makespan, last
+                if receiver[a] >= 0:
+                    if channels == 0:
+                        arrival = leave_at_once(a)
+                    else:
+                        arrival, blame = leave_in_order(a)
+                for entry in range(user_start[a], user_start[a + 1]):
+                    user = users[entry]
+                    if rank[user] == here:
+                        tail = pass_on(user, end[a], a, True, tail)
+                    else:
+                        tail = pass_on(user, arrival, blame, True, tail)
+                place = where[a] + 1
+                if place < first[here + 1]:
+                    tail = pass_on(lane[place], end[a] + pause[a], a, False, tail)
+            head = upto
+        makespan = -1.0
+        if tail == size:
+            for last in latest:
+                if last >= 0:
+                    makespan = max(makespan, end[last])
+        return float(makespan)
 
     for step in range(-1, len(random)):
         source = 0
@@ -610,17 +512,14 @@ def _run_moves(  # noqa: PLR0912, PLR0915
         if fits:
             for place in range(low, high + 1):
                 where[lane[place]] = place
-            if channels == 0:
-                makespan, last = time_at_once()
-            else:
-                makespan, last = time_in_order()
+            makespan = time_all()
             if makespan < 0.0:
                 fits = False
             else:
                 goal = 0.0
-                for here in range(ranks):
-                    if first[here] < first[here + 1]:
-                        goal += end[lane[first[here + 1] - 1]]
+                for last in latest:
+                    if last >= 0:
+                        goal += end[last]
                 time = makespan + MEAN_END_WEIGHT * goal / ranks
                 goal = time + excess * price
 
@@ -655,7 +554,10 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                     best[place] = lane[place]
         # Walk back along the critical path.
         arc_count = 0
-        a = last
+        a = np.int64(-1)
+        for last in latest:
+            if last >= 0 and (a < 0 or end[last] >= end[a]):
+                a = last
         while cause[a] >= 0:
             before = cause[a]
             if where[before] + 1 == where[a] and rank[before] == rank[a]:

@@ -323,7 +323,8 @@ class _Hunt:
         """Spend the work. At least one order is listed in any case."""
         self.left = work
         recipes = [
-            (problem, draft.recipes(problem.caps)) for draft, problem in self.drafts
+            (problem, draft.recipes(problem.columns.caps))
+            for draft, problem in self.drafts
         ]
         for number in count():
             batch = LATER_BATCH if number else FIRST_BATCH
@@ -372,13 +373,13 @@ class Draft:
         self.schedule = schedule
         self.size = len(schedule.table)
         self._problem = problem_of(schedule, cost, None)
-        self.costs = self._problem.costs
+        self.costs = columns(schedule, cost)
         self.lister = Lister(schedule, self.costs, len(FIRST_RULES))
         self.priorities = list(self._priorities())
 
     def problem(self, caps: Floats, work: int) -> OrderProblem:
         """Return the actions under these caps, for `work` simulations."""
-        return replace(self._problem, caps=caps, size=self.size * work)
+        return self._problem.with_caps(caps, work)
 
     def recipes(self, caps: Floats) -> Iterator[Ints]:
         """Yield the orders that are listed under these caps, one for each rule."""

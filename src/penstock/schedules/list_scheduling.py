@@ -288,12 +288,7 @@ def caps_of_ranks(
     draft: Schedule, costs: Columns, cap: float | Sequence[float] | None
 ) -> Floats:
     """Return a cap for each rank; each must hold at least one whole micro-batch."""
-    given = np.asarray(np.inf if cap is None else cap, dtype=np.float64)
-    if given.ndim and len(given) != draft.ranks:
-        raise ShapeError(
-            f"there are caps for {len(given)} ranks, but stages on {draft.ranks}"
-        )
-    caps = np.broadcast_to(given, (draft.ranks,)).copy()
+    caps = caps_by_rank(draft, cap)
     least = least_caps(draft, costs)
     for rank in np.flatnonzero(caps < least * (1 - EQUAL_TIME_TOLERANCE)).tolist():
         raise ShapeError(
@@ -302,6 +297,16 @@ def caps_of_ranks(
             f"the least cap that works there is {least[rank]:g}"
         )
     return caps
+
+
+def caps_by_rank(schedule: Schedule, cap: float | Sequence[float] | None) -> Floats:
+    """Return a cap for each rank: the given ones, or the same for all; infinite if there is none."""
+    given = np.asarray(np.inf if cap is None else cap, dtype=np.float64)
+    if given.ndim and len(given) != schedule.ranks:
+        raise ShapeError(
+            f"there are caps for {len(given)} ranks, but stages on {schedule.ranks}"
+        )
+    return np.broadcast_to(given, (schedule.ranks,)).copy()
 
 
 def least_caps(draft: Schedule, costs: Columns) -> Floats:

@@ -1,7 +1,17 @@
 """Predict the timeline of a schedule under a cost."""
 
-from penstock.sim.in_order import simulate_in_order
 from penstock.sim.shared import simulate_shared
-from penstock.sim.simulate import simulate
+from penstock.sim.simulate import (
+    own_cost,
+    simulate,
+    simulate_in_order,
+    simulate_own_times,
+)
 
-__all__ = ["simulate", "simulate_in_order", "simulate_shared"]
+__all__ = [
+    "own_cost",
+    "simulate",
+    "simulate_in_order",
+    "simulate_own_times",
+    "simulate_shared",
+]

@@ -23,8 +23,7 @@ from penstock.cost.columns import columns, seconds_in_lanes
 from penstock.cost.cost import Cost
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.sim.completion import complete_timeline
-from penstock.sim.simulate import simulate
+from penstock.sim.simulate import Times, complete_timeline, simulate
 
 RELATIVE_TOLERANCE = 1e-12  # an action with less work left than this is done
 MIN_TURN_SECONDS = 4e-3  # seconds that a process keeps a core while others wait: a tick of most Linux kernels
@@ -51,11 +50,13 @@ def simulate_shared(
         schedule,
         cost,
         machine.costs,
-        np.array(machine.start),
-        np.array(machine.end),
-        np.array(machine.sent),
-        np.array(machine.arrived),
-        np.array(machine.cause, dtype=np.int32),
+        Times(
+            np.array(machine.start),
+            np.array(machine.end),
+            np.array(machine.sent),
+            np.array(machine.arrived),
+            np.array(machine.cause, dtype=np.int32),
+        ),
     )
 
 

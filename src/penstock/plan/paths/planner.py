@@ -80,8 +80,8 @@ from penstock.plan.paths.starts import (
     tilt_counts,
 )
 from penstock.schedules.facts import refuse_if_too_large
-from penstock.sim.planned_sums import plan_sums
 from penstock.sim.simulate import simulate
+from penstock.sim.sums import plan_sums
 
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
 MAX_CIRCUIT_NODES = 200  # more nodes get no more of these moves

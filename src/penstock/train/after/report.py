@@ -20,7 +20,7 @@ from penstock.formats import read_plan
 from penstock.formats.config_toml import read_config
 from penstock.ir import Plan, Timeline
 from penstock.ir.timeline import compare
-from penstock.sim.own_times import simulate_own_times
+from penstock.sim.simulate import simulate_own_times
 from penstock.train.after.reasons import reasons_of
 from penstock.train.data.corpus import SourceUse, describe_use, read_use
 from penstock.train.forecast import Forecast, known_forecast

@@ -1,4 +1,4 @@
-"""Completes a step whose actions have their times: the memory in use meanwhile, and the sums of gradients.
+"""The sums of gradients of a step whose actions have their times, and how each of them is done.
 
 Replicas of a part sum their gradients once the last backward of that part is done on all of them.
 The sum runs beside the remaining actions and takes nothing from them, but a rank takes part in one
@@ -13,43 +13,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.cost.columns import Columns, levels
 from penstock.cost.cost import Cost
-from penstock.cost.memory import weights_of
+from penstock.cost.planned_sum import ring_plan
+from penstock.cost.wrapped import PlannedSumsCost, link_matrices
 from penstock.ir.schedule import Schedule
-from penstock.ir.sums import last_backwards, shared_gradients
-from penstock.ir.table import Floats, Ints
+from penstock.ir.sums import SumPlan, last_backwards, shared_gradients
+from penstock.ir.table import Floats
 from penstock.ir.timeline import Sum, Timeline
 
 
-def complete_timeline(
-    schedule: Schedule,
-    cost: Cost,
-    costs: Columns,
-    start: Floats,
-    end: Floats,
-    sent: Floats,
-    arrived: Floats,
-    cause: Ints,
-    sums_wait: bool = False,
-) -> Timeline:
-    """A timeline with these times, and the memory in use meanwhile."""
-    return Timeline(
-        schedule,
-        start,
-        end,
-        levels(schedule, costs),
-        weights_of(schedule, cost),
-        sent,
-        arrived,
-        costs.bytes,
-        cause,
-        cost.units,
-        sums_of(schedule, cost, end, sums_wait),
-    )
-
-
-class SumTurn(NamedTuple):
+class SumInterval(NamedTuple):
     """A sum of gradients, the times at which its ranks are ready for it, and its end."""
 
     name: str
@@ -66,18 +39,25 @@ def sums_of(
 ) -> tuple[Sum, ...]:
     """The sums of gradients of a step whose actions end at these times. Those that take no time are left out."""
     sums = []
-    for turn in sum_turns(schedule, cost, end, wait):
-        start = max(turn.ready)
-        if turn.end > start:
+    for interval in sum_intervals(schedule, cost, end, wait):
+        start = max(interval.ready)
+        if interval.end > start:
             sums.append(
-                Sum(turn.name, turn.ranks, start, turn.end, turn.bytes, turn.cause)
+                Sum(
+                    interval.name,
+                    interval.ranks,
+                    start,
+                    interval.end,
+                    interval.bytes,
+                    interval.cause,
+                )
             )
     return tuple(sums)
 
 
-def sum_turns(
+def sum_intervals(
     schedule: Schedule, cost: Cost, end: Floats, wait: bool = False
-) -> Iterator[SumTurn]:
+) -> Iterator[SumInterval]:
     """All sums of gradients of a step whose actions end at these times.
 
     A rank begins its sums in the order of `shared_gradients`, one after the other; with `wait`, after its last action.
@@ -112,4 +92,29 @@ def sum_turns(
         for rank in ranks:
             free[rank] = done
             delayed_by[rank] = cause
-        yield SumTurn(name, parts, ranks, size, ready, done, cause)
+        yield SumInterval(name, parts, ranks, size, ready, done, cause)
+
+
+def plan_sums(timeline: Timeline, cost: PlannedSumsCost) -> tuple[SumPlan, ...]:
+    """The quickest sum of each part, given when each rank is ready for it."""
+    plans = []
+    for interval in sum_intervals(timeline.schedule, cost, timeline.end):
+        if interval.bytes > 0:
+            plan = cost.plan_sum(
+                interval.parts, interval.ranks, interval.bytes, interval.ready
+            )
+            plans.append(plan)
+    return tuple(plans)
+
+
+def plan_rings(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
+    """A ring for each part, over the links that its price assumes."""
+    plans = []
+    for interval in sum_intervals(timeline.schedule, cost, timeline.end):
+        if interval.bytes > 0:
+            latency, byte = link_matrices(cost, interval.ranks)
+            ring = ring_plan(
+                latency, byte, interval.bytes, interval.ranks, interval.parts
+            )
+            plans.append(ring)
+    return tuple(plans)
