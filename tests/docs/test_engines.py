@@ -7,11 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
 from torch.distributed.run import get_args_parser
 
 from commands import environment
-from penstock.cli.app import app
+from penstock.cli.app import load
 
 yaml = pytest.importorskip("yaml")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -79,7 +78,7 @@ def test_a_template_asks_torchrun_for_a_run_that_our_command_line_takes(
     assert asked.module
     assert asked.training_script == "penstock"
     name, *rest = asked.training_script_args
-    command = typer.main.get_command(app).commands[name]
+    command = load(name)
     given = command.make_context(name, rest).params
     assert str(given["source"]).endswith("config.toml")
     assert list(given["changes"]) == [f"run.folder={tmp_path / 'run'}"]

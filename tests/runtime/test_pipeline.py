@@ -481,7 +481,7 @@ def test_layers_that_would_see_each_slice_alone_are_refused():
     schedule = make("seq1f1b", ranks=1, microbatches=2, slices=2)
     first, *_, last = layers()
     own = [first, Mean(WIDTH, WIDTH), last]
-    words = r"(?s)layer 1, Mean, has no parameter `piece`.*penstock\.carry.*tokenwise = True.*slices=1"
+    words = r"(?s)layer 1, Mean, has no parameter `piece`.*penstock\.models\.slice.*tokenwise = True.*slices=1"
 
     def work(comm):
         with pytest.raises(ShapeError, match=words):

@@ -136,7 +136,7 @@ def _explain(page: Page, error: json.JSONDecodeError) -> tuple[str, str]:
 # ---------------------------------------------------------------- writing
 def object_text(entries: Mapping[str, str], depth: int = 0) -> str:
     """An object of texts with one key a line; `depth` objects and lists are around it."""
-    lines = [f'"{key}": {text}' for key, text in entries.items()]
+    lines = [f"{json.dumps(key)}: {text}" for key, text in entries.items()]
     return _block("{", lines, "}", depth)
 
 

@@ -30,8 +30,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 
-import torch
-
 from penstock.errors import RunError, ShapeError, UnknownNameError
 from penstock.runtime.comm.comm import IPC, NCCL
 
@@ -256,6 +254,8 @@ def products_are_complete(
     columns: Sequence[tuple[int, int]] = CHECKED_COLUMNS,
 ) -> bool:
     """Whether products in bfloat16 write all of their result: y = x W^T, and the gradients of x and W."""
+    import torch  # noqa: PLC0415  # a mistake in a command is reported without torch, too
+
     for tokens in rows:
         for inner, outer in columns:
             x = torch.ones(tokens, inner, device=device, dtype=torch.bfloat16)
@@ -281,6 +281,8 @@ def _is_good(share: int) -> bool:
 
 
 def _check() -> None:
+    import torch  # noqa: PLC0415
+
     if torch.cuda.is_available() and not products_are_complete("cuda"):
         raise SystemExit(INCOMPLETE_EXIT_CODE)
 
