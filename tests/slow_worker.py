@@ -10,15 +10,15 @@ from itertools import count
 from pathlib import Path
 from runpy import run_module
 
+from penstock import training
 from penstock.runtime import step
 from penstock.runtime.actions import ComputedActions
-from penstock.train import session
 from penstock.train.launch import Verdict
 
 SLOW_FILE = "slow"
 SLOW_SECONDS = 19
 SLOW_WORKER = 1
-run_member = session.run_member
+run_member = training.run_member
 
 
 def run_slow_member(*arguments: object) -> Verdict:
@@ -43,5 +43,5 @@ def run_slow_member(*arguments: object) -> Verdict:
 if __name__ == "__main__":
     import slow_worker
 
-    session.run_member = slow_worker.run_slow_member
+    training.run_member = slow_worker.run_slow_member
     run_module("penstock", run_name="__main__", alter_sys=True)

@@ -36,11 +36,14 @@ ROOMS = {
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("families", "runtime", "measure", "models"),
-        *("crew", "torch_internals", "version", "errors"),
+        *("torch_internals", "version", "errors"),
     },
     "crew": {
-        *("ir", "config", "formats", "schedules", "sim", "plan", "models"),
+        *("ir", "config", "formats", "schedules", "plan", "models"),
         *("runtime", "torch_internals", "train", "errors"),
+    },
+    "training": {
+        *("ir", "config", "formats", "runtime", "train", "crew", "version", "errors"),
     },
     "integrations": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
@@ -56,6 +59,7 @@ ROOMS = {
             "runtime",
             "measure",
             "train",
+            "training",
             "version",
         ),
         "errors",
@@ -94,6 +98,7 @@ LIBRARIES = {
         "wandb",
     },
     "crew": {"cryptography", "rich", "torch"},
+    "training": set(),
     "integrations": {"ray", "torch", "torchtitan"},
     "cli": {"typer", "rich"},
     "__main__": set(),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.plan import lower_bound, portfolio
     from penstock.schedules import REGISTRY, make
     from penstock.sim import simulate
-    from penstock.train.session import fit
+    from penstock.training import fit
 
     __version__: str
 
@@ -79,7 +79,7 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = {"Pipeline": "penstock.pipeline", "fit": "penstock.train.session"}
+_NEED_TORCH = {"Pipeline": "penstock.pipeline", "fit": "penstock.training"}
 _ROOMS = ("cost", "formats", "ir", "plan", "schedules", "sim", "errors", "partition")
 
 

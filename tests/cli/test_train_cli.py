@@ -420,7 +420,7 @@ def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(
     text, here, monkeypatch
 ):
     verdict = Verdict(0, stopped=True, interrupted=True)
-    monkeypatch.setattr("penstock.train.session.launch", lambda *_: verdict)
+    monkeypatch.setattr("penstock.training.launch", lambda *_: verdict)
     done = here("train config.toml")
     said = done.out.splitlines()[0]
     assert (done.code, said) == (130, "stopped before the first step")
@@ -431,7 +431,7 @@ def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_workers_start_leaves_nothing(number, text, here, monkeypatch):
     monkeypatch.setattr(
-        "penstock.train.session.launch", lambda *_: os.kill(os.getpid(), number)
+        "penstock.training.launch", lambda *_: os.kill(os.getpid(), number)
     )
     done = here("train config.toml")
     assert done.code == 128 + number
@@ -443,7 +443,7 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
     def fail(*_: object) -> None:
         raise RunError("no")
 
-    monkeypatch.setattr("penstock.train.session.launch", fail)
+    monkeypatch.setattr("penstock.training.launch", fail)
     mine = text / "deep" / "mine"
     assert (
         here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code

@@ -26,23 +26,21 @@ from penstock.crew.decision import (
     Report,
     Situation,
     decide,
-    first_plan,
     load_decision,
     load_report,
-    rank_work,
-    speed_limit,
 )
-from penstock.crew.folders import RunFolders
 from penstock.crew.links import Address, Inbox, Links, TensorTransfer
 from penstock.crew.pace import PaceWatch
-from penstock.crew.separate import SeparateCheckpoints
-from penstock.crew.tls import context_of, receive_frame, send_frame, split_address
+from penstock.crew.tls import context_of, receive_frame, send_frame
 from penstock.errors import PenstockError
 from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
+from penstock.train.elastic import first_plan, rank_work, speed_limit, split_address
+from penstock.train.folders import RunFolders
 from penstock.train.history import EventLog, StepFigures, read_events
 from penstock.train.place import RemoteCheckpoints
+from penstock.train.separate import SeparateCheckpoints
 
 TOLERANCE = 1e-9
 KEY = Path(__file__).with_name("old_key.pem")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock import Plan, make
-from penstock.crew.decision import plan_without, speed_limit, step_length
 from penstock.plan.survivors import least_time, part_work, seats_to_change
 from penstock.schedules.coverage import full_schedule
 from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
+from penstock.train.elastic import plan_without, speed_limit, step_length
 
 # Three parts in four copies; the first one has the head beside it, and the others are left out in turn.
 FIRST, SECOND = (replicate(one, 4) for one in skipping_schedules(3, 3, 1, count=2))

@@ -21,7 +21,7 @@ import leaking_workers
 from again_tape import Again
 from commands import called
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
-from penstock import REGISTRY, Schedule, lower, make
+from penstock import REGISTRY, Schedule, lower, make, training
 from penstock.errors import ProofError
 from penstock.models import document_starts, split, token_loss
 from penstock.models.slice import Slice
@@ -37,7 +37,6 @@ from penstock.runtime import (
 )
 from penstock.runtime.backward import accumulate
 from penstock.schedules.transforms import slice_tokens, split_backward
-from penstock.train import session
 from penstock.train.history import read_rows
 from pipelines import VOCAB, data, gpt, layers_of, llama
 from trainings import job_of, losses, train
@@ -721,7 +720,7 @@ def test_a_broken_model_is_refused_once_by_penstock_train(tmp_path, monkeypatch,
     (tmp_path / "config.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(session, "run_worker", leaking_workers.rank)
+    monkeypatch.setattr(training, "run_worker", leaking_workers.rank)
     code, _, err = called(monkeypatch, capfd, "train config.toml --sample 0")
     assert code == 2, err
     assert (

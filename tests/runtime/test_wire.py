@@ -42,7 +42,6 @@ from penstock.crew.tls import (
     make_key,
     receive_frame,
     send_frame,
-    split_address,
 )
 from penstock.errors import ConfigError, FileError, PeerLostError
 from penstock.ir.sums import SumKind, SumPlan
@@ -50,6 +49,7 @@ from penstock.runtime.planned_sums import PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
 from penstock.runtime.quantized import CellFormat
 from penstock.torch_internals import PrefixStore, TCPStore
+from penstock.train.elastic import split_address
 from rank_threads import on_ranks
 
 x509 = pytest.importorskip("cryptography.x509")

@@ -262,9 +262,7 @@ def test_a_run_that_cannot_fit_is_refused_with_figures_before_anything_starts(
 def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
     monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1e6)
-    monkeypatch.setattr(
-        "penstock.train.session.launch", lambda *_: Verdict(0, stopped=True)
-    )
+    monkeypatch.setattr("penstock.training.launch", lambda *_: Verdict(0, stopped=True))
     line = "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt --set run.forecast=false"
     code, _, err = here(line)
     assert code == 2

@@ -13,15 +13,7 @@ import pytest
 
 from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
-from penstock.crew.decision import (
-    Report,
-    Situation,
-    decide,
-    is_elastic,
-    load_decision,
-    load_report,
-    parts_without_replica,
-)
+from penstock.crew.decision import Report, Situation, decide, load_decision, load_report
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
 from penstock.ir.sums import SumKind, SumPlan
@@ -31,6 +23,7 @@ from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
+from penstock.train.elastic import is_elastic, parts_without_replica
 from penstock.train.history import (
     Event,
     EventLog,

@@ -17,7 +17,7 @@ from penstock import fit
 from penstock.config import DataConfig
 from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
-from penstock.train import session
+from penstock.train import start
 from penstock.train.after.evaluate import evaluate_run
 from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus
@@ -25,8 +25,7 @@ from penstock.train.data.tokenizer import train_tokenizer
 from penstock.train.forecast import known_forecast
 from penstock.train.launch import job_of
 from penstock.train.lock import locking
-from penstock.train.session import kept_plan, plan_and_prepare
-from penstock.train.start import find_run
+from penstock.train.start import find_run, kept_plan, plan_and_prepare
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
 CHATS = [{"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(60)]
@@ -158,7 +157,7 @@ def test_auto_keeps_its_profiles_and_its_plan_before_workers_start(
     predicted = known_forecast(folder, first.config, first.plan)
     assert predicted is not None
     assert predicted.seconds > 0
-    monkeypatch.delattr(session, "measure_workload")
+    monkeypatch.delattr(start, "measure_workload")
     kept = kept_plan(config, folder, ["run.steps=9"])
     with locking() as lock:
         again = plan_and_prepare(config, folder, False, lock, given, kept)

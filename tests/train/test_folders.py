@@ -13,9 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.crew import folders as group
 from penstock.crew.files import agree_on_restarts, share_earlier_end
-from penstock.crew.folders import (
+from penstock.errors import FileError, PenstockError, RunError
+from penstock.runtime import run_threads
+from penstock.runtime.comm.comm import exchange
+from penstock.train import folders as group
+from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
+from penstock.train.folders import (
     PIECE_BYTES,
     FileRelay,
     RunFolders,
@@ -25,16 +29,12 @@ from penstock.crew.folders import (
     relay_files,
     work_together,
 )
-from penstock.crew.separate import Inventory, SeparateFolders, SeparateSaver, Survey
-from penstock.errors import FileError, PenstockError, RunError
-from penstock.runtime import run_threads
-from penstock.runtime.comm.comm import exchange
-from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
 from penstock.train.history import StepRow, read_rows
 from penstock.train.job import Job
 from penstock.train.launch import RESTART_COUNT, write_failure
 from penstock.train.loop import Trainer
 from penstock.train.place import RemoteCheckpoints
+from penstock.train.separate import Inventory, SeparateFolders, SeparateSaver, Survey
 from trainings import job_of, losses, train
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from penstock import Plan, make
 from penstock.config import check_config
-from penstock.crew.decision import Report, Situation, decide, rank_work, shares_a_part
+from penstock.crew.decision import Report, Situation, decide
 from penstock.crew.pace import WINDOWS_TO_JUDGE, WINDOWS_TO_RETRY, PaceWatch
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import apply_changes
 from penstock.schedules.transforms import replicate
+from penstock.train.elastic import rank_work, shares_a_part
 from trainings import SMALL
 
 FOUR = Plan(replicate(make("1f1b", ranks=2, microbatches=4), 2), "1f1b", (2, 2))

@@ -48,7 +48,7 @@ from penstock.train.step_paths import describe_paths
 from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of, short
 
 if TYPE_CHECKING:
-    from penstock.train.session import Display, PreparedRun  # loads torch
+    from penstock.train.start import Display, PreparedRun  # loads torch
 
 complete_preset = beginning("config:PRESETS")
 
@@ -99,13 +99,15 @@ def train_command(
     from penstock.runtime.process.launch import under_launcher
     from penstock.train.launch import ended_by_signals, way_on
     from penstock.train.lock import locking
-    from penstock.train.session import kept_plan, plan_and_prepare, start_workers
     from penstock.train.start import (
         check_sources,
         check_start,
         find_run,
         has_checkpoint,
+        kept_plan,
+        plan_and_prepare,
     )
+    from penstock.training import start_workers
 
     if under_launcher():
         if dry_run:
@@ -187,7 +189,7 @@ def _show_planning() -> Iterator[Callable[[SearchProgress], None]]:
 
 def _display() -> Display:
     """Return what shows the preparation of a run in the terminal."""
-    from penstock.train.session import Display
+    from penstock.train.start import Display
 
     timing = partial(progress, "timing a layer")
     return Display(timing, _show_planning, partial(counting, "reading text"))
@@ -307,8 +309,7 @@ def _as_a_rank(
     )
     from penstock.train.launch import forget_previous_end, join, restarted, run_worker
     from penstock.train.lock import Lock
-    from penstock.train.session import kept_plan, plan_and_prepare
-    from penstock.train.start import check_unused
+    from penstock.train.start import check_unused, kept_plan, plan_and_prepare
 
     # Rank 0 looks before it meets the others, so that its error ends the run at once.
     found = find() if os.environ["RANK"] == "0" else None

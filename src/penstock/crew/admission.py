@@ -47,12 +47,12 @@ from penstock.crew.tls import (
     hang_up,
     receive_frame,
     send_frame,
-    split_address,
 )
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.formats.plan_json import read_plan
 from penstock.runtime.process.launch import KILLED, WorkerOutcome
 from penstock.torch_internals import Store
+from penstock.train.elastic import split_address
 from penstock.train.history import PLAN_FILE, WatchRow
 from penstock.train.launch import FAILURE_FILE, Verdict
 from penstock.train.screen import SayLine

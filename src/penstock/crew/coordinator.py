@@ -30,14 +30,8 @@ from penstock.crew.decision import (
     Report,
     Situation,
     decide,
-    holders_of,
     load_report,
     note_key,
-    plan_without,
-    rank_work,
-    shares_a_part,
-    speed_limit,
-    step_length,
 )
 from penstock.crew.files import RunFiles
 from penstock.crew.member import key_of
@@ -55,6 +49,14 @@ from penstock.runtime.process.launch import (
 from penstock.runtime.process.watchdog import Failure, announce
 from penstock.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
+from penstock.train.elastic import (
+    holders_of,
+    plan_without,
+    rank_work,
+    shares_a_part,
+    speed_limit,
+    step_length,
+)
 from penstock.train.history import Event, EventLog, last_step
 from penstock.train.launch import (
     LOADED_MODULES,

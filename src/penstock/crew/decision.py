@@ -30,35 +30,21 @@ g2/...              the connections of generation 2
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
-from penstock.config import AUTO, Config
-from penstock.crew.tls import split_address
-from penstock.errors import ConfigError
 from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
-from penstock.ir.program import lower
-from penstock.ir.schedule import Schedule
-from penstock.ir.sums import fitting_sums
-from penstock.ir.verify import verify
-from penstock.ir.verify_sums import verify_sums
 from penstock.plan.survivors import (
     LEAST_SAVED_BY_A_MOVE,
-    PacedCost,
-    least_time,
     orphans,
-    part_work,
     seats_to_change,
-    without_ranks,
 )
 from penstock.schedules.coverage import hold_every_part
-from penstock.sim.simulate import simulate
+from penstock.train.elastic import choose_mirrors, plan_without, step_length
 from penstock.train.handover import Handover, PartTransfer, Transfers
 from penstock.train.history import StepFigures
-from penstock.train.placement import Placement
 
 NoteKind = Literal[
     "alive",
@@ -178,107 +164,6 @@ def _figures(fields: dict[str, Any] | None) -> StepFigures | None:
     return None if fields is None else StepFigures(**fields)
 
 
-# The share of a step that must be saved to replan around a slow worker.
-LEAST_SAVED_SHARE = 0.05
-
-
-def plan_without(
-    plan: Plan,
-    lost: tuple[int, ...],
-    homes: Mapping[int, int],
-    paces: Mapping[int, float] = MappingProxyType({}),
-) -> Plan:
-    """Return the plan for the ranks that are left, checked and verified.
-
-    `paces` has the ranks that are slow. If less work for them makes a step no faster, the
-    plan stays as it is.
-    """
-    if not lost and not paces:
-        return plan
-    work = part_work(plan)
-    ranks = range(plan.schedule.ranks)
-    pace = [paces.get(rank, 1.0) for rank in ranks] if paces else []
-    # All schedules of a plan have the same stages, so a part that the first one gives to a
-    # rank has its home there in all others.
-    first = without_ranks(plan.schedule, lost, work, homes, pace)
-    if not lost:
-        cost = PacedCost(parts=tuple(work), paces=tuple(pace))
-        now, then = (simulate(one, cost).makespan for one in (plan.schedule, first))
-        if then > (1 - LEAST_SAVED_SHARE) * now:
-            return plan
-    left = [rank for rank in ranks if rank not in lost]
-    adopted = dict(homes)
-    for stage in first.stages:
-        if stage.part in orphans(plan.schedule, lost):
-            adopted[stage.part] = left[stage.rank]
-    smaller = plan.map_schedules(
-        lambda one: (
-            first
-            if one is plan.schedule
-            else without_ranks(one, lost, work, adopted, pace)
-        )
-    )
-    # Sums are planned again: the ranks that are left divide what the lost ones did.
-    sums = fitting_sums(smaller.schedule, plan.sums, left)
-    smaller = replace(smaller, sums=sums)
-    for schedule in smaller.schedules:
-        verify(lower(schedule))
-        verify_sums(schedule, sums)
-    name = plan.name
-    if lost:
-        name += f" without {' '.join(map(str, lost))}"
-    slow = [str(rank) for rank in sorted(paces) if rank in left]
-    if slow:
-        name += f", slow {' '.join(slow)}"
-    return replace(smaller, name=name)
-
-
-def first_plan(plan: Plan, workers: int) -> Plan:
-    """Return the plan with which the launcher's own workers begin; 0 is one for every rank."""
-    ranks = plan.schedule.ranks
-    return plan_without(plan, tuple(range(workers or ranks, ranks)), {})
-
-
-def rank_work(plan: Plan) -> list[float]:
-    """Return the work of each rank in a step, in layers; the mean if steps take different paths."""
-    work = part_work(plan)
-    totals = [0.0] * plan.schedule.ranks
-    for schedule in plan.schedules:
-        for microbatch in schedule.microbatches:
-            for number in microbatch.path:
-                stage = schedule.stages[number]
-                totals[stage.rank] += work[stage.part] / len(plan.schedules)
-    return totals
-
-
-def step_length(plan: Plan, paces: Sequence[float] = ()) -> float:
-    """Return how long a step of a plan takes, in layers; the mean if steps take different paths."""
-    cost = PacedCost(parts=tuple(part_work(plan)), paces=tuple(paces))
-    lengths = [simulate(schedule, cost).makespan for schedule in plan.schedules]
-    return sum(lengths) / len(lengths)
-
-
-def speed_limit(
-    plan: Plan, seats: Collection[int], paces: Mapping[int, float]
-) -> float:
-    """Return the speed that no plan for some of the seats can exceed, compared with the plan for all.
-
-    It is at most 1, which is the speed of that plan.
-    """
-    work = part_work(plan)
-    empty = set(range(plan.schedule.ranks)) - set(seats)
-    least = [least_time(one, empty, work, paces) for one in plan.schedules]
-    return min(1.0, step_length(plan) * len(least) / sum(least))
-
-
-def shares_a_part(schedule: Schedule, rank: int) -> bool:
-    """Whether another rank holds one of a rank's parts, and could do some of its work."""
-    holders = holders_of(schedule)
-    return any(
-        len(holders[stage.part]) > 1 for stage in schedule.stages if stage.rank == rank
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Situation:
     """What the launcher knows when a generation has ended, by the reports of the workers that are left."""
@@ -365,7 +250,8 @@ def decide(now: Situation) -> Decision:
     # Newcomers have no weights, and neither have those that were taken in by a generation
     # that ended before it had begun.
     veterans = [reports[n] for n in members if reports[n].step >= 0]
-    mirrors = choose_mirrors(schedule, members, reports) if now.mirror else ()
+    known = [reports[worker].known_parts for worker in members]
+    mirrors = choose_mirrors(schedule, known) if now.mirror else ()
     plain = Decision(
         now.generation,
         members,
@@ -383,7 +269,12 @@ def decide(now: Situation) -> Decision:
     assert steps <= {ahead.step, ahead.step - 1}, f"ranks are at steps {sorted(steps)}"
     restores: dict[int, int] = {}  # from a part to the rank that reads it
     transfers = []
-    for rank, part in _missing(schedule, mirrors, members, reports):
+    # Parts for which a rank has no weights: first those to train, then mirrors.
+    held = sorted({(stage.rank, stage.part) for stage in schedule.stages})
+    mirrored = [(target, part) for part, _, target in mirrors]
+    for rank, part in [*held, *mirrored]:
+        if part in known[rank]:
+            continue
         source = _source(part, members, veterans)
         if source is None:
             source = restores.setdefault(part, rank)
@@ -408,42 +299,6 @@ def decide(now: Situation) -> Decision:
     )
 
 
-def choose_mirrors(
-    schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
-) -> tuple[PartTransfer, ...]:
-    """Return, for each part that one rank holds alone, that rank and the rank of its mirror.
-
-    A worker that has the weights already goes first, then the one with the fewest parts and
-    mirrors, then the next one.
-    """
-    ranks = len(members)
-    counts = [0] * ranks
-    for rank, _ in {(stage.rank, stage.part) for stage in schedule.stages}:
-        counts[rank] += 1
-    mirrors = []
-    for part, holders in enumerate(holders_of(schedule)):
-        if len(holders) > 1 or ranks == 1:
-            continue
-        (holder,) = holders
-
-        def order(rank: int, part: int = part, holder: int = holder) -> tuple[int, ...]:
-            known = part in reports[members[rank]].known_parts
-            return int(not known), counts[rank], (rank - holder) % ranks
-
-        others = [rank for rank in range(ranks) if rank != holder]
-        chosen = min(others, key=order)
-        counts[chosen] += 1
-        mirrors.append(PartTransfer(part, holder, chosen))
-    return tuple(mirrors)
-
-
-def first_mirrors(schedule: Schedule) -> tuple[PartTransfer, ...]:
-    """Return the mirrors of a run that begins, in which nobody has any weights."""
-    members = tuple(range(schedule.ranks))
-    reports = {worker: Report(worker) for worker in members}
-    return choose_mirrors(hold_every_part(schedule), members, reports)
-
-
 def _source(
     part: int, members: tuple[int, ...], veterans: Sequence[Report]
 ) -> int | None:
@@ -453,86 +308,3 @@ def _source(
             if part in parts:
                 return members.index(report.worker)
     return None
-
-
-def _missing(
-    schedule: Schedule,
-    mirrors: Sequence[PartTransfer],
-    members: tuple[int, ...],
-    reports: Mapping[int, Report],
-) -> list[tuple[int, int]]:
-    """The ranks and parts for which a rank has no weights: first those to train, then mirrors."""
-    held = sorted({(stage.rank, stage.part) for stage in schedule.stages})
-    mirrored = [(target, part) for part, _, target in mirrors]
-    return [
-        (rank, part)
-        for rank, part in [*held, *mirrored]
-        if part not in reports[members[rank]].known_parts
-    ]
-
-
-def holders_of(schedule: Schedule) -> list[set[int]]:
-    """Return the ranks that hold each part."""
-    holders: list[set[int]] = [set() for _ in range(schedule.parts)]
-    for stage in schedule.stages:
-        holders[stage.part].add(stage.rank)
-    return holders
-
-
-def parts_without_replica(plan: Plan) -> list[int]:
-    """Return the parts that only one rank holds."""
-    holders = holders_of(plan.schedule)
-    return [part for part, ranks in enumerate(holders) if len(ranks) == 1]
-
-
-def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> list[str]:
-    """Return why a run cannot go on without one of its workers; empty if it can."""
-    reasons = []
-    if placement.device != "cpu" and placement.machine.workers_per_gpu > 1:
-        reasons.append(
-            "its workers share a GPU through MPS, which fails for all of them if one ends; "
-            "run.device=cpu would do"
-        )
-    elif placement.device != "cpu":
-        reasons.append(
-            "its workers use GPUs, and only connections between CPUs can be made anew; "
-            "run.device=cpu would do"
-        )
-    if config.mesh.size > 1:
-        reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
-    if config.run.early_stop:
-        reasons.append(
-            "run.early_stop needs all workers to have seen all evaluations; "
-            "a checkpoint remembers them, so restarts work"
-        )
-    if plan.schedule.ranks == 1:
-        reasons.append("it has only one worker")
-    return reasons
-
-
-def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
-    """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
-    wanted = config.run.elastic
-    mirrored = config.run.mirror == "true"
-    reasons = reasons_against_crew(config, plan, placement)
-    if config.run.listen:
-        split_address(config.run.listen, "run.listen")
-        if reasons:
-            raise ConfigError(
-                f"run.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
-            )
-        return True
-    for key, value in (("elastic", wanted), ("mirror", config.run.mirror)):
-        if value == "true" and reasons:
-            raise ConfigError(
-                f"run.{key} = true, but this run cannot go on without a worker: "
-                f"{reasons[0]}"
-            )
-    if mirrored and wanted == "false":
-        raise ConfigError(
-            "run.mirror = true, but run.elastic = false: mirrors help only runs "
-            "that go on without a lost worker; remove one of the two"
-        )
-    if wanted == AUTO:
-        return not reasons and (mirrored or not parts_without_replica(plan))
-    return wanted == "true"

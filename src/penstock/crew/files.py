@@ -31,15 +31,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from penstock.config import Config, DataConfig, is_plan_file, own_code_file
-from penstock.crew.folders import (
-    FileRelay,
-    RunFolders,
-    compare_folders,
-    failing_together,
-    relay_files,
-    work_together,
-)
-from penstock.crew.separate import SeparateFolders
 from penstock.crew.store import Dial
 from penstock.crew.tls import MAX_PLAN_BYTES, receive_bytes, receive_frame, send_frame
 from penstock.errors import ConfigError, FileError, PeerLostError, RunError
@@ -57,6 +48,14 @@ from penstock.train.data.cache import cached_tokens, file_of_marks
 from penstock.train.data.corpus import validation_data
 from penstock.train.data.files import ENCODED
 from penstock.train.data.tokenizer import TOKENIZER, side_files
+from penstock.train.folders import (
+    FileRelay,
+    RunFolders,
+    compare_folders,
+    failing_together,
+    relay_files,
+    work_together,
+)
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import settle_model
 from penstock.train.launch import (
@@ -71,6 +70,7 @@ from penstock.train.launch import (
 from penstock.train.place import RemoteCheckpoints, Storage, fetch_newest
 from penstock.train.run_source import CONFIG_FILE, read_source
 from penstock.train.screen import SayLine
+from penstock.train.separate import SeparateFolders
 from penstock.train.start import (
     check_storage,
     check_unused,

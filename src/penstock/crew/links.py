@@ -65,7 +65,6 @@ from penstock.crew.tls import (
     receive_bytes,
     receive_frame,
     send_frame,
-    split_address,
 )
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
@@ -76,6 +75,7 @@ from penstock.torch_internals import (
     Store,
     gloo_group,
 )
+from penstock.train.elastic import split_address
 
 LOOK_SECONDS = 0.05  # between two looks whether the generation still stands
 Broken = Callable[[], bool]

@@ -31,7 +31,7 @@ from penstock.crew.files import MODEL_FOLDER, VALIDATION, files_of_tokens, texts
 from penstock.crew.links import MOST_EARLY_BYTES, Exchange, GlooComm, WireComm
 from penstock.crew.pace import WorkWindow
 from penstock.crew.store import RemoteStore
-from penstock.crew.tls import KEY_FILE, split_address
+from penstock.crew.tls import KEY_FILE
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
@@ -46,6 +46,7 @@ from penstock.torch_internals import (
 from penstock.train.checkpoint import Depot
 from penstock.train.data.corpus import all_held_out, mix_corpora, read_corpus
 from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.elastic import split_address
 from penstock.train.handover import CrewChange
 from penstock.train.history import PLAN_FILE, WatchRow
 from penstock.train.hub import settle_model

@@ -336,18 +336,3 @@ def hang_up(connection: socket.socket) -> None:
     with suppress(OSError):
         # Not the method of SSLSocket: it would drop what the other thread uses.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-
-def split_address(text: str, key: str = "the address") -> tuple[str, int]:
-    """Split HOST:PORT, where HOST may be an IPv6 address in brackets.
-
-    >>> split_address("10.0.0.1:29500")
-    ('10.0.0.1', 29500)
-    """
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(
-            f"{key} is {text!r}, but it must be HOST:PORT\n  for example 10.0.0.1:29500"
-        )
-    return host, int(port)

@@ -30,7 +30,6 @@ except ModuleNotFoundError as error:
 
 from penstock.config import Config, check_config, is_plan_file
 from penstock.crew.files import can_resume, hear_run, settle_folders
-from penstock.crew.separate import SeparateFolders
 from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
 from penstock.ir import Plan
@@ -45,8 +44,8 @@ from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.run_source import CONFIG_FILE
-from penstock.train.session import kept_plan, plan_and_prepare
-from penstock.train.start import check_sources, find_run
+from penstock.train.separate import SeparateFolders
+from penstock.train.start import check_sources, find_run, kept_plan, plan_and_prepare
 
 _log = logging.getLogger(__name__)
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop

@@ -25,14 +25,15 @@ from penstock.cost.sizes import (
     key_width,
     part_moments,
 )
-from penstock.crew.decision import first_mirrors, first_plan, is_elastic
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Plan, Schedule
 from penstock.ir.action import BACKWARD
 from penstock.models import even_partition
 from penstock.models.family import count_parameters
 from penstock.runtime.process.machine import available_memory
+from penstock.schedules.coverage import hold_every_part
 from penstock.train.compiling import chunk_of
+from penstock.train.elastic import choose_mirrors, first_plan, is_elastic
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.optimizer import (
     ADAMW_NUMBERS,
@@ -156,8 +157,10 @@ def why_too_large(
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
         load = load_of(config, alone, sizes)
         if mirrored:
-            mirrors = [(part, rank) for part, _, rank in first_mirrors(schedule)]
-            load = replace(load, mirrors=tuple(mirrors))
+            nothing: tuple[tuple[int, ...], ...] = ((),) * schedule.ranks
+            mirrors = choose_mirrors(hold_every_part(schedule), nothing)
+            pairs = [(part, target) for part, _, target in mirrors]
+            load = replace(load, mirrors=tuple(pairs))
         refusal = too_large(load, pools, config)
         if refusal:
             return refusal

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import nn
 
 from penstock.config import Config
-from penstock.crew.separate import SeparateFolders
 from penstock.ir.plan import Plan
 from penstock.models import even_partition
 from penstock.models.layer import recompute_inside, set_dropout
@@ -17,6 +16,7 @@ from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
 from penstock.train.data.corpus import Corpus
 from penstock.train.handover import PartTransfer
 from penstock.train.lora import adapt
+from penstock.train.separate import SeparateFolders
 from penstock.train.weights import Sizes
 
 

@@ -46,7 +46,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.config import Config, is_recording
-from penstock.crew.separate import SeparateFolders
 from penstock.errors import (
     ConfigError,
     FileError,
@@ -101,6 +100,7 @@ from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.screen import SayLine, Screen, log_to
+from penstock.train.separate import SeparateFolders
 from penstock.train.weights import Sizes
 
 # Files in the folder of a run.

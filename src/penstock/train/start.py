@@ -12,15 +12,16 @@ A dry run does all but the last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from errno import EACCES, EEXIST, ENOSPC
 from pathlib import Path
 
-from penstock.config import Config, DataConfig, names_own_code
+from penstock.config import AUTO, Config, DataConfig, names_own_code
+from penstock.cost import RowProfiles
 from penstock.errors import ConfigError, FileError
-from penstock.formats import dump_plan, write_plan
+from penstock.formats import dump_plan, read_plan, write_plan
 from penstock.formats.config_toml import (
     DEFAULT_PRESET,
     dump_config,
@@ -31,7 +32,16 @@ from penstock.ir import Plan
 from penstock.models import DecoderConfig
 from penstock.models.decoder import initial_constants
 from penstock.models.layer import recompute_inside, set_dropout
+from penstock.plan.planner import plan_run
+from penstock.plan.search import SearchProgress
 from penstock.runtime.process.launch import under_launcher
+from penstock.train.auto import (
+    AutoPlan,
+    machine_workload,
+    measure_workload,
+    plan_workload,
+)
+from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.chat import keep_template
 from penstock.train.data.corpus import Corpus
@@ -41,22 +51,56 @@ from penstock.train.data.tokenizer import (
     keep_tokenizer,
     tokenizer_of,
 )
+from penstock.train.elastic import is_elastic
+from penstock.train.forecast import keep_profiles
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hooks import checked_callback
 from penstock.train.hub import settle_model, weight_files
-from penstock.train.launch import corpus_of, model_sizes, validation_of, with_kept_files
+from penstock.train.launch import (
+    corpus_of,
+    load_ahead,
+    model_sizes,
+    run_worker,
+    validation_of,
+    with_kept_files,
+)
 from penstock.train.lock import Lock
 from penstock.train.lora import check_adapters, trained_names
+from penstock.train.mesh import check_launched
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
 from penstock.train.own_loss import check_loss
 from penstock.train.place import RemoteCheckpoints
-from penstock.train.placement import check_gpu_exists
+from penstock.train.placement import (
+    Placement,
+    check_gpu_exists,
+    check_gpus_suffice,
+    decide_placement,
+)
 from penstock.train.rates import own_factor
 from penstock.train.resumption import check_resumable, nothing_to_resume
 from penstock.train.run_source import CONFIG_FILE, is_folder, read_source
 from penstock.train.weights import Sizes, blueprint, model_name
 
+# Values of a config that a plan depends on; a change of any of them needs a new plan.
+PLANNED_WITH = (
+    "schedule.",
+    "mesh.",
+    "model.",
+    "data.batch",
+    "data.tokens",
+    "data.segments",
+    "data.separate",
+    "run.accumulate",
+    "run.compile",
+    "run.device",
+    "run.graphs",
+    "run.messages",
+    "run.precision",
+    "run.recompute",
+    "run.threads",
+)
+WatchSearch = Callable[[SearchProgress], None]
 MAX_RUNS_OF_A_NAME = 1000
 RUNS_FOLDER = Path("runs")
 
@@ -297,3 +341,115 @@ def _numbered_folder(name: str, exists: bool) -> Path:
         f"{RUNS_FOLDER} already has {MAX_RUNS_OF_A_NAME} runs called {name}\n"
         "  remove some, or name another run.folder"
     )
+
+
+# ---------------------------------------------------------------- before the workers start
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Shows what happens before the workers start, as long as each of its contexts lasts; by default nothing."""
+
+    timing: Callable[[], AbstractContextManager[object]] = nullcontext
+    planning: Callable[[], AbstractContextManager[WatchSearch]] = lambda: nullcontext(
+        lambda progress: None
+    )
+    reading: Callable[[], AbstractContextManager[ProgressBytes]] = lambda: nullcontext(
+        lambda done, total: None
+    )
+
+
+NO_DISPLAY = Display()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """Everything that is known before the workers start."""
+
+    config: Config
+    plan: Plan
+    placement: Placement
+    corpus: Corpus
+    profiles: RowProfiles | None  # that auto planned with; None if the plan was given
+
+
+def plan_and_prepare(
+    config: Config,
+    folder: Path,
+    resume: bool,
+    lock: Lock | None,
+    given: Collection[str],
+    kept: Plan | None = None,
+    display: Display = NO_DISPLAY,
+    launched: int = 0,
+) -> PreparedRun:
+    """Plan, read the text and write the files of the run. A dry run has no lock, and writes nothing but the tokens.
+
+    A plan that was `kept` from before is used instead of a new one. If a launcher has started the processes already,
+    `launched` is their number.
+    """
+    sizes = model_sizes(config)
+    check_training(config, sizes)  # Under a launcher nobody has done it before.
+    config, plan, profiles = plan_config(config, given, kept, display)
+    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
+    if launched:
+        check_launched(config.mesh, plan.schedule.ranks, launched)
+    else:
+        check_gpus_suffice(config, placement)
+        is_elastic(config, plan, placement)  # Raises if the config asks for too much.
+    if lock is None:
+        check_timing(config, sizes, placement)
+    else:  # A dry run shows how much memory it would need before it refuses.
+        check_memory(config, plan, sizes, placement)
+    with display.reading() as watch:
+        corpus = read_run(config, folder, resume, watch)
+    if lock is None:
+        return PreparedRun(config, plan, placement, corpus, profiles)
+    config = prepare_run(config, plan, corpus, folder, resume, lock)
+    if profiles is not None:
+        keep_profiles(profiles, folder, config, plan, searched=True)
+    return PreparedRun(config, plan, placement, corpus, profiles)
+
+
+def plan_config(
+    config: Config,
+    given: Collection[str],
+    kept: Plan | None = None,
+    display: Display = NO_DISPLAY,
+) -> tuple[Config, Plan, RowProfiles | None]:
+    """Make the plan of a run. If auto measured the model for it, its profiles come too.
+
+    A plan that was `kept` from before is used instead of a new one.
+    """
+    layers = model_sizes(config).layers
+    measured: list[RowProfiles] = []
+
+    def plan_auto(config: Config) -> Plan:
+        if kept is not None:
+            return kept
+        auto = _measure_and_plan(config, layers, given, display)
+        measured.append(auto.profiles)
+        return auto.plan
+
+    config, plan = plan_run(config, layers, given, plan_auto)
+    return config, plan, measured[0] if measured else None
+
+
+def _measure_and_plan(
+    config: Config, layers: int, given: Collection[str], display: Display
+) -> AutoPlan:
+    """Measure the model on this machine and search for the fastest plan."""
+    workload, placement = machine_workload(config, layers, given)
+    check_timing(config, model_sizes(config), placement)
+    load_ahead(run_worker)
+    with display.timing():
+        profiles = measure_workload(workload, placement)
+    with display.planning() as watch:
+        return plan_workload(workload, profiles, watch=watch)
+
+
+def kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | None:
+    """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
+    file = folder / PLAN_FILE
+    changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
+    if config.schedule.name != AUTO or changed or not file.is_file():
+        return None
+    return read_plan(file)

@@ -35,14 +35,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from penstock.crew.folders import (
-    FileRelay,
-    RunFolders,
-    failing_together,
-    relay_files,
-    wait_together,
-    work_together,
-)
 from penstock.errors import FileError, RunError
 from penstock.runtime.comm.comm import Comm, exchange
 from penstock.train.checkpoint import (
@@ -61,6 +53,14 @@ from penstock.train.checkpoint import (
     step_name,
     step_of,
     sweep,
+)
+from penstock.train.folders import (
+    FileRelay,
+    RunFolders,
+    failing_together,
+    relay_files,
+    wait_together,
+    work_together,
 )
 from penstock.train.place import (
     RemoteCheckpoints,
