@@ -19,12 +19,12 @@ from penstock.crew.admission import (
     tell_verdict,
 )
 from penstock.crew.files import RunFiles
-from penstock.crew.member import Member, Site
+from penstock.crew.member import Member
 from penstock.crew.store import RemoteStore
 from penstock.crew.tls import keep_key, receive_frame, send_frame
 from penstock.errors import PeerLostError, RunError
 from penstock.formats import write_plan
-from penstock.formats.config_toml import dump_config
+from penstock.formats.config_toml import dump_config, read_config
 from penstock.runtime.process.launch import keep_store
 from penstock.torch_internals import PrefixStore, TCPStore
 from penstock.train.data.cache import encode_dataset
@@ -88,11 +88,11 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(admission, tm
     worker.bring_files()
     names = {str(file.relative_to(far)) for file in far.rglob("*") if file.is_file()}
     assert names == {
-        *("config.toml", "plan.json", "tokens.bin", "tokens.json"),
-        *("validation.bin", "validation.json"),
+        *("config.toml", "plan.json", "tokens.bin", "tokens.tokens"),
+        *("validation.bin", "validation.tokens"),
     }
-    site = Site(far, None, worker.depot())
-    config = site.config()
+    files = worker.launcher_files()
+    ours, theirs = (read_config(one / "config.toml") for one in (admission.run, far))
     copies = [far / "tokens.bin", far / "validation.bin"]
     for file in copies:
         file.touch()
@@ -100,7 +100,7 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(admission, tm
     worker.bring_files()  # Tokens are not copied again.
     assert [file.stat().st_mtime_ns for file in copies] == before
     # A worker far away trains and is evaluated on the same text as one of this machine.
-    mine, theirs = job_of(admission.run, config), site.job(config, resume=False)
+    mine, theirs = job_of(admission.run, ours), job_of(far, theirs)
     for here, there in (
         (mine.corpus, theirs.corpus),
         (mine.validation, theirs.validation),
@@ -108,14 +108,14 @@ def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(admission, tm
         assert np.array_equal(here.tokens, there.tokens)
         assert (here.trained, here.held_out) == (there.trained, there.held_out)
     # Checkpoints come and go.
-    site.depot.fetch(far / "checkpoints")
+    files.fetch(far / "checkpoints")
     copied = far / "checkpoints" / "step-00000004"
     assert (copied / "a.safetensors").read_bytes() == bytes(3_000_000)
     share = far / "checkpoints" / "step-00000008.saving"
     share.mkdir()
     (share / "b.safetensors").write_bytes(b"1234")
     (share / "rank-00001.json").write_text("{}")
-    site.depot.put(share)
+    files.put(share)
     there = admission.run / "checkpoints" / "step-00000008.saving"
     assert sorted(file.name for file in there.iterdir()) == [
         "b.safetensors",

@@ -14,14 +14,14 @@ import torch
 from commands import SMALL_CONFIG
 from penstock import Plan, make
 from penstock.config import DataConfig, MixtureSource
-from penstock.crew.files import RunFiles
-from penstock.crew.member import Site
+from penstock.crew.files import RunFiles, settle_config
 from penstock.errors import ConfigError, FileError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import (
     apply_changes,
     dump_config,
     load_config,
+    read_config,
     with_absolute_paths,
 )
 from penstock.train.data.corpus import (
@@ -203,8 +203,8 @@ def test_a_worker_elsewhere_reads_the_same_mixture_and_guesses_the_same_words(tm
     for name, file in RunFiles(run, config).inputs.items():
         shutil.copyfile(file, far / name)
     shutil.rmtree(tmp_path / "cache")
-    site = Site(far, None, object())
-    there = site.job(site.config(), resume=False).corpus
+    settle_config(far)
+    there = worker_corpus(read_config(far / "config.toml"), far)
     deal = Deal(4, 8)
     ours, theirs = (Loader(one, deal, seed=1).step()[0] for one in (here, there))
     assert torch.equal(torch.cat(ours.inputs), torch.cat(theirs.inputs))

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.crew.files import TOKENS_SUFFIX, RemoteDepot, RunFiles, serve_files
+from penstock.crew.files import TOKENS_SUFFIX, LauncherFiles, RunFiles, serve_files
 from penstock.crew.links import Exchange
 from penstock.crew.member import (
     STORE_SECONDS,
@@ -347,15 +347,15 @@ class Joining:
                 return Verdict()
             leash = partial(self.end_with_launcher, control)
             threading.Thread(target=leash, name="leash", daemon=True).start()
-            return self.work(Site(self.folder, exchange, self.depot()), place)
+            return self.work(Site(self.folder, exchange, self.launcher_files()), place)
         finally:
             self.over = True
             exchange.close()
 
     # ------------------------------------------------------------ before there is a place
-    def depot(self) -> RemoteDepot:
+    def launcher_files(self) -> LauncherFiles:
         """The launcher's files."""
-        return RemoteDepot(partial(self.ask, "files", token=self.token))
+        return LauncherFiles(partial(self.ask, "files", token=self.token))
 
     def bring_files(self) -> None:
         """Copy the files of the run into this worker's folder."""
@@ -367,7 +367,7 @@ class Joining:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / FAILURE_FILE).unlink(missing_ok=True)
-            self.depot().bring_inputs(self.folder, watch)
+            self.launcher_files().bring_inputs(self.folder, watch)
         except OSError as error:
             raise FileError(
                 f"cannot copy the files of the run to {self.folder}: "

@@ -105,11 +105,6 @@ def texts_of(data: DataConfig) -> dict[str, DataConfig]:
     return texts
 
 
-def files_of_tokens(folder: Path, name: str) -> tuple[Path, Path]:
-    """The file with the tokens of a text in a worker's folder, and the note on them."""
-    return folder / f"{name}{TOKENS_SUFFIX}", folder / f"{name}.json"
-
-
 # ---------------------------------------------------------------- the launcher's side
 class RunFiles:
     """The files of a run on the launcher's machine, by the names that workers use."""
@@ -122,8 +117,8 @@ class RunFiles:
         }
         for name, text in texts_of(config.data).items():
             row, note = cached_tokens(text, cache_of(config, folder))
-            # A worker compares notes before it copies tokens. That of a dataset has another ending here.
-            self.inputs[f"{name}.json"] = note
+            # With this ending, the config of a worker can name the tokens.
+            self.inputs[f"{name}{ENCODED}"] = note
             self.inputs[f"{name}{TOKENS_SUFFIX}"] = row
             if text.marked:
                 marks = file_of_marks(row)
@@ -196,7 +191,7 @@ def _take(connection: ssl.SSLSocket, files: RunFiles, name: str, size: int) -> N
 
 
 # ---------------------------------------------------------------- a worker's side
-class RemoteDepot:
+class LauncherFiles:
     """The launcher's files, used from another machine over connections of its own."""
 
     def __init__(self, dial: Dial) -> None:
@@ -208,17 +203,20 @@ class RemoteDepot:
         with self.lock, self.dial() as connection:
             sizes = self._list(connection, "inputs")
             before = {
-                name: _bytes(inside(folder, name)) for name in sizes if is_note(name)
+                name: _bytes(inside(folder, name))
+                for name in sizes
+                if name.endswith(ENCODED)
             }
             for name, size in sizes.items():
                 file = inside(folder, name)
-                note = file.with_suffix(".json")
+                note = file.with_suffix(ENCODED)
                 unchanged = before.get(note.name) and before[note.name] == _bytes(note)
                 is_here = file.is_file() and file.stat().st_size == size
                 if name != note.name and unchanged and is_here:
                     continue
                 watch(name, size)
                 self._get(connection, name, file)
+        settle_config(folder)
 
     def fetch(self, folder: Path) -> None:
         """Copy all checkpoints of the run into a folder, in place of what it has."""
@@ -262,11 +260,6 @@ def inside(folder: Path, name: str) -> Path:
     if name.startswith("/") or ".." in name.split("/"):
         raise FileError(f"the launcher names a file {name!r} outside of its folder")
     return folder / name
-
-
-def is_note(name: str) -> bool:
-    """Whether a file is a note on tokens, which changes whenever they do."""
-    return re.fullmatch(rf"(tokens(-\d+)?|{VALIDATION})\.json", name) is not None
 
 
 def _bytes(file: Path) -> bytes:
@@ -347,10 +340,7 @@ def _list_inputs(comm: Comm, folder: Path) -> list[Input]:
     with failing_together(comm):
         if comm.rank == 0:
             config = settle_model(read_config(folder / CONFIG_FILE))
-            for known, path in RunFiles(folder, config).inputs.items():
-                name = known
-                if is_note(name):  # With this ending, a config can name the tokens.
-                    name = name.removesuffix(".json") + ENCODED
+            for name, path in RunFiles(folder, config).inputs.items():
                 status = path.stat()
                 resolved = str(path.resolve())
                 rows.append((name, resolved, status.st_size, status.st_mtime_ns))

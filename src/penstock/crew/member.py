@@ -27,14 +27,12 @@ from penstock.crew.decision import (
     load_decision,
     note_key,
 )
-from penstock.crew.files import MODEL_FOLDER, VALIDATION, files_of_tokens, texts_of
 from penstock.crew.links import MOST_EARLY_BYTES, Exchange, GlooComm, WireComm
 from penstock.crew.pace import WorkWindow
 from penstock.crew.store import RemoteStore
 from penstock.crew.tls import KEY_FILE
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.formats.config_toml import read_config
-from penstock.formats.plan_json import read_plan
 from penstock.models.family import count_parameters
 from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.torch_internals import (
@@ -43,24 +41,18 @@ from penstock.torch_internals import (
     Store,
     TCPStore,
 )
-from penstock.train.checkpoint import Depot
-from penstock.train.data.corpus import all_held_out, mix_corpora, read_corpus
-from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.checkpoint import RemoteFiles
 from penstock.train.elastic import split_address
 from penstock.train.handover import CrewChange
-from penstock.train.history import PLAN_FILE, WatchRow
-from penstock.train.hub import settle_model
+from penstock.train.history import WatchRow
 from penstock.train.job import Job, RunOutcome
 from penstock.train.launch import (
     STOP_FILE,
     Verdict,
     job_of,
     listen,
-    model_sizes,
     note_crash,
     saved_step,
-    with_guesses,
-    with_kept_files,
     write_failure,
     write_pid,
 )
@@ -77,53 +69,14 @@ class Site:
 
     folder: Path
     exchange: Exchange | None = None  # encrypted connections; None if gloo connects
-    depot: Depot | None = None  # the launcher's files, if it does not see them
+    remote_files: RemoteFiles | None = (
+        None  # the launcher's files, if it does not see them
+    )
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether this worker runs on another machine than the launcher."""
-        return self.depot is not None
-
-    def config(self) -> Config:
-        """The config of the run; elsewhere, with copied files in place of those it names."""
-        config = read_config(self.folder / CONFIG_FILE)
-        if not self.is_elsewhere:
-            return config
-        config = with_kept_files(config, self.folder)
-        model = config.model
-        copied = str(self.folder / MODEL_FOLDER)
-        if model.weights:
-            model = replace(model, weights=copied)
-        if model.config:
-            model = replace(model, config=copied)
-        return replace(config, model=model)
-
-    def job(self, config: Config, resume: bool) -> Job:
-        """The run that this worker takes part in; elsewhere, on tokens that were copied."""
-        if not self.is_elsewhere:
-            return job_of(self.folder, config, resume)
-        config = settle_model(config)
-        plan = read_plan(self.folder / PLAN_FILE)
-        end = tokenizer_of(config.data.tokenizer).end
-        texts = {}
-        for name, text in texts_of(config.data).items():
-            row, note = files_of_tokens(self.folder, name)
-            texts[name] = read_corpus(row, note, text, end)
-        validation = None
-        if VALIDATION in texts:
-            validation = with_guesses(config, all_held_out(texts.pop(VALIDATION)))
-        corpus = with_guesses(config, mix_corpora(config.data, list(texts.values())))
-        sizes = model_sizes(config)
-        return Job(
-            config,
-            plan,
-            sizes,
-            corpus,
-            self.folder,
-            resume,
-            validation=validation,
-            depot=self.depot,
-        )
+        return self.remote_files is not None
 
 
 def key_of(config: Config, folder: Path) -> Path:
@@ -301,14 +254,15 @@ class Generations:
         self.site = site
         self.show = show
         self.watch: WatchRow | None = None
-        config = site.config()
+        config = read_config(site.folder / CONFIG_FILE)
         torch.set_num_threads(launched_placement(config).threads)
         self.asked = threading.Event()
         if not site.is_elsewhere:  # Ctrl-C on another machine ends only its worker.
             listen(self.asked)
         write_pid(site.folder, member.worker)
         self.stop_file = site.folder / STOP_FILE
-        self.job = site.job(config, resume)
+        job = job_of(site.folder, config, resume)
+        self.job = replace(job, remote_files=site.remote_files)
         self.trainer: Trainer | None = None  # with the weights of the last step
 
     def run(self, newcomer: bool) -> Verdict:

@@ -16,7 +16,7 @@ Torch's DCP writes and reads the files in its safetensors storage, each rank for
 default, `.metadata`, is a pickle). The schedule says which rank saves a replica. If several
 processes share a tensor (`penstock.train.mesh`), each writes its own share with its place in
 the whole, and any other split reads what it needs. A rank that does not see the folder sends
-its files to the launcher, and gets checkpoints from there (`Depot`). If a launcher has
+its files to the launcher, and gets checkpoints from there (`RemoteFiles`). If a launcher has
 started ranks on machines with separate folders, each folder has the files of its own ranks
 (`penstock.train.folders`).
 """
@@ -67,7 +67,7 @@ MAX_READERS = 8  # threads that verify files
 _log = logging.getLogger(__name__)
 
 
-class Depot(Protocol):
+class RemoteFiles(Protocol):
     """Where the checkpoints of a run are kept, for a rank that does not see their folder."""
 
     def put(self, path: Path) -> None:
@@ -84,7 +84,7 @@ class Saver:
     """Saves one rank's share of checkpoints in the background.
 
     `begin` copies the tensors and returns. Call `commit` once all ranks are done. The rank
-    that `leads` then gives the checkpoint its name. With a `depot`, this rank's files go there.
+    that `leads` then gives the checkpoint its name. With a `remote_files`, this rank's files go there.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Saver:
         keep: int,
         names: Collection[str] = (),
         leads: bool | None = None,
-        depot: Depot | None = None,
+        remote_files: RemoteFiles | None = None,
     ) -> None:
         self.leads = rank == 0 if leads is None else leads
-        self.depot = depot
+        self.remote_files = remote_files
         self.folder = folder
         self.rank = rank
         self.ranks = ranks
@@ -173,8 +173,8 @@ class Saver:
             self.files = {file.name: _fingerprint(file) for file in own}
             _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(self.files))
             self.after_writing(path)
-            if self.depot is not None:
-                self.depot.put(path)
+            if self.remote_files is not None:
+                self.remote_files.put(path)
                 shutil.rmtree(path)
         except BaseException as error:
             self.failure = f"cannot write {path}: {_text(_cause(error))}"

@@ -12,7 +12,7 @@ from penstock.ir.plan import Plan
 from penstock.models import even_partition
 from penstock.models.layer import recompute_inside, set_dropout
 from penstock.schedules.coverage import hold_every_part
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, RemoteFiles
 from penstock.train.data.corpus import Corpus
 from penstock.train.handover import PartTransfer
 from penstock.train.lora import adapt
@@ -36,7 +36,9 @@ class Job:
     # Parts with their rank and that of their mirror.
     mirrors: tuple[PartTransfer, ...] = ()
     leader: int = 0  # the rank that writes the files of the run
-    depot: Depot | None = None  # for a rank that does not see the folder of the run
+    remote_files: RemoteFiles | None = (
+        None  # for a rank that does not see the folder of the run
+    )
     separate: SeparateFolders | None = None  # if the ranks do not all see one folder
 
     def __post_init__(self) -> None:

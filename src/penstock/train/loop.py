@@ -168,7 +168,7 @@ class Trainer:
             keep,
             names,
             self.leads,
-            job.depot,
+            job.remote_files,
         )
 
     # ------------------------------------------------------------ beginning

@@ -193,8 +193,8 @@ class RankWeights:
             targets[number].copy_from(self.known[number])
             self.known[number] = targets[number]
         mine = [part for rank, part in handover.restores if rank == self.comm.rank]
-        if mine and self.job.depot is not None:
-            self.job.depot.fetch(self.job.checkpoints)
+        if mine and self.job.remote_files is not None:
+            self.job.remote_files.fetch(self.job.checkpoints)
         if mine and self.job.adapts:
             self.read_base()  # Checkpoints have only the adapters.
         for number in mine:

@@ -54,8 +54,8 @@ def checkpoint_to_resume(job: Job, comm: Comm, names: tuple[str, ...]) -> Path |
     """
     if not job.resume:
         return None
-    if job.depot is not None:
-        job.depot.fetch(job.checkpoints)
+    if job.remote_files is not None:
+        job.remote_files.fetch(job.checkpoints)
     if job.separate is not None:
         search = job.separate.checkpoints(job.checkpoints, comm)
         checkpoint = search.newest_good(names)
