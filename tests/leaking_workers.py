@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.models.llama import LlamaLayer
 from penstock.train import launch as entry
-from penstock.train.launch import Verdict
+from penstock.train.job import Verdict
 
 start = entry.run_worker
 

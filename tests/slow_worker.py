@@ -13,7 +13,7 @@ from runpy import run_module
 from penstock import training
 from penstock.runtime import step
 from penstock.runtime.actions import ComputedActions
-from penstock.train.launch import Verdict
+from penstock.train.job import Verdict
 
 SLOW_FILE = "slow"
 SLOW_SECONDS = 19

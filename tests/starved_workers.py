@@ -10,7 +10,8 @@ import torch
 
 from penstock.errors import RunError
 from penstock.runtime import Executor
-from penstock.train.launch import Verdict, launch, run_worker
+from penstock.train.job import Verdict
+from penstock.train.launch import launch, run_worker
 
 
 def starved(executor: Executor, *_: object, **options: object) -> None:

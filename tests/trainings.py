@@ -24,7 +24,7 @@ from penstock.formats.config_toml import apply_changes
 from penstock.runtime import Batch, Executor, Result, run_threads
 from penstock.train.data.corpus import Corpus, cut_corpus
 from penstock.train.history import StepRow, read_rows
-from penstock.train.job import Job, RunOutcome
+from penstock.train.job import Job, Verdict
 from penstock.train.loop import Trainer
 from penstock.train.weights import sizes_of
 
@@ -86,7 +86,7 @@ def train(
 
 def outcomes(
     job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False
-) -> list[RunOutcome]:
+) -> list[Verdict]:
     return run_threads(
         job.plan.schedule.ranks,
         lambda comm: Trainer(job, comm).run(stop(comm.rank)),

@@ -29,13 +29,8 @@ from penstock.runtime.process.launch import under_launcher
 from penstock.train.data.cache import encode_dataset
 from penstock.train.elastic import is_elastic
 from penstock.train.history import StepRow, read_rows
-from penstock.train.launch import (
-    Verdict,
-    cache_of,
-    launch,
-    model_sizes,
-    run_worker,
-)
+from penstock.train.job import Verdict
+from penstock.train.launch import cache_of, launch, model_sizes, run_worker
 from penstock.train.lock import locking
 from penstock.train.placement import (
     Placement,

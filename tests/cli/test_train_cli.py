@@ -46,8 +46,8 @@ from penstock.schedules.transforms import replicate
 from penstock.train.data.corpus import open_corpus
 from penstock.train.history import StepRow, read_events, read_rows
 from penstock.train.hub import settle_tokenizer
+from penstock.train.job import Verdict
 from penstock.train.launch import (
-    Verdict,
     _story,
     job_of,
     launch,

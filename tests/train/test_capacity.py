@@ -32,7 +32,7 @@ from penstock.train.capacity import (
     too_large,
     why_too_large,
 )
-from penstock.train.launch import Verdict
+from penstock.train.job import Verdict
 from penstock.train.placement import decide_placement
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint, sizes_of

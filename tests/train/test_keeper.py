@@ -26,7 +26,7 @@ from penstock.crew.member import Member, local_store
 from penstock.errors import RunError
 from penstock.schedules.transforms import replicate
 from penstock.train.history import StepFigures, read_events
-from penstock.train.launch import Verdict
+from penstock.train.job import Verdict
 
 PLAN = Plan(replicate(make("1f1b", ranks=1, microbatches=2), 3), "1f1b", (2,))
 FIGURES = StepFigures(2.5, 0.5, 100, 1.0, None, False)

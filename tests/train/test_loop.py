@@ -20,7 +20,7 @@ from penstock.runtime import run_threads
 from penstock.train.after.evaluate import perplexity
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_timeline
-from penstock.train.job import RunOutcome
+from penstock.train.job import Verdict
 from penstock.train.loop import Trainer
 from penstock.train.rates import rate_at
 from penstock.train.weights import draw_parameters, hold, hold_whole, sizes_of
@@ -367,7 +367,7 @@ def test_anybody_may_ask_to_stop_and_all_stop_after_the_same_step(tmp_path):
         return ask
 
     job = job_of(tmp_path, "1f1b")
-    assert set(outcomes(job, stop)) == {RunOutcome(7, stopped=True, interrupted=True)}
+    assert set(outcomes(job, stop)) == {Verdict(7, stopped=True, interrupted=True)}
     assert (tmp_path / "checkpoints" / "step-00000007" / "checkpoint.json").is_file()
 
 

@@ -17,7 +17,7 @@ from penstock.train.data.corpus import open_validation
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hooks import checked_callback
-from penstock.train.job import RunOutcome
+from penstock.train.job import Verdict
 from penstock.train.own_loss import check_loss
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, corpus, job_of, losses, outcomes, train
@@ -119,7 +119,7 @@ def test_callbacks_hear_of_everything_and_can_stop_a_run(own):
     ends = outcomes(job_of(own / "run", "1f1b", *changes))
     rows = read_rows(own / "run")
     # It asks for the end after step 4; all ranks hear of it with step 5.
-    assert ends == [RunOutcome(5, stopped=True, interrupted=False)] * 2
+    assert ends == [Verdict(5, stopped=True, interrupted=False)] * 2
     seen = Path("seen.txt").read_text().splitlines()
     saved = [line for line in seen if line.startswith("checkpoint")]
     assert saved == ["checkpoint 3 step-00000003", "checkpoint 5 step-00000005"]

@@ -21,7 +21,8 @@ from penstock.ir import Plan
 from penstock.runtime import Executor
 from penstock.schedules import make
 from penstock.train.history import read_rows
-from penstock.train.launch import Verdict, forget_previous_end, read_failure, work
+from penstock.train.job import Verdict
+from penstock.train.launch import forget_previous_end, read_failure, work
 
 CONFIG = """
 model = { layers = 1, width = 16, heads = 2, kv_heads = 2, inner = 16 }

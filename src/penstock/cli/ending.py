@@ -20,7 +20,7 @@ from penstock.train.history import read_rows
 from penstock.view.numbers import write_time
 
 if TYPE_CHECKING:
-    from penstock.train.launch import Verdict
+    from penstock.train.job import Verdict
 
 REPORT = "report.html"  # in the folder of a run
 SAMPLE = "sample.txt"  # in the folder of a run

@@ -58,10 +58,10 @@ from penstock.train.elastic import (
     step_length,
 )
 from penstock.train.history import Event, EventLog, last_step
+from penstock.train.job import Verdict
 from penstock.train.launch import (
     LOADED_MODULES,
     STOP_FILE,
-    Verdict,
     forget_previous_end,
     lost_server,
     raise_worst,

@@ -45,10 +45,9 @@ from penstock.train.checkpoint import RemoteFiles
 from penstock.train.elastic import split_address
 from penstock.train.handover import CrewChange
 from penstock.train.history import WatchRow
-from penstock.train.job import Job, RunOutcome
+from penstock.train.job import Job, Verdict
 from penstock.train.launch import (
     STOP_FILE,
-    Verdict,
     job_of,
     listen,
     note_crash,
@@ -278,10 +277,7 @@ class Generations:
             decision = self.member.next_decision()
         while decision is not None:
             try:
-                outcome = self.train_generation(decision)
-                return Verdict(
-                    outcome.step, outcome.stopped, interrupted=outcome.interrupted
-                )
+                return self.train_generation(decision)
             except (PeerLostError, StuckError) as error:
                 text = str(error)
             except CrewChange:
@@ -304,7 +300,7 @@ class Generations:
         """What this worker has now."""
         return report_of(self.member.worker, self.trainer, error)
 
-    def train_generation(self, decision: Decision) -> RunOutcome:
+    def train_generation(self, decision: Decision) -> Verdict:
         """Train in one generation, from its decision to the end of the run."""
         before = self.trainer if decision.keep else None
         if before is not None and before.step < decision.step:
@@ -325,7 +321,7 @@ class Generations:
 
     def train(
         self, decision: Decision, comm: GlooComm, before: Trainer | None
-    ) -> RunOutcome:
+    ) -> Verdict:
         """Train over a connection that exists."""
         leads = comm.rank == decision.leader
         if leads and self.watch is None:

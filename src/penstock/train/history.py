@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,16 +122,11 @@ def hide_secrets(text: str) -> str:
     return re.sub(r"""(://[^\s?"']*\?)[^\s"']+""", r"\1***", text)
 
 
-class Sink(Protocol):
-    """A place outside the run's folder that takes figures."""
+class Sink(NamedTuple):
+    """A place outside the run's folder that takes the figures of each step, and is closed after the last."""
 
-    def put(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of one step."""
-        ...
-
-    def close(self) -> None:
-        """Finish; no more figures will come."""
-        ...
+    put: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
 class History:
@@ -235,18 +230,6 @@ def _row(content: object) -> StepRow:
 
 
 # ---------------------------------------------------------------- elsewhere
-class _Board:
-    def __init__(self, writer: object) -> None:
-        self.writer = writer
-
-    def put(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self.writer.add_scalar(name.replace(" ", "_"), value, step)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.writer.close()  # type: ignore[attr-defined]
-
-
 def _tensorboard(folder: Path, begin: int) -> Sink | None:
     try:
         with warnings.catch_warnings():
@@ -256,18 +239,13 @@ def _tensorboard(folder: Path, begin: int) -> Sink | None:
         _log.info("TensorBoard is not installed: pip install tensorboard")
         return None
     purge_step = begin + 1 if begin else None
-    return _Board(SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step))
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
+    def put(step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            writer.add_scalar(name.replace(" ", "_"), value, step)
 
-class _Wandb:
-    def __init__(self, run: object) -> None:
-        self.run = run
-
-    def put(self, step: int, figures: Mapping[str, float]) -> None:
-        self.run.log(dict(figures), step=step)  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        self.run.finish()  # type: ignore[attr-defined]
+    return Sink(put, writer.close)
 
 
 def _wandb(folder: Path, name: str) -> Sink | None:
@@ -308,7 +286,7 @@ def _wandb(folder: Path, name: str) -> Sink | None:
         _log.warning("no Weights & Biases: %s", lines[0] if lines else error)
         return None
     _log.info("Weights & Biases: %s", run.url or run.dir)
-    return _Wandb(run)
+    return Sink(lambda step, figures: run.log(dict(figures), step=step), run.finish)
 
 
 # ---------------------------------------------------------------- timelines

@@ -78,9 +78,15 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """The last step of a run, and whether it was asked to stop before its end: by anybody, and from outside."""
+class Verdict:
+    """The last step of a run, and how it ended for a rank.
 
-    step: int
-    stopped: bool
-    interrupted: bool = False  # not by a callback of its own
+    `stopped` says that somebody asked it to stop, and `interrupted` that this was not one of
+    the run's own callbacks. `error` and `text` describe a failure that a restart cannot fix.
+    """
+
+    step: int = 0
+    stopped: bool = False
+    error: str = ""
+    text: str = ""
+    interrupted: bool = False

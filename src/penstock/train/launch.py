@@ -32,9 +32,9 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from types import FrameType
@@ -94,7 +94,7 @@ from penstock.train.history import (
     last_step,
 )
 from penstock.train.hub import read_sizes, settle_model
-from penstock.train.job import Job
+from penstock.train.job import Job, Verdict
 from penstock.train.loop import Trainer
 from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
@@ -112,21 +112,6 @@ RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # a variable that torchrun sets
 # Finds the run in a folder: config, whether to resume, whether to start if there is no checkpoint.
 OpenJob = Callable[[Path, Config, bool, bool], Job]
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a rank ended.
-
-    `stopped` says that somebody asked it to stop, and `interrupted` that this was not one of
-    the run's own callbacks. `error` and `text` describe a failure that a restart cannot fix.
-    """
-
-    step: int = 0
-    stopped: bool = False
-    error: str = ""
-    text: str = ""
-    interrupted: bool = False
 
 
 def work(
@@ -158,7 +143,7 @@ def work(
         trainer, stop = _prepare(
             folder, resume or again, again, watch, open_job or job_of
         )
-        outcome = trainer.run(stop, ready)
+        verdict = trainer.run(stop, ready)
     except (PeerLostError, StuckError):
         raise
     except PenstockError as error:
@@ -176,7 +161,7 @@ def work(
         note_crash(folder, error, started)
         raise
     finish()
-    return Verdict(outcome.step, outcome.stopped, interrupted=outcome.interrupted)
+    return verdict
 
 
 def restarted() -> bool:
@@ -611,16 +596,12 @@ def stopping(stop_file: Path, say: SayLine) -> Iterator[None]:
         stop_file.touch()
         say("this step is finished and saved first; Ctrl-C ends all at once")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, ask) for number in _heard_signals(True)}
     try:
-        yield
+        with _handling((signal.SIGINT, *ENDING_SIGNALS), ask):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        stop_file.unlink(missing_ok=True)
+        if threading.current_thread() is threading.main_thread():
+            stop_file.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -651,24 +632,30 @@ def ended_by_signals(say: SayLine) -> Iterator[None]:
         repeats.append(repeat)
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, end) for number in _heard_signals(False)}
+    with _handling(ENDING_SIGNALS, end):
+        try:
+            yield
+        finally:
+            for repeat in repeats:
+                repeat.cancel()
+
+
+@contextmanager
+def _handling(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle signals, except those that end a job and that this process ignores; only the main thread can."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            ignores = signal.getsignal(number) is signal.SIG_IGN
+            if number not in ENDING_SIGNALS or not ignores:
+                before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for repeat in repeats:
-            repeat.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _heard_signals(interrupt: bool) -> list[signal.Signals]:
-    """The signals to handle: those that end a job, unless this process ignores them."""
-    ignored = [n for n in ENDING_SIGNALS if signal.getsignal(n) is signal.SIG_IGN]
-    heard = [number for number in ENDING_SIGNALS if number not in ignored]
-    return [signal.SIGINT, *heard] if interrupt else heard
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _kill_workers(pids: Path) -> None:

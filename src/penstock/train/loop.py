@@ -42,7 +42,7 @@ from penstock.train.history import (
     write_timeline,
 )
 from penstock.train.hooks import Callbacks, EarlyStop, read_progress
-from penstock.train.job import Job, RunOutcome
+from penstock.train.job import Job, Verdict
 from penstock.train.lora import check_same_adapters
 from penstock.train.optimizer import Gradients, Optimizer, check_same_optimizer
 from penstock.train.place import RemoteCheckpoints
@@ -236,7 +236,7 @@ class Trainer:
         self,
         stop: Callable[[], bool] = lambda: False,
         ready: Callable[[], None] = lambda: None,
-    ) -> RunOutcome:
+    ) -> Verdict:
         """Train until the last step, or until a rank is asked to stop; then save.
 
         Calls `ready` before the first step. Raises CrewChange after a step if another
@@ -267,7 +267,7 @@ class Trainer:
         self.callbacks.on_end(self.step, stopped)
         figures = self.figures
         interrupted = stopped and figures is not None and figures.interrupted
-        return RunOutcome(self.step, stopped, interrupted)
+        return Verdict(self.step, stopped, interrupted=interrupted)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
