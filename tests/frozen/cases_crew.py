@@ -39,7 +39,7 @@ from penstock.schedules.transforms import replicate
 from penstock.train.elastic import first_plan, rank_work, speed_limit, split_address
 from penstock.train.folders import RunFolders
 from penstock.train.history import EventLog, StepFigures, read_events
-from penstock.train.place import RemoteCheckpoints
+from penstock.train.place import RemoteCheckpoints, fetch_newest
 from penstock.train.separate import SeparateCheckpoints
 
 TOLERANCE = 1e-9
@@ -419,10 +419,10 @@ def mended(place: str, damage: str) -> object:
                 write_checkpoint(folder, step, FILES)
         spoil_place(place, damage, folders)
         remote = RemoteCheckpoints(f"file://{folders['storage']}", keep=2)
-        found = remote.fetch(folders["here"])
-        again = remote.fetch(folders["here"])
+        found = fetch_newest(remote, folders["here"])
+        again = fetch_newest(remote, folders["here"])
         shutil.rmtree(folders["here"])
-        fresh = remote.fetch(folders["here"])
+        fresh = fetch_newest(remote, folders["here"])
         names = [path.name if path else None for path in (found, again, fresh)]
         return [
             names,

@@ -241,7 +241,7 @@ def test_a_part_that_is_lost_with_its_only_holder_comes_back_from_its_mirror(
 ):
     def prepare(trainer):
         """Let rank 1 die in step 3, before or after the sum over all ranks."""
-        before_sum, after_sum = trainer.mirrors.collect, trainer.commit
+        before_sum, after_sum = trainer.weights.mirrors.collect, trainer.commit
 
         def end_before_sum():
             before_sum()
@@ -254,7 +254,10 @@ def test_a_part_that_is_lost_with_its_only_holder_comes_back_from_its_mirror(
             after_sum(*words)
 
         if trainer.comm.rank == 1:
-            trainer.mirrors.collect, trainer.commit = end_before_sum, end_after_sum
+            trainer.weights.mirrors.collect, trainer.commit = (
+                end_before_sum,
+                end_after_sum,
+            )
 
     crew = Crew(job_with(ALONE, tmp_path, "run.save=0"))
     decision = crew.decide()

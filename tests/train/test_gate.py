@@ -16,7 +16,6 @@ from penstock.crew.admission import (
     MAX_SPARES,
     Admission,
     Joining,
-    tell_verdict,
 )
 from penstock.crew.files import RunFiles
 from penstock.crew.member import Member
@@ -166,8 +165,7 @@ def test_a_worker_gets_a_place_and_says_how_it_ended(admission, tmp_path):
     ]
     assert admission.waiting() == []
     verdict = Verdict(7, False, "RunError", "no room")
-    with worker.ask_verdict() as connection:
-        tell_verdict(connection, worker.token, verdict)
+    worker.tell_verdict(verdict)
     assert remote.outcome().result == verdict
     control.close()
 

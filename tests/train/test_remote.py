@@ -20,7 +20,7 @@ from penstock.errors import FileError, RunError
 from penstock.train.checkpoint import newest
 from penstock.train.history import read_rows
 from penstock.train.lock import locking
-from penstock.train.place import RemoteCheckpoints
+from penstock.train.place import RemoteCheckpoints, fetch_newest
 from trainings import job_of, losses, train
 
 
@@ -65,9 +65,9 @@ def test_a_run_that_lost_its_folder_resumes_from_the_storage_on_other_ranks(
     remote = RemoteCheckpoints(url, keep=1)
     assert remote.steps() == [6]  # of 3 and 6, one is kept
     new = tmp_path / "new"
-    fetched = remote.fetch(new / "checkpoints")
+    fetched = fetch_newest(remote, new / "checkpoints")
     assert fetched == newest(new / "checkpoints")[0]
-    assert remote.fetch(new / "checkpoints") is None  # there is one as new
+    assert fetch_newest(remote, new / "checkpoints") is None  # there is one as new
     resumed = train(job_of(new, "gpipe", *options, ranks=1, resume=True))
     assert [row.step for row in resumed] == list(range(7, 13))
     assert losses(resumed) == pytest.approx(whole[6:], rel=1e-4)
@@ -82,7 +82,7 @@ def test_a_copy_counts_once_its_description_is_there(tmp_path, url):
     assert remote.steps() == [3, 2]
     remote.files.rm_file(f"{remote.root}/step-00000003/checkpoint.json")
     assert remote.steps() == [2]
-    fetched = remote.fetch(tmp_path / "there")
+    fetched = fetch_newest(remote, tmp_path / "there")
     assert fetched.name == "step-00000002"
     assert sorted(file.name for file in fetched.iterdir()) == [
         "a.safetensors",
@@ -101,22 +101,22 @@ def test_a_damaged_file_is_replaced_by_the_intact_one_of_the_storage(
     remote.finish()
     file = second / "a.safetensors"
     file.write_bytes(b"damaged"[:7])
-    assert remote.fetch(here) == second
+    assert fetch_newest(remote, here) == second
     assert file.read_bytes() == b"weights"
     assert "does not have its checksum; the copy from memory" in caplog.text
     (second / "checkpoint.json").write_text("damaged")
-    assert remote.fetch(here) == second
+    assert fetch_newest(remote, here) == second
     assert json.loads((second / "checkpoint.json").read_text())["step"] == 2
-    assert remote.fetch(here) is None
+    assert fetch_newest(remote, here) is None
     # The storage may be damaged, too. Then the one before counts.
     remote.files.pipe_file(f"{remote.root}/step-00000002/a.safetensors", b"DAMAGED")
     for path in (first, second):
         (path / "a.safetensors").unlink()
-    assert remote.fetch(here) == first
+    assert fetch_newest(remote, here) == first
     assert "a.safetensors is missing, and in memory" in caplog.text
     assert [one.name for one in second.iterdir()] == ["checkpoint.json"]
     new = tmp_path / "new"
-    assert remote.fetch(new) == new / first.name
+    assert fetch_newest(remote, new) == new / first.name
     assert [path.name for path in new.iterdir()] == [first.name]
 
 
@@ -231,7 +231,7 @@ def test_s3_keeps_checkpoints_and_no_bucket_is_made_for_a_mistyped_url(
             remote.put(checkpoint(tmp_path / "here", step))
         remote.finish()
         assert remote.steps() == [3, 2]
-        fetched = remote.fetch(tmp_path / "there")
+        fetched = fetch_newest(remote, tmp_path / "there")
         assert (fetched / "a.safetensors").read_bytes() == b"weights"
         with pytest.raises(FileError, match="cannot write to s3://bukket"):
             RemoteCheckpoints("s3://bukket/run", keep=2).check_writing()

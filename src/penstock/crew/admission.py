@@ -206,23 +206,19 @@ class Admission:
         request = receive_frame(connection)
         wanted = request.get("want")
         if wanted == "store":
-            self.find(request).serve(connection, self.serve_store)
+            self.find(request).serve(
+                connection,
+                lambda one: serve_store(one, self.store.clone()),  # type: ignore[attr-defined]
+            )
         elif wanted == "files":
-            self.find(request).serve(connection, self.serve_files)
+            work = partial(serve_files, files=self.files)
+            self.find(request).serve(connection, work)
         elif wanted == "place":
             self.welcome(connection, request)
         elif wanted == "verdict":
             self.hear(request)
             send_frame(connection, {})
         return False
-
-    def serve_store(self, connection: ssl.SSLSocket) -> None:
-        """Let a worker use the store where all meet."""
-        serve_store(connection, self.store.clone())  # type: ignore[attr-defined]
-
-    def serve_files(self, connection: ssl.SSLSocket) -> None:
-        """Give a worker files of the run, and take its checkpoints."""
-        serve_files(connection, self.files)
 
     def welcome(self, connection: ssl.SSLSocket, request: dict[str, Any]) -> None:
         """Let a worker wait for a place, if it runs the same Penstock."""
@@ -277,13 +273,6 @@ class Admission:
             if remote.place.get("over"):
                 remote.gone.wait(ANSWER_SECONDS)
         self.listener.close()
-
-
-def tell_verdict(connection: ssl.SSLSocket, token: str, verdict: Verdict) -> None:
-    """Tell the launcher how this worker has ended."""
-    request = {"want": "verdict", "token": token, "verdict": asdict(verdict)}
-    send_frame(connection, request)
-    receive_frame(connection)
 
 
 SayTopic = Callable[[str, str], None]  # a topic and a line
@@ -405,8 +394,8 @@ class Joining:
                 member, site, bool(place["resume"]), True, _no_screen
             )
             self.over = True  # The launcher may end the connection now.
-            with suppress(PenstockError, OSError), self.ask_verdict() as connection:
-                tell_verdict(connection, self.token, verdict)
+            with suppress(PenstockError, OSError):
+                self.tell_verdict(verdict)
         except dist.DistError as error:
             raise RunError(
                 f"worker {worker} has lost the launcher: {error}\n"
@@ -420,9 +409,11 @@ class Joining:
         connection.settimeout(STORE_SECONDS)
         return connection
 
-    def ask_verdict(self) -> ssl.SSLSocket:
-        """Open a connection over which this worker says how it ended."""
-        return dial(self.address, self.context)
+    def tell_verdict(self, verdict: Verdict) -> None:
+        """Tell the launcher how this worker has ended."""
+        told = asdict(verdict)
+        with self.ask("verdict", token=self.token, verdict=told) as connection:
+            receive_frame(connection)
 
     def end_with_launcher(self, control: ssl.SSLSocket) -> None:
         """End this process when the launcher ends, or goes on without it."""

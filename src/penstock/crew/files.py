@@ -67,7 +67,7 @@ from penstock.train.launch import (
     restarted,
     with_kept_files,
 )
-from penstock.train.place import RemoteCheckpoints, Storage, fetch_newest
+from penstock.train.place import Storage, fetch_newest, remote_checkpoints
 from penstock.train.run_source import CONFIG_FILE, read_source
 from penstock.train.screen import SayLine
 from penstock.train.separate import SeparateFolders
@@ -528,10 +528,9 @@ def settle_folders(
     bring_inputs(comm, folders, folder)
     remote = None
     with failing_together(comm):
-        if config.run.checkpoints:
-            remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
-            if keeps:
-                remote.check_writing()
+        remote = remote_checkpoints(config.run)
+        if remote is not None and keeps:
+            remote.check_writing()
     return SeparateFolders(folders, remote, tuple(storages))
 
 

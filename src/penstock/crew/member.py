@@ -374,7 +374,7 @@ def report_of(worker: int, trainer: Trainer | None, error: str = "") -> Report:
     if trainer.saver.step is not None:
         trainer.save_again = True
     known = set(trainer.weights.known)
-    parts = known.intersection(trainer.parts)
+    parts = known.intersection(trainer.weights.parts)
     return Report(
         worker,
         trainer.step,

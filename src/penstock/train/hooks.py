@@ -29,7 +29,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, RunError
 from penstock.runtime import Comm
-from penstock.train.checkpoint import CheckpointFacts, Saver, newest_good, read_facts
+from penstock.train.checkpoint import CheckpointFacts, newest_good, read_facts
 from penstock.train.history import StepRow
 from penstock.train.job import Job
 from penstock.train.own_code import own_function
@@ -143,10 +143,7 @@ class EarlyStop:
         folder = job.folder / BEST_FOLDER
         names = weights.saved_names
         self.separate = job.separate
-        if job.separate is not None:
-            self.saver: Saver = job.separate.saver(folder, comm, 1, names, copied=False)
-        else:
-            self.saver = Saver(folder, comm.rank, comm.ranks, 1, names, self.leads)
+        self.saver = job.saver(folder, comm, 1, names)
 
     @property
     def gets_no_better(self) -> bool:

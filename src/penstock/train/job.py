@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from penstock.config import Config
 from penstock.ir.plan import Plan
 from penstock.models import even_partition
 from penstock.models.layer import recompute_inside, set_dropout
+from penstock.runtime import Comm
 from penstock.schedules.coverage import hold_every_part
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, RemoteFiles
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, RemoteFiles, Saver
 from penstock.train.data.corpus import Corpus
 from penstock.train.handover import PartTransfer
 from penstock.train.lora import adapt
@@ -75,6 +77,17 @@ class Job:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.folder / CHECKPOINTS_FOLDER
+
+    def saver(
+        self, folder: Path, comm: Comm, keep: int, names: Collection[str]
+    ) -> Saver:
+        """Return what saves checkpoints in a folder; only those that the run resumes from are copied elsewhere."""
+        copied = folder == self.checkpoints
+        if self.separate is not None:
+            return self.separate.saver(folder, comm, keep, names, copied)
+        leads = comm.rank == self.leader
+        files = self.remote_files if copied else None
+        return Saver(folder, comm.rank, comm.ranks, keep, names, leads, files)
 
 
 @dataclass(frozen=True, slots=True)

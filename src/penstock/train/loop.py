@@ -17,21 +17,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from penstock.errors import FileError, RunError
-from penstock.models import Part
 from penstock.models.family import flops_per_token, peak_flops, share_of_flops
 from penstock.models.layer import dropping
 from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.process.watchdog import alarm_held
-from penstock.train.checkpoint import CheckpointFacts, Saver, read_facts, sweep
+from penstock.train.checkpoint import CheckpointFacts, read_facts, sweep
 from penstock.train.data.corpus import MixedCorpus, write_use
-from penstock.train.handover import CrewChange, Handover, Mirrors, Transfers
+from penstock.train.handover import CrewChange, Handover, Transfers
 from penstock.train.history import (
     Counts,
     History,
@@ -44,8 +42,8 @@ from penstock.train.history import (
 from penstock.train.hooks import Callbacks, EarlyStop, read_progress
 from penstock.train.job import Job, Verdict
 from penstock.train.lora import check_same_adapters
-from penstock.train.optimizer import Gradients, Optimizer, check_same_optimizer
-from penstock.train.place import RemoteCheckpoints
+from penstock.train.optimizer import Gradients, check_same_optimizer
+from penstock.train.place import remote_checkpoints
 from penstock.train.rank_weights import RankWeights
 from penstock.train.rates import factor_at, rate_at
 from penstock.train.rehearsal import compile_stages, prove_stages
@@ -110,8 +108,13 @@ class Trainer:
         self.peak_bytes = 0  # memory of this process at its fullest moment so far
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
-        self.saver = self.make_saver()
+        self.saver = job.saver(
+            job.checkpoints, comm, config.run.keep, self.weights.saved_names
+        )
         self.saver.announce = self.announce
+        # The copies of the checkpoints in object storage, if this process makes them.
+        copies = self.leads and job.separate is None
+        self.remote = remote_checkpoints(config.run) if copies else None
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
         # Layers that a micro-batch passes through in a step with each schedule.
         self.layers = [mean_layers(one, job.partition) for one in schedules]
@@ -136,40 +139,9 @@ class Trainer:
         return self.weights.holding
 
     @property
-    def parts(self) -> dict[int, Part]:
-        """The parts that this process trains, by number."""
-        return self.weights.parts
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer of the parts that this process trains."""
-        return self.weights.optimizer
-
-    @property
-    def mirrors(self) -> Mirrors:
-        """What this process does for mirrors."""
-        return self.weights.mirrors
-
-    @property
     def executor(self) -> Executor:
         """The executor of the next step."""
         return self.executors.at(self.step)
-
-    def make_saver(self) -> Saver:
-        """Return what saves the checkpoints of the run."""
-        job, comm = self.job, self.comm
-        keep, names = job.config.run.keep, self.weights.saved_names
-        if job.separate is not None:
-            return job.separate.saver(job.checkpoints, comm, keep, names)
-        return Saver(
-            job.checkpoints,
-            comm.rank,
-            comm.ranks,
-            keep,
-            names,
-            self.leads,
-            job.remote_files,
-        )
 
     # ------------------------------------------------------------ beginning
     def begin(self) -> None:
@@ -329,11 +301,11 @@ class Trainer:
         # Reading the loss makes the host wait for the GPU, so what can be done before comes first.
         self.gradients.begin()
         self.peak_bytes = peak_memory(self.device, executor)
-        self.mirrors.start()
+        self.weights.mirrors.start()
         if self.device.type == "cuda" and self.step + 1 < self.job.config.run.steps:
             self.loader.prepare()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
-        self.mirrors.collect()
+        self.weights.mirrors.collect()
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
@@ -351,8 +323,8 @@ class Trainer:
             int(self.callbacks.wants_stop),
             int(saved),
             int(self.changing()),
-            self.mirrors.sent_bytes,
-            self.mirrors.take_microseconds(),
+            self.weights.mirrors.sent_bytes,
+            self.weights.mirrors.take_microseconds(),
         )
 
     def commit(self, figures: StepFigures, began: float | None = None) -> None:
@@ -376,8 +348,8 @@ class Trainer:
         config = self.job.config
         factor = factor_at(self.step, config.run.steps, config.optimizer)
         self.gradients.clip(norm, config.optimizer.clip)
-        self.optimizer.step(factor)
-        self.mirrors.update(factor, norm, config.optimizer.clip)
+        self.weights.optimizer.step(factor)
+        self.weights.mirrors.update(factor, norm, config.optimizer.clip)
 
     def close_step(self, history: History | None) -> bool:
         """Evaluate, write down and save the step that is done, where that is due.
@@ -463,14 +435,6 @@ class Trainer:
     def facts(self) -> CheckpointFacts:
         """Return the description that goes into a checkpoint."""
         return checkpoint_facts(self.job, self.loader, self.early_stop.progress)
-
-    @cached_property
-    def remote(self) -> RemoteCheckpoints | None:
-        """The copies of the checkpoints in object storage, if this process makes them."""
-        settings = self.job.config.run
-        if not self.leads or not settings.checkpoints or self.job.separate is not None:
-            return None
-        return RemoteCheckpoints(settings.checkpoints, settings.keep)
 
     def announce(self, step: int, folder: Path) -> None:
         """Tell callbacks that a checkpoint is complete, and copy it to object storage."""

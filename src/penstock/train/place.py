@@ -21,6 +21,7 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import Protocol
 
+from penstock.config import RunConfig
 from penstock.errors import FileError, RunError
 from penstock.train.checkpoint import (
     MISSING,
@@ -173,11 +174,16 @@ def describe_failure(error: Exception) -> str:
     return hide_secrets(f"{type(error).__name__}: {error}")
 
 
+def remote_checkpoints(run: RunConfig) -> RemoteCheckpoints | None:
+    """Return the copies of a run's checkpoints in object storage; None if it keeps none."""
+    return RemoteCheckpoints(run.checkpoints, run.keep) if run.checkpoints else None
+
+
 class RemoteCheckpoints:
     """The checkpoints of a run under a URL."""
 
     def __init__(self, url: str, keep: int) -> None:
-        self.url = hide_secrets(url.rstrip("/"))  # as it is shown
+        self.place = hide_secrets(url.rstrip("/"))  # the URL as it is shown
         self.keep = keep
         self.thread: threading.Thread | None = None
         self.failure = ""
@@ -211,14 +217,14 @@ class RemoteCheckpoints:
         self.thread.join()
         self.thread = None
         if self.failure:
-            _log.warning("cannot copy to %s: %s", self.url, self.failure)
+            _log.warning("cannot copy to %s: %s", self.place, self.failure)
 
     def finish(self) -> None:
         """Wait until the last copy has ended; raise an error if it failed."""
         self.wait()
         if self.failure:
             raise RunError(
-                f"cannot copy the last checkpoint to {self.url}: {self.failure}\n"
+                f"cannot copy the last checkpoint to {self.place}: {self.failure}\n"
                 "  the checkpoint itself is complete in the folder of the run"
             )
 
@@ -278,7 +284,7 @@ class RemoteCheckpoints:
             self.files.rm(target, recursive=True)
         except Exception as error:  # each kind of storage has its own errors
             name, why = step_name(step), describe_failure(error)
-            _log.warning("cannot delete %s in %s: %s", name, self.url, why)
+            _log.warning("cannot delete %s in %s: %s", name, self.place, why)
 
     # ------------------------------------------------------------ from the storage
     def steps(self) -> list[int]:
@@ -292,15 +298,6 @@ class RemoteCheckpoints:
             if number.isdigit():
                 found.append(int(number))
         return sorted(found, reverse=True)
-
-    def fetch(self, folder: Path) -> Path | None:
-        """Let a folder have the newest checkpoint without damage; return it if files were copied."""
-        return fetch_newest(self, folder)
-
-    @property
-    def place(self) -> str:
-        """What messages call it."""
-        return self.url
 
     def read_note(self, step: int) -> bytes:
         """Return the description of a checkpoint; raise FileNotFoundError if there is none."""
@@ -324,7 +321,7 @@ class RemoteCheckpoints:
         except ImportError as error:
             text = hide_secrets(str(error))
             raise FileError(
-                f"cannot {verb} {self.url}: {text}\n  install what fsspec needs for this kind of storage"
+                f"cannot {verb} {self.place}: {text}\n  install what fsspec needs for this kind of storage"
             ) from None
         except Exception as error:  # each kind of storage has its own errors
             if may_lack and isinstance(error, FileNotFoundError):
@@ -337,4 +334,4 @@ class RemoteCheckpoints:
                 hint = "the storage refuses this process: check its credentials and permissions on this machine"
             if isinstance(error, OSError) and error.errno == ENOSPC:
                 hint = "make room, or name another run.folder or run.checkpoints"
-            raise FileError(f"cannot {verb} {self.url}: {text}\n  {hint}") from None
+            raise FileError(f"cannot {verb} {self.place}: {text}\n  {hint}") from None

@@ -271,7 +271,7 @@ class SeparateSaver(Saver):
                 failures = [describe_failure(error)]
         self.not_copied = failures[0] if failures else ""
         if failures:
-            _log.warning("cannot copy to %s: %s", self.storage.url, failures[0])
+            _log.warning("cannot copy to %s: %s", self.storage.place, failures[0])
 
     def check_copy(self) -> None:
         """Raise RunError on all ranks if the last checkpoint is not in the storage."""
@@ -280,7 +280,7 @@ class SeparateSaver(Saver):
         not_copied = exchange(self.comm, self.not_copied)[0]
         if not_copied:
             raise RunError(
-                f"cannot copy the last checkpoint to {self.storage.url}: {not_copied}\n"
+                f"cannot copy the last checkpoint to {self.storage.place}: {not_copied}\n"
                 "  its files are in the folders of the run on all machines"
             )
 

@@ -70,7 +70,7 @@ from penstock.train.mesh import check_launched
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
 from penstock.train.own_loss import check_loss
-from penstock.train.place import RemoteCheckpoints
+from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.placement import (
     Placement,
     check_gpu_exists,
@@ -159,24 +159,22 @@ def has_checkpoint(config: Config, folder: Path) -> bool:
     """Whether the folder of a run, or its storage, has a checkpoint."""
     if newest(folder / CHECKPOINTS_FOLDER):
         return True
-    if not config.run.checkpoints:
-        return False
-    remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
-    return bool(remote.steps())
+    remote = remote_checkpoints(config.run)
+    return remote is not None and bool(remote.steps())
 
 
 def check_storage(config: Config) -> None:
     """Refuse object storage that this machine cannot write to."""
-    if config.run.checkpoints:
-        remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+    remote = remote_checkpoints(config.run)
+    if remote is not None:
         remote.check_writing()
 
 
 def fetch_checkpoint(config: Config, folder: Path) -> None:
     """Fetch the newest checkpoint from object storage, or what is damaged of it, if the run has copies there."""
-    if config.run.checkpoints:
-        remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
-        remote.fetch(folder / CHECKPOINTS_FOLDER)
+    remote = remote_checkpoints(config.run)
+    if remote is not None:
+        fetch_newest(remote, folder / CHECKPOINTS_FOLDER)
 
 
 def check_training(config: Config, sizes: Sizes) -> None:

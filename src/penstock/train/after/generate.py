@@ -58,7 +58,7 @@ from penstock.train.lora import (
     merge,
     read_lora,
 )
-from penstock.train.place import RemoteCheckpoints
+from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.run_source import CONFIG_FILE
 from penstock.train.weights import (
     Holding,
@@ -94,9 +94,9 @@ def _newest_checkpoint(run: Path) -> Path | None:
     found = newest_good(checkpoints)
     is_newest = found is not None and found == newest(checkpoints)[0]
     if not is_newest and (run / CONFIG_FILE).is_file():
-        settings = read_config(run / CONFIG_FILE).run
-        if settings.checkpoints:
-            RemoteCheckpoints(settings.checkpoints, settings.keep).fetch(checkpoints)
+        remote = remote_checkpoints(read_config(run / CONFIG_FILE).run)
+        if remote is not None:
+            fetch_newest(remote, checkpoints)
             return newest_good(checkpoints)
     return found
 
