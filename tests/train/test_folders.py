@@ -34,7 +34,12 @@ from penstock.train.job import Job
 from penstock.train.launch import RESTART_COUNT, write_failure
 from penstock.train.loop import Trainer
 from penstock.train.place import RemoteCheckpoints
-from penstock.train.separate import Inventory, SeparateFolders, SeparateSaver, Survey
+from penstock.train.separate import (
+    Inventory,
+    SeparateFolders,
+    SeparateSaver,
+    versions_of,
+)
 from trainings import job_of, losses, train
 
 
@@ -349,10 +354,10 @@ def test_new_machines_resume_from_the_storage_without_what_was_half_copied(
 def test_checkpoints_of_one_step_are_told_apart_by_their_descriptions():
     one, other = ({"bytes": 1, "crc32": number} for number in (1, 2))
     holders = {2: Inventory({NOTE: one}, {}, {}), 0: Inventory({NOTE: other}, {}, {})}
-    survey = Survey({5: holders}, {5: [(0, one), (1, other)]})
+    versions = versions_of(holders, [(0, one), (1, other)])
     # First the one that the first rank has.
-    found = [(set(each.holders), each.storages) for each in survey.versions(5)]
-    assert found == [({0}, (1,)), ({2}, (0,))]
+    found = [(set(each.holders), each.storages) for each in versions]
+    assert found == [({0}, [1]), ({2}, [0])]
 
 
 def test_a_later_checkpoint_that_cannot_be_resumed_displaces_no_new_one(tmp_path):

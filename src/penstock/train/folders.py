@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from penstock.errors import FileError, PenstockError
 from penstock.runtime.comm.comm import Comm, exchange
 from penstock.train.checkpoint import PART
 
+Result = TypeVar("Result")
 TOKEN_PREFIX = ".seen-"
 PULSE_SECONDS = 5.0  # between two signs of life of a rank that works
 
@@ -215,23 +216,32 @@ def relay_file(comm: Comm, file: Path, size: int, chain: Sequence[int]) -> None:
             end.close()
 
 
-class _Source:
+class _End:
+    """One end of a file's way. After an error nothing more is tried, and the error is kept."""
+
+    def __init__(self) -> None:
+        self.failure: OSError | None = None
+
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """Do something with the file, if nothing has failed so far."""
+        if self.failure is None:
+            try:
+                return work()
+            except OSError as error:
+                self.failure = error
+        return None
+
+
+class _Source(_End):
     """A file that is read; if that fails, zeros take its place."""
 
     def __init__(self, file: Path) -> None:
-        self.failure: OSError | None = None
-        try:
-            self.opened = file.open("rb")
-        except OSError as error:
-            self.failure = error
+        super().__init__()
+        self.opened = self.attempt(lambda: file.open("rb"))
 
     def read(self, count: int) -> Tensor:
-        content = b""
-        if self.failure is None:
-            try:
-                content = self.opened.read(count)
-            except OSError as error:
-                self.failure = error
+        opened = self.opened
+        content = self.attempt(lambda: opened.read(count) if opened else b"") or b""
         if len(content) < count:
             self.failure = self.failure or OSError(
                 "a file became shorter while it was sent"
@@ -244,42 +254,39 @@ class _Source:
         return torch.tensor([self.failure is None], dtype=torch.uint8)
 
     def close(self) -> None:
+        if self.opened is not None:
+            self.opened.close()
         if self.failure is not None:
             raise self.failure
-        self.opened.close()
 
 
-class _Target:
+class _Target(_End):
     """A file that is written under another name, and renamed when it is complete."""
 
     def __init__(self, file: Path) -> None:
+        super().__init__()
         self.file = file
         self.part = file.with_name(file.name + PART)
         self.whole = False  # whether the source had everything
-        self.failure: OSError | None = None
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self.opened = self.part.open("wb")
-        except OSError as error:
-            self.failure = error
+        self.opened = self.attempt(self._open)
+
+    def _open(self) -> BinaryIO:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        return self.part.open("wb")
 
     def write(self, piece: Tensor) -> None:
-        if self.failure is None:
-            try:
-                self.opened.write(piece.cpu().numpy().data)
-            except OSError as error:
-                self.failure = error
+        opened = self.opened
+        self.attempt(lambda: opened and opened.write(piece.cpu().numpy().data))
 
     def close(self) -> None:
-        if self.failure is None:
-            try:
-                self.opened.close()
-                if self.whole:
-                    self.part.replace(self.file)
-                    return
-            except OSError as error:
-                self.failure = error
+        self.attempt(self._finish)
         with suppress(OSError):
-            self.part.unlink()
+            self.part.unlink()  # It is still there if something was missing.
         if self.failure is not None:
             raise self.failure
+
+    def _finish(self) -> None:
+        assert self.opened is not None
+        self.opened.close()
+        if self.whole:
+            self.part.replace(self.file)

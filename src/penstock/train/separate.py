@@ -29,6 +29,7 @@ import json
 import logging
 import shutil
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -97,39 +98,26 @@ class Inventory:
 Holders = Mapping[int, Inventory]  # by keeper
 
 
+StoredNote: TypeAlias = tuple[int, Fingerprint]  # the number of a storage; its note
+
+
 @dataclass(frozen=True, slots=True)
 class Version:
     """Those who have one and the same checkpoint of a step; another try may have left others elsewhere."""
 
-    holders: Holders
-    storages: tuple[int, ...]
+    holders: dict[int, Inventory]
+    storages: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What all folders and storages have, by step."""
-
-    inventories: Mapping[int, Holders]
-    # The storages that have a step, by number, and the fingerprint of the description there.
-    stored: Mapping[int, Sequence[tuple[int, Fingerprint]]]
-
-    @property
-    def steps(self) -> list[int]:
-        """All steps, the newest first."""
-        return sorted({*self.inventories, *self.stored}, reverse=True)
-
-    def versions(self, step: int) -> list[Version]:
-        """The checkpoints of a step; first the one that the first rank has."""
-        holders = self.inventories.get(step, {})
-        stored = self.stored.get(step, ())
-        notes = [inventory.note for _, inventory in sorted(holders.items())]
-        notes += [note for _, note in stored]
-        found = []
-        for note in {json.dumps(note): note for note in notes}.values():
-            same = {rank: one for rank, one in holders.items() if one.note == note}
-            numbers = tuple(number for number, one in stored if one == note)
-            found.append(Version(same, numbers))
-        return found
+def versions_of(holders: Holders, stored: Iterable[StoredNote]) -> list[Version]:
+    """The checkpoints of a step; first the one that the first rank has."""
+    found: dict[str, Version] = {}
+    for rank, inventory in sorted(holders.items()):
+        version = found.setdefault(json.dumps(inventory.note), Version({}, []))
+        version.holders[rank] = inventory
+    for number, note in stored:
+        found.setdefault(json.dumps(note), Version({}, [])).storages.append(number)
+    return list(found.values())
 
 
 def take_inventory(folder: Path) -> Iterable[tuple[int, Inventory]]:
@@ -285,7 +273,6 @@ class SeparateSaver(Saver):
             )
 
 
-StoredNote: TypeAlias = tuple[int, Fingerprint]  # the number of a storage; its note
 ROOM_HINT = "make room on this machine, or name another run.folder"
 
 
@@ -311,9 +298,8 @@ class SeparateCheckpoints:
 
     def newest_good(self, names: Collection[str] = ()) -> Path | None:
         """Return the newest checkpoint that is complete and has no damage, now on all machines."""
-        survey = self.survey()
-        for step in survey.steps:
-            if self.complete(step, survey, self.folders.keepers):
+        for step, versions in self.survey().items():
+            if self.complete(step, versions, self.folders.keepers):
                 path = self.folder / step_name(step)
                 if self._has_tensors(path, names):
                     return path
@@ -321,40 +307,37 @@ class SeparateCheckpoints:
 
     def collect(self, step: int) -> bool:
         """Complete the checkpoint of a step in rank 0's folder; return whether it is complete there."""
-        return self.complete(step, self.survey(), (0,))
+        return self.complete(step, self.survey().get(step, []), (0,))
 
-    def survey(self) -> Survey:
-        """What every folder has, by the sizes of files, and which storages have which steps."""
+    def survey(self) -> dict[int, list[Version]]:
+        """What all folders and storages have of each step, by the sizes of files; the newest step first."""
         own: dict[int, dict[str, object]] = {}
-        stored: dict[int, list[StoredNote]] = {}
+        stored: dict[int, list[StoredNote]] = defaultdict(list)
         with failing_together(self.comm):
             if self.folders.keeps(self.comm.rank):
                 own = {step: asdict(one) for step, one in take_inventory(self.folder)}
-            if self.comm.rank == 0:
-                stored = self._read_storages()
+            storages = self.storages if self.comm.rank == 0 else ()
+            for number, storage in enumerate(storages):
+                for step, note in read_notes(storage):
+                    stored[step].append((number, note))
         told = exchange(self.comm, [own, stored])
-        inventories: dict[int, dict[int, Inventory]] = {}
+        holders: dict[int, dict[int, Inventory]] = defaultdict(dict)
         for rank in self.folders.keepers:
-            inventories_of_rank, _ = told[rank]
-            for step, inventory in inventories_of_rank.items():
-                inventories.setdefault(int(step), {})[rank] = Inventory(**inventory)
+            inventories, _ = told[rank]
+            for step, inventory in inventories.items():
+                holders[int(step)][rank] = Inventory(**inventory)
         _, stored_notes = told[0]
-        return Survey(
-            inventories, {int(step): ones for step, ones in stored_notes.items()}
-        )
-
-    def _read_storages(self) -> dict[int, list[StoredNote]]:
-        """The numbers of the storages that have a step, and the fingerprints of its description there."""
-        stored: dict[int, list[StoredNote]] = {}
-        for number, storage in enumerate(self.storages):
-            for step, note in read_notes(storage):
-                stored.setdefault(step, []).append((number, note))
-        return stored
+        notes = {int(step): ones for step, ones in stored_notes.items()}
+        return {
+            step: versions_of(holders.get(step, {}), notes.get(step, ()))
+            for step in sorted({*holders, *notes}, reverse=True)
+        }
 
     # ------------------------------------------------------------ completing one
-    def complete(self, step: int, survey: Survey, receivers: Sequence[int]) -> bool:
+    def complete(
+        self, step: int, versions: Iterable[Version], receivers: Sequence[int]
+    ) -> bool:
         """Complete the checkpoint of a step in the folders of these keepers, without damage; tell of success."""
-        versions = survey.versions(step)
         if not versions:
             self._note_fault(f"no machine has {step_name(step)}")
         return any(self._complete(step, one, receivers) for one in versions)
@@ -389,9 +372,16 @@ class SeparateCheckpoints:
 
         def read() -> None:
             owner = self.folders.owners[self.comm.rank]
-            if owner in holders:
-                names = self._own_share(holders[owner], wanted.get(owner, ()))
-                faults.update(self._read_faults(step, holders[owner], names))
+            if owner not in holders:
+                return
+            inventory = holders[owner]
+            neighbours = self.folders.neighbours(self.comm.rank)
+            here = sorted(name for name in wanted.get(owner, ()) if inventory.has(name))
+            for name in here[neighbours.index(self.comm.rank) :: len(neighbours)]:
+                file = self.folder / step_name(step) / name
+                fault = file_fault(file, inventory.files[name])
+                if fault:
+                    faults[name] = fault
 
         work_together(self.comm, read)
         told = exchange(self.comm, faults)
@@ -402,25 +392,6 @@ class SeparateCheckpoints:
                 merged |= told[neighbour]
             found[keeper] = replace(inventory, faults=merged)
         return found
-
-    def _own_share(self, inventory: Inventory, wanted: Iterable[str]) -> list[str]:
-        """The files of this machine that this rank reads."""
-        neighbours = self.folders.neighbours(self.comm.rank)
-        here = sorted(name for name in wanted if inventory.has(name))
-        first = neighbours.index(self.comm.rank)
-        return here[first :: len(neighbours)]
-
-    def _read_faults(
-        self, step: int, inventory: Inventory, names: Iterable[str]
-    ) -> dict[str, str]:
-        """What is wrong with files, by name, according to their checksums."""
-        faults = {}
-        for name in names:
-            file = self.folder / step_name(step) / name
-            fault = file_fault(file, inventory.files[name])
-            if fault:
-                faults[name] = fault
-        return faults
 
     def _fetch(
         self, step: int, number: int, holders: Holders, receivers: Sequence[int]
@@ -437,12 +408,12 @@ class SeparateCheckpoints:
         def fetch() -> None:
             nonlocal own
             if own is not None:
-                lost = lost_everywhere(holders)
-                faults.update(self._fetch_lost(storage, step, own, lost))
-                mended = set(lost) - faults.keys()
+                path = self.folder / step_name(step)
+                lost = {name: own.files[name] for name in lost_everywhere(holders)}
+                faults.update(fetch_files(storage, step, path, lost))
                 left = dict(own.faults)
-                for name in mended:
-                    left.pop(name, None)
+                for name in sorted(lost.keys() - faults.keys()):
+                    tell_mended(path / name, left.pop(name), storage.place)
                 own = replace(own, faults=left)
             elif not holders and self.comm.rank in receivers:
                 faults.update(fetch_step(storage, step, self.folder))
@@ -458,17 +429,6 @@ class SeparateCheckpoints:
             if inventory:
                 inventories[rank] = Inventory(**inventory)
         return inventories, wrong
-
-    def _fetch_lost(
-        self, storage: Storage, step: int, own: Inventory, lost: Iterable[str]
-    ) -> dict[str, str]:
-        """Fetch files from a storage; return those that are wrong there, too."""
-        path = self.folder / step_name(step)
-        wanted = {name: own.files[name] for name in lost}
-        faults = fetch_files(storage, step, path, wanted)
-        for name in wanted.keys() - faults.keys():
-            tell_mended(path / name, own.faults[name], storage.place)
-        return faults
 
     def _exchange(self, step: int, holders: Holders, receivers: Sequence[int]) -> bool:
         """Send intact files from machines that have them to those that lack them, the description last.
