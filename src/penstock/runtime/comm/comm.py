@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.ir.program import Program
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # The backends of torch.distributed.
 GLOO = "gloo"
@@ -136,6 +137,8 @@ def exchange(comm: Comm, fact: Any) -> list[Any]:
     A fact is what JSON can hold. It travels as raw bytes, and nothing is unpickled.
     """
     everyone = tuple(range(comm.ranks))
+    import torch  # noqa: PLC0415  # the names of backends are known without it
+
     raw = json.dumps(fact).encode()
     sizes = torch.zeros(comm.ranks, dtype=torch.int64)
     sizes[comm.rank] = len(raw)
