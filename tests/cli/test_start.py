@@ -87,9 +87,22 @@ def test_importing_the_package_loads_none_of_its_rooms():
     ],
 )
 def test_a_mistake_is_reported_on_a_machine_without_torch(tmp_path, line, words):
+    done = without_torch(tmp_path, line)
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_doctor_says_that_torch_is_missing(tmp_path):
+    done = without_torch(tmp_path, "doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip install 'penstock[torch]'" in done.stdout
+
+
+def without_torch(tmp_path, line):
+    """Run a command on a machine whose torch cannot be imported."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch')\n")
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "penstock", *line.split()],
         env=environment(PYTHONPATH=path),
         capture_output=True,
@@ -97,8 +110,6 @@ def test_a_mistake_is_reported_on_a_machine_without_torch(tmp_path, line, words)
         timeout=60,
         check=False,
     )
-    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_python_without_torch_says_what_to_install(monkeypatch):

@@ -20,11 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch
-
 from penstock.runtime.comm.comm import NCCL
 from penstock.runtime.process.mps import shared_gpu_backend, workers_of_a_gpu
-from penstock.torch_internals import supports_amx
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,8 @@ class Machine:
 
 def look_at_machine() -> Machine:
     """Return what this machine has."""
+    import torch  # noqa: PLC0415  # `doctor` asks for the memory of machines without torch
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_nccl = shared_gpu_backend() == NCCL
     return Machine(os.cpu_count() or 1, gpus, workers_of_a_gpu(), on_nccl)
@@ -61,6 +60,8 @@ def use_threads(count: int) -> None:
     Otherwise the compiler of torch starts a process for each core in every rank, and the
     ranks of a machine wait for one another's processes. Call it before anything is compiled.
     """
+    import torch  # noqa: PLC0415
+
     torch.set_num_threads(count)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(count))
 
@@ -99,6 +100,8 @@ def own_gpu(default: int = 0) -> int:
 
     `default` is the number of this process on its machine if no launcher gives it.
     """
+    import torch  # noqa: PLC0415
+
     return int(os.environ.get("LOCAL_RANK", default)) % torch.cuda.device_count()
 
 
@@ -179,6 +182,8 @@ def avoid_broken_amx(advertised: bool | None = None) -> bool:
     if ISA_LIMIT_VARIABLE in os.environ:
         return False
     if advertised is None:
+        from penstock.torch_internals import supports_amx  # noqa: PLC0415
+
         advertised = supports_amx()
     if not advertised:
         return False
