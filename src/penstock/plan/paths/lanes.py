@@ -19,6 +19,8 @@ Moves that make the step longer are accepted by chance, as in the annealing of p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -26,17 +28,16 @@ import numpy as np
 from penstock.ir.table import Floats
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import order_fault
-from penstock.plan.paths.search import HOT, SUM_WEIGHT, Budget, MoveSearch, Trial
+from penstock.plan.paths.search import HOT, Budget, MoveSearch
 from penstock.plan.paths.simulator import (
+    EVERY_UNIT,
     NO_TURN,
     TIME_ROUNDING,
     PathTimes,
     Solution,
     ends_of_sums,
-    mean_end_of_sums,
     rule_needs,
     simulate_solution,
-    step_end,
     units_alone,
     visits_of,
 )
@@ -56,7 +57,7 @@ def can_search_lanes(problem: Problem) -> bool:
     return policy.ordered and policy.rounds == 1 and not policy.reserved
 
 
-class LaneSearch(MoveSearch[PathTimes]):
+class LaneSearch(MoveSearch):
     """Improves the lanes of some units, which share no node with the other units.
 
     A task is one number, `number * stride + own`: the number of its micro-batch, and its place
@@ -75,9 +76,8 @@ class LaneSearch(MoveSearch[PathTimes]):
     def __init__(
         self, problem: Problem, solution: Solution, units: list[int], random: Random
     ) -> None:
-        super().__init__(random)
-        self.problem = problem
-        self.state = units_alone(solution, units)
+        state = units_alone(solution, units)
+        super().__init__(problem, state, LANE_MEAN_WEIGHT, random)
         self.slices = problem.slices
         self._expand()
         self.length = int(self.nodes.shape[1])
@@ -85,11 +85,12 @@ class LaneSearch(MoveSearch[PathTimes]):
         self.needs = [self._needs_of(task) for task in range(self.stride)]
         self.replicas = self._replicas_in_use()
         self.lanes = self._lanes_of(simulate_solution(problem, self.state))
+        # Fixed lanes need no care for slots: lanes that wait for each other are never kept.
+        self.state = replace(self.state, avoid_deadlock=True)
         self.state.turns[:] = NO_TURN
-        for node in range(len(self.lanes)):
-            self._number(node)
-        self.best = self.state
-        self.value, self.end, self.times = self._simulate()
+        for node, lane in enumerate(self.lanes):
+            self._set_lane(node, lane)
+        self.begin()
 
     def _expand(self) -> None:
         """Write down the node and the part of every visit of the paths."""
@@ -136,38 +137,32 @@ class LaneSearch(MoveSearch[PathTimes]):
         """Return the node that runs a task."""
         return int(self.nodes[number, self._position(own)])
 
-    def _number(self, node: int) -> None:
-        """Write down the places of the tasks of a lane."""
-        lane = self.lanes[node]
+    def _set_lane(self, node: int, lane: list[int]) -> None:
+        """Give a node another lane, and write down the places of its tasks."""
+        self.lanes[node] = lane
         self.state.turns.ravel()[lane] = range(len(lane))
 
-    def solution(self) -> Solution:
-        """Return the current solution of these units alone."""
-        return units_alone(self.state, range(len(self.nodes)))
+    def _note(self, times: PathTimes) -> None:
+        self.times = times
+        if math.isfinite(self.end):
+            self._find_critical()
 
-    def _simulate(self) -> Trial[PathTimes]:
-        """Simulate the step; the details are all times."""
-        problem = self.problem
-        times = simulate_solution(problem, self.state)
-        part_of_node = self.state.part_of_node
-        end = step_end(problem, times, part_of_node)
-        value = end + LANE_MEAN_WEIGHT * float(times.finish.mean())
-        if problem.has_sums and end < math.inf:
-            value += SUM_WEIGHT * mean_end_of_sums(problem, times, part_of_node)
-        return Trial(value, end, times)
+    def _snapshot(self) -> Callable[[], None]:
+        state = units_alone(self.state, EVERY_UNIT)
+        lanes = list(self.lanes)
 
-    def _note(self, details: PathTimes) -> None:
-        self.times = details
-        self._find_critical()
+        def take_back() -> None:
+            self.state = state
+            self.lanes = lanes
+            self._expand()
+
+        return take_back
 
     def run(self, budget: Budget, steps: int) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         if not math.isfinite(self.end):
             return True
-        self._find_critical()
-        found = self.anneal(budget, steps, self.end, HOT, LANE_COLD)
-        self.best = found.solution
-        return found.is_complete
+        return self.anneal(budget, steps, self.end, HOT, LANE_COLD)
 
     def _accepts(self, value: float, heat: float) -> bool:
         """Whether a move is kept; never if its lanes wait for each other."""
@@ -275,7 +270,7 @@ class LaneSearch(MoveSearch[PathTimes]):
         members = np.flatnonzero(self.state.part_of_node == int(ends.argmax()))
         return [node for node in members.tolist() if self.lanes[node]]
 
-    # ------------------------------------------------------------ moves: each registers how to undo it
+    # ------------------------------------------------------------ moves
     def _move(self) -> bool:
         """Change the lanes or a path at a random place of the critical path; return whether anything changed."""
         pick = self.random.random()
@@ -293,16 +288,6 @@ class LaneSearch(MoveSearch[PathTimes]):
             return self._redirect(number, position)
         return self._reorder(number, position)
 
-    def _keep(self, node: int) -> None:
-        """Remember a lane before it changes."""
-        old = list(self.lanes[node])
-
-        def undo() -> None:
-            self.lanes[node] = old
-            self._number(node)
-
-        self.undo.append(undo)
-
     def _exchange(self, node: int, task: int) -> bool:
         """Let a task change places with the one before it."""
         lane = self.lanes[node]
@@ -313,9 +298,7 @@ class LaneSearch(MoveSearch[PathTimes]):
         same_microbatch = before // self.stride == task // self.stride
         if same_microbatch:
             return False
-        self._keep(node)
-        lane[place - 1 : place + 1] = [task, before]
-        self._number(node)
+        self._set_lane(node, [*lane[: place - 1], task, before, *lane[place + 1 :]])
         return True
 
     def _shift(self, node: int, task: int) -> bool:
@@ -328,9 +311,9 @@ class LaneSearch(MoveSearch[PathTimes]):
         target = min(max(place + places * direction, 0), last)
         if target == place:
             return False
-        self._keep(node)
-        lane.insert(target, lane.pop(place))
-        self._number(node)
+        shifted = lane[:place] + lane[place + 1 :]
+        shifted.insert(target, task)
+        self._set_lane(node, shifted)
         return True
 
     def _tasks(self, number: int, position: int) -> list[int]:
@@ -347,28 +330,15 @@ class LaneSearch(MoveSearch[PathTimes]):
         if new == old:
             return False
         tasks = self._tasks(number, position)
-        self._keep(old)
-        self._keep(new)
         self._set_node(number, position, new)
-        for task in tasks:
-            self.lanes[old].remove(task)
         joined = self.lanes[new] + tasks
-        self.lanes[new] = sorted(joined, key=lambda task: (self.starts[task], task))
-        self._number(old)
-        self._number(new)
+        self._set_lane(old, [task for task in self.lanes[old] if task not in tasks])
+        self._set_lane(new, sorted(joined, key=lambda task: (self.starts[task], task)))
         return True
 
     def _set_node(self, number: int, position: int, node: int) -> None:
         """Let another node serve a visit."""
-        paths = self.state.paths
-        old = int(paths[number, position])
-
-        def undo() -> None:
-            paths[number, position] = old
-            self._expand()
-
-        self.undo.append(undo)
-        paths[number, position] = node
+        self.state.paths[number, position] = node
         self._expand()
 
     def _reorder(self, number: int, position: int) -> bool:
@@ -382,14 +352,12 @@ class LaneSearch(MoveSearch[PathTimes]):
             return False
         a = int(self.nodes[number, position])
         b = int(self.nodes[number, other])
-        self._keep(a)
-        self._keep(b)
         self._set_node(number, position, b)
         self._set_node(number, other, a)
         here = self._tasks(number, position)
         there = self._tasks(number, other)
         renamed = dict(zip(here + there, there + here, strict=True))
         for node in (a, b):
-            self.lanes[node] = [renamed.get(task, task) for task in self.lanes[node]]
-            self._number(node)
+            lane = [renamed.get(task, task) for task in self.lanes[node]]
+            self._set_lane(node, lane)
         return True

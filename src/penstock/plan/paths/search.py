@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,10 @@ from penstock.errors import ShapeError
 from penstock.plan.paths.problem import NO_PART_HELD, Problem, circuit_terms
 from penstock.plan.paths.rules import order_fault, part_orders
 from penstock.plan.paths.simulator import (
+    EVERY_UNIT,
     NO_TURN,
     NodePath,
+    PathTimes,
     Solution,
     mean_end_of_sums,
     path_in_order,
@@ -103,95 +105,101 @@ class Budget:
 HOT = 0.004  # first temperature, as a share of the makespan
 WARM = 0.002  # first temperature of a search that starts from a good solution
 SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
-Details = TypeVar("Details")
 
 
-class Trial(NamedTuple, Generic[Details]):
+class Trial(NamedTuple):
     """What a simulation of the current state gives."""
 
     value: float  # to minimize
     end: float  # of the step
-    details: Details
+    times: PathTimes
 
 
-class Found(NamedTuple):
-    """The best solution that moves have led to."""
+class MoveSearch(ABC):
+    """A state that random moves change.
 
-    solution: Solution
-    end: float
-    value: float
-    is_complete: bool  # whether all moves were tried before the budget ended
+    state: the current solution, in arrays that the moves change.
+    value, end: what is minimized, and the end of the step.
+    best: the best solution that moves have led to; `least` has its end and its value.
+    """
 
-
-class MoveSearch(ABC, Generic[Details]):
-    """A state that random moves change."""
-
-    def __init__(self, random: Random) -> None:
+    def __init__(
+        self, problem: Problem, state: Solution, mean_weight: float, random: Random
+    ) -> None:
+        self.problem = problem
+        self.state = state
+        self.mean_weight = mean_weight  # of the mean end of the micro-batches
         self.random = random
-        self.undo: list[Callable[[], None]] = []  # how to take the last move back
-        self.value = math.inf
-        self.end = math.inf
-
-    @abstractmethod
-    def solution(self) -> Solution:
-        """Return the current solution."""
 
     @abstractmethod
     def _move(self) -> bool:
-        """Make a random move. Return False if it turned out to be impossible or without effect."""
+        """Make a random move. Return False, and change nothing, if it turned out to be impossible or without effect."""
 
     @abstractmethod
-    def _simulate(self) -> Trial[Details]:
+    def _note(self, times: PathTimes) -> None:
+        """Remember what the next moves need to know about the times of the current state."""
+
+    @abstractmethod
+    def _snapshot(self) -> Callable[[], None]:
+        """Return a function that brings the current state back after a move."""
+
+    def begin(self) -> None:
+        """Take the current state as the best one."""
+        self._keep(self._simulate())
+        self.best = units_alone(self.state, EVERY_UNIT)
+        self.least = (self.end, self.value)
+
+    def _simulate(self) -> Trial:
         """Return how good the current state is."""
+        problem = self.problem
+        times = simulate_solution(problem, self.state)
+        if times.makespan == np.inf and not self.state.avoid_deadlock:
+            times = simulate_solution(problem, replace(self.state, avoid_deadlock=True))
+        part_of_node = self.state.part_of_node
+        end = step_end(problem, times, part_of_node)
+        ends = times.finish.tolist()
+        value = end + self.mean_weight * sum(ends) / len(ends)
+        if problem.has_sums and end < math.inf:
+            value += SUM_WEIGHT * mean_end_of_sums(problem, times, part_of_node)
+        return Trial(value, end, times)
 
-    @abstractmethod
-    def _note(self, details: Details) -> None:
-        """Remember what the next moves need to know about the current state."""
-
-    def keep(self, trial: Trial[Details]) -> None:
+    def _keep(self, trial: Trial) -> None:
         """Take the simulated state as the current one."""
         self.value = trial.value
         self.end = trial.end
-        self._note(trial.details)
+        self._note(trial.times)
 
     def anneal(
         self, budget: Budget, steps: int, scale: float, hot: float, cold: float
-    ) -> Found:
+    ) -> bool:
         """Try `steps` moves while the temperature falls from `hot` to `cold`, as shares of `scale`.
 
         The temperature depends on `steps` only, so a larger budget continues where a smaller one
-        stopped.
+        stopped. Return False if the budget ends before.
         """
-        best = self.solution()
-        least = (self.end, self.value)
         done = 0
         while done < steps and not budget.spent:
             heat = scale * temperature(hot, cold, done / steps)
             done += 1
             budget.used += 1
-            self.undo.clear()
+            take_back = self._snapshot()
             if not self._move():
-                self._undo_move()
                 continue
             trial = self._simulate()
             if not self._accepts(trial.value, heat):
-                self._undo_move()
+                take_back()
                 continue
-            self.keep(trial)
-            if (trial.end, trial.value) < least:
-                best = self.solution()
-                least = (trial.end, trial.value)
-        return Found(best, *least, done == steps)
+            self._keep(trial)
+            if (trial.end, trial.value) < self.least:
+                self.best = units_alone(self.state, EVERY_UNIT)
+                self.least = (trial.end, trial.value)
+        return done == steps
 
     def _accepts(self, value: float, heat: float) -> bool:
         """Whether a move is kept: always if it is no worse, otherwise by chance."""
         if value <= self.value:
             return True
         return self.random.random() < math.exp(-(value - self.value) / heat)
-
-    def _undo_move(self) -> None:
-        while self.undo:
-            self.undo.pop()()
 
 
 def temperature(hot: float, cold: float, done: float) -> float:
@@ -245,7 +253,7 @@ QUEUE_ORDER_CHANGES = 0.2  # share of the changes of queues that change their or
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
-class Annealing(MoveSearch[list[float]]):
+class Annealing(MoveSearch):
     """Anneals a solution, or a group of its units. The units find their slots as they come, without turns.
 
     state: the units and the parts of all nodes, in arrays that the moves change.
@@ -260,12 +268,9 @@ class Annealing(MoveSearch[list[float]]):
         free: bool,
         random: Random,
     ) -> None:
-        super().__init__(random)
-        self.problem = problem
+        super().__init__(problem, units_alone(solution, units), MEAN_WEIGHT, random)
         self.free = free
-        self.units = units
         self.resizable = not (problem.sized or problem.policy.reserved)
-        self.state = units_alone(solution, units)
         self.state.turns[:] = NO_TURN
         visited = set(self.state.paths.ravel().tolist())
         self.nodes = sorted(visited | self._idle_nodes(solution))
@@ -275,8 +280,9 @@ class Annealing(MoveSearch[list[float]]):
         self.terms = circuit_terms(problem)
         pair = self.terms.pair.tolist()
         self.links = LinkPrices(pair, self.terms.inner, self.terms.close)
-        self._index()
-        self.keep(self._simulate())
+        self.paths: list[NodePath] = list(map(tuple, self.state.paths.tolist()))
+        self._index_replicas()
+        self.begin()
 
     def _idle_nodes(self, solution: Solution) -> set[int]:
         """Return the nodes that no path visits, or a sample of them. They belong to every group."""
@@ -289,11 +295,6 @@ class Annealing(MoveSearch[list[float]]):
             idle = self.random.sample(idle, MAX_GROUP_NODES)
         return set(idle)
 
-    def _index(self) -> None:
-        """Write down the paths of the state as plain numbers, and the parts of the nodes."""
-        self.paths: list[NodePath] = list(map(tuple, self.state.paths.tolist()))
-        self._index_replicas()
-
     def _index_replicas(self) -> None:
         """List the part of each node, and for each part those of its nodes that paths may visit."""
         self.part = self.state.part_of_node.tolist()
@@ -301,38 +302,26 @@ class Annealing(MoveSearch[list[float]]):
         for node in self.nodes:
             self.replicas.setdefault(self.part[node], []).append(node)
 
-    def solution(self) -> Solution:
-        """Return the current solution for the group alone."""
-        return units_alone(self.state, range(len(self.paths)))
+    def _note(self, times: PathTimes) -> None:
+        self.finish = times.finish[-len(self.paths) :].tolist()
 
-    def _simulate(self) -> Trial[list[float]]:
-        """Simulate the step; the details are the end of each unit."""
-        problem = self.problem
-        times = simulate_solution(problem, self.state)
-        if times.makespan == np.inf and not self.state.avoid_deadlock:
-            times = simulate_solution(problem, replace(self.state, avoid_deadlock=True))
-        part_of_node = self.state.part_of_node
-        end = step_end(problem, times, part_of_node)
-        ends = times.finish.tolist()
-        value = end + MEAN_WEIGHT * sum(ends) / len(ends)
-        if problem.has_sums and end < math.inf:
-            value += SUM_WEIGHT * mean_end_of_sums(problem, times, part_of_node)
-        return Trial(value, end, ends[-len(self.paths) :])
+    def _snapshot(self) -> Callable[[], None]:
+        state = units_alone(self.state, EVERY_UNIT)
+        paths = list(self.paths)
 
-    def _note(self, details: list[float]) -> None:
-        self.finish = details
+        def take_back() -> None:
+            self.state = state
+            self.paths = paths
+            self._index_replicas()
+
+        return take_back
 
     def run(self, budget: Budget, steps: int, hot: float = HOT) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         scale = self.value if self.value < math.inf else 1.0
-        found = self.anneal(budget, steps, scale, hot, COLD)
-        self.state = found.solution
-        self._index()
-        self.end = found.end
-        self.value = found.value
-        return found.is_complete
+        return self.anneal(budget, steps, scale, hot, COLD)
 
-    # ------------------------------------------------------------ moves: each registers how to undo it
+    # ------------------------------------------------------------ moves
     def _allowed_moves(self) -> dict[Callable[[], bool], int]:
         """Return the kinds of moves that the problem allows, and how often each is drawn."""
         reserved = self.problem.policy.reserved
@@ -377,24 +366,14 @@ class Annealing(MoveSearch[list[float]]):
 
     def _set_paths(self, units: list[int], path: NodePath) -> None:
         for unit in units:
-            self._set_path(unit, path)
-
-    def _set_path(self, unit: int, path: NodePath) -> None:
-        old = self.paths[unit]
-
-        def undo() -> None:
-            self.paths[unit] = old
-            self.state.paths[unit] = old
-
-        self.undo.append(undo)
-        self.paths[unit] = path
-        self.state.paths[unit] = path
+            self.paths[unit] = path
+            self.state.paths[unit] = path
 
     def _visit_instead(self, unit: int, node: int, others: list[int]) -> None:
         """Let a unit that visits a node visit one of the others instead."""
         path = self.paths[unit]
         other = self.random.choice(others)
-        self._set_path(unit, _replace_node(path, path.index(node), other))
+        self._set_paths([unit], _replace_node(path, path.index(node), other))
 
     def _in_legal_order(self, path: NodePath) -> NodePath | None:
         """Return the path with its nodes in an order that the rules allow, or None."""
@@ -472,7 +451,6 @@ class Annealing(MoveSearch[list[float]]):
         if self.problem.policy.reserved and not self._slots_allow_trade(u, v):
             return False
         self._exchange_nodes(u, v)
-        self.undo.append(lambda: self._exchange_nodes(u, v))
         return True
 
     def _slots_allow_trade(self, u: int, v: int) -> bool:
@@ -508,12 +486,6 @@ class Annealing(MoveSearch[list[float]]):
         for unit, path in enumerate(self.paths):
             if node in path:
                 self._visit_instead(unit, node, others)
-
-        def undo() -> None:
-            self.state.part_of_node[node] = part
-            self._index_replicas()
-
-        self.undo.append(undo)
         self.state.part_of_node[node] = new_part
         self._index_replicas()
         return True
@@ -546,17 +518,12 @@ class Annealing(MoveSearch[list[float]]):
         begun = [unit for unit, path in enumerate(self.paths) if path[0] == old]
         for unit in passing:
             self._visit_instead(unit, new, others)
-
-        def relabel(data: int, other: int) -> None:
-            self.state.part_of_node[data] = 0
-            self.state.part_of_node[other] = part
-            self._index_replicas()
-
-        self.undo.append(lambda: relabel(old, new))
-        relabel(new, old)
+        self.state.part_of_node[[new, old]] = 0, part
+        self._index_replicas()
         for unit in begun:
             price = self._prices([unit])
-            self._set_path(unit, self._reroute_path(new, self.paths[unit], price))
+            path = self._reroute_path(new, self.paths[unit], price)
+            self._set_paths([unit], path)
         return True
 
     def _prices(self, units: list[int]) -> list[float]:
@@ -589,34 +556,19 @@ class Annealing(MoveSearch[list[float]]):
     def _change_stagger(self) -> bool:
         old = self.state.stagger
         choice = self.random.choice(self.problem.policy.staggers)
-        self._set_stagger(self.problem.stagger(choice))
-        self.undo.append(lambda: self._set_stagger(old))
+        self.state = replace(self.state, stagger=self.problem.stagger(choice))
         return self.state.stagger != old
-
-    def _set_stagger(self, stagger: float) -> None:
-        self.state = replace(self.state, stagger=stagger)
 
     def _change_queue_order(self) -> bool:
         """Give all units the same queue order."""
         orders = self.state.orders
         old = orders.copy()
-
-        def undo() -> None:
-            orders[:] = old
-
-        self.undo.append(undo)
         orders[:] = self.random.choice(self.problem.policy.queue_orders)
         return not np.array_equal(orders, old)
 
     def _change_delay(self) -> bool:
         """Let a unit stand further back or further ahead in all queues, or as far as the others."""
         unit = self.random.randrange(len(self.paths))
-        old = self.state.delays[unit].copy()
-
-        def undo() -> None:
-            self.state.delays[unit] = old
-
-        self.undo.append(undo)
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
         self.state.delays[unit] = self.random.choice((0.0, delay))
         return True

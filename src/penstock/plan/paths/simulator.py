@@ -221,11 +221,6 @@ def _run(  # noqa: PLR0912, PLR0915
     follower = np.full(count, -1, np.int64)
     # seconds from a task's start to the end of its micro-batch, if nothing is in its way
     tail = np.zeros((count, length, 2))
-    # guests: who will visit each node, the oldest first; node n has those from first[n] to first[n + 1].
-    # low: the first of them that has not begun there.
-    first = np.zeros(len(slow) + 1, np.int64)
-    low = np.zeros(len(slow), np.int64)
-    guests = np.zeros(count * holding if avoid_deadlock else 1, np.int64)
 
     def fill_tail(m: int) -> None:
         """Add up the way of a micro-batch from its end: the backwards, then the forwards."""
@@ -247,20 +242,6 @@ def _run(  # noqa: PLR0912, PLR0915
                 size = arrays.message[parts[m, p - 1]].sum()
                 way += arrays.byte[nodes[m, p - 1], nodes[m, p]] * size
 
-    def list_guests() -> None:
-        """List who will visit each node."""
-        for m in range(count):
-            for p in range(holding):
-                first[nodes[m, p] + 1] += 1
-        for n in range(len(slow)):
-            first[n + 1] += first[n]
-            low[n] = first[n]
-        fill = first[:-1].copy()
-        for m in range(count):
-            for p in range(holding):
-                guests[fill[nodes[m, p]]] = m * length + p
-                fill[nodes[m, p]] += 1
-
     def key_of(m: np.int64, p: np.int64, back: np.int64, now: float) -> float:  # noqa: PLR0911
         """The rank of a task in the queue of its node: the least goes first."""
         order = visits.order[m]
@@ -280,20 +261,16 @@ def _run(  # noqa: PLR0912, PLR0915
         return float(-tail[m, p, back])
 
     def leaves_room(here: np.int64, m: np.int64, spare: int) -> bool:
-        """Whether a node with `spare` free slots can let a guest in before an older one."""
-        while low[here] < first[here + 1]:
-            guest = guests[low[here]]
-            if start[guest // length, guest % length, 0, 0] < 0.0:
-                break
-            low[here] += 1
-        some_left = low[here] < first[here + 1]
-        if not some_left or guests[low[here]] // length >= m:
-            return True
-        for place in range(first[here], low[here]):
-            guest = guests[place]
-            if start[guest // length, guest % length, 0, 1] < 0.0:
-                spare += 1
-        return spare >= 1
+        """Whether a node with `spare` free slots can let a micro-batch in before an older one."""
+        for older in range(m):
+            for p in range(holding):
+                if nodes[older, p] != here:
+                    continue
+                if start[older, p, 0, 0] < 0.0:
+                    return spare >= 1
+                if start[older, p, 0, 1] < 0.0:
+                    spare += 1
+        return True
 
     def may_start(here: np.int64, at: np.int64) -> bool:
         """Whether it is the turn of an action, and its node has a slot if it needs one."""
@@ -350,8 +327,6 @@ def _run(  # noqa: PLR0912, PLR0915
         else:
             heapq.heappush(events, (visits.release[m], np.int64(m * stride)))
         fill_tail(m)
-    if avoid_deadlock:
-        list_guests()
     done = 0
     makespan = 0.0
     overdue = 0.0
@@ -479,6 +454,7 @@ WAIT_FINE = 10.0
 TIME_ROUNDING = 1e-9  # seconds by which equal times may differ
 NEXT_ROUND_SECONDS = 2.5  # earliest start of each further round, as published
 NodePath = tuple[int, ...]
+EVERY_UNIT = slice(None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -522,21 +498,21 @@ def solution_of(
     )
 
 
-def units_alone(solution: Solution, units: Sequence[int]) -> Solution:
+def units_alone(solution: Solution, units: Sequence[int] | slice) -> Solution:
     """Return the solution of some units alone, in arrays of its own."""
     return replace(
         solution,
         part_of_node=solution.part_of_node.copy(),
-        paths=solution.paths[units],
-        orders=solution.orders[units],
-        delays=solution.delays[units],
-        turns=solution.turns[units],
+        paths=np.array(solution.paths[units]),
+        orders=np.array(solution.orders[units]),
+        delays=np.array(solution.delays[units]),
+        turns=np.array(solution.turns[units]),
     )
 
 
 def with_units(solution: Solution, units: Sequence[int], own: Solution) -> Solution:
     """Return the solution with these units, and the parts of all nodes, as another one has them."""
-    new = units_alone(solution, range(len(solution.paths)))
+    new = units_alone(solution, EVERY_UNIT)
     new.part_of_node[:] = own.part_of_node
     new.paths[units] = own.paths
     new.orders[units] = own.orders

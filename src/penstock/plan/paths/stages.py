@@ -81,7 +81,7 @@ def improve_solution(
     units = list(range(len(solution.paths)))
     annealing = Annealing(problem, solution, units, free, random)
     complete = annealing.run(budget, steps - lane_moves, hot)
-    better = _better(problem, solution, annealing.solution(), complete)
+    better = _better(problem, solution, annealing.best, complete)
     if not complete:
         return better
     return _improve_lanes(problem, better, budget, random, lane_moves)
@@ -164,15 +164,15 @@ def _improve_by_groups(
         # While gradients count, every other group leaves the arrangement alone.
         free_now = free and (not problem.has_sums or failed % 2 == 0)
         annealing = Annealing(problem, solution, units, free_now, random)
-        before = (annealing.end, annealing.value)
+        before = annealing.least
         moves = max(MIN_GROUP_MOVES, GROUP_MOVES_PER_UNIT * len(units))
         moves *= min(1 + failed // FAILURES_PER_EFFORT, MAX_EFFORT)
         if not annealing.run(budget, moves):
             return solution
-        if (annealing.end, annealing.value) >= before:
+        if annealing.least >= before:
             failed += 1
             continue
-        trial = with_units(solution, units, annealing.state)
+        trial = with_units(solution, units, annealing.best)
         value = solution_value(problem, trial)
         if value < current:
             solution = trial
