@@ -34,7 +34,6 @@ from penstock.schedules.transforms import slice_tokens
 from penstock.train.profile import (
     ProfileRequest,
     subjects_of,
-    whole_sequence,
 )
 from penstock.view.numbers import write_time
 
@@ -662,7 +661,7 @@ def test_whole_sequences_alone_need_no_keys_of_earlier_slices():
     sizes = LlamaConfig(vocab=17, width=8, layers=2, heads=2, kv_heads=2, inner=8)
     request = ProfileRequest(sizes, 32)
     assert Probe(subjects_of(request).layer).carry.rows
-    request = replace(request, where=whole_sequence(request))
+    request = replace(request, where=((request.tokens, 0),))
     assert not subjects_of(request).layer.prefixes
     probe = Probe(subjects_of(request).layer)
     assert not probe.carry.rows, "nothing has run slice by slice"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from penstock.config import Config, ModelConfig
 from penstock.cost import RowProfiles
-from penstock.cost.profile import tile_of
+from penstock.cost.profile import enlarge, tile_of
 from penstock.ir import Plan
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import ProfilePricing
@@ -34,7 +34,7 @@ from penstock.train.profile import (
     ProfileRequest,
     affordable,
     measure_rows_of,
-    profile_config,
+    profile_rows,
     request_of,
 )
 from penstock.view.numbers import write_size
@@ -131,18 +131,26 @@ def measure_workload(
 ) -> RowProfiles:
     """Measure the model of a workload, with the numbers of rows that a plan may choose.
 
-    With `whole`, no slices are measured. Nothing is sliced on one device either.
+    Numbers of rows that take too long are left out: `RowProfiles` scales them from the others. If one row is already
+    too much, so are some of its tokens. With `whole`, no slices are measured. Nothing is sliced on one device either.
     """
     config = workload.config
     assert config is not None, "only the model of a config can be measured"
-    rows = quick_rows(workload, request_of(config, placement, 1, True))
-    whole = whole or workload.devices == 1
+    request = request_of(config, placement, 1, quick=True)
+    request, counts = affordable(request, quick_rows(workload, request))
+    if whole or workload.devices == 1:
+        request = replace(request, where=((request.tokens, 0),))
     if under_launcher():  # Only one of the launched processes plans; the others wait.
-        request, counts = affordable(request_of(config, placement, rows[0], True), rows)
-        return measure_rows_of(None, request, counts, watch)
-    profiles = profile_config(config, placement, rows, whole=whole, watch=watch)
-    assert profiles is not None, "only torchrun returns None"
-    return profiles
+        profiles = measure_rows_of(None, request, counts, watch)
+    else:
+        measured = profile_rows(request, counts, placement.measurers, watch)
+        assert measured is not None, "only torchrun returns None"
+        profiles = measured
+    tokens = config.data.tokens
+    if request.tokens == tokens:
+        return profiles
+    enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
+    return RowProfiles(tuple(enlarged))
 
 
 def rows_to_measure(workload: Workload) -> list[int]:

@@ -151,7 +151,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     from penstock.models.family import flops_per_token  # noqa: PLC0415  # torch
     from penstock.train.profile import (  # noqa: PLC0415
         affordable,
-        profile_model,
+        profile_rows,
         request_of,
     )
 
@@ -180,10 +180,11 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     sampled = request != whole
     if sampled:
         request = replace(request, rounds=1, depth=1)
-    profile = profile_model(request, placement.measurers)
-    assert profile is not None, (
+    profiles = profile_rows(request, (request.rows,), placement.measurers)
+    assert profiles is not None, (
         "only torchrun returns None, and there we do not forecast"
     )
+    (profile,) = profiles.measured
     return enlarge(profile, config.rows, tokens) if sampled else profile
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.config import Config, LoraConfig, OptimizerConfig, is_recording
-from penstock.cost.profile import PROCESSORS, Profile, enlarge
+from penstock.cost.profile import PROCESSORS, Profile
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
@@ -165,42 +165,6 @@ def request_of(
     )
 
 
-def profile_config(
-    config: Config,
-    placement: Placement,
-    rows: Sequence[int] = (),
-    quick: bool = True,
-    ranks: int | None = None,
-    whole: bool = False,
-    watch: ProgressText = lambda text: None,
-) -> RowProfiles | None:
-    """Measure the model of a run with several numbers of rows in a micro-batch.
-
-    By default the rows are those of the config, and as many processes measure at once as
-    will run. A quick measurement leaves out what takes too long: numbers of
-    rows, which `RowProfiles` scales from the others, and if one row is already too much,
-    some of its tokens. With `whole`, it times whole sequences and no slices.
-    """
-    counts = sorted(set(rows or (config.rows,)))
-    request = request_of(config, placement, counts[0], quick)
-    if quick:
-        request, counts = affordable(request, counts)
-    if whole:
-        request = replace(request, where=whole_sequence(request))
-    processes = placement.measurers if ranks is None else ranks
-    profiles = profile_rows(request, counts, processes, watch)
-    tokens = config.data.tokens
-    if profiles is None or request.tokens == tokens:
-        return profiles
-    enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
-    return RowProfiles(tuple(enlarged))
-
-
-def whole_sequence(request: ProfileRequest) -> tuple[SlicePoint, ...]:
-    """Return the only slice of a measurement that needs no others."""
-    return ((request.tokens, 0),)
-
-
 def affordable(
     request: ProfileRequest,
     rows: Sequence[int],
@@ -233,18 +197,6 @@ def affordable(
     return request, counts or [fewest]
 
 
-def profile_model(
-    request: ProfileRequest, ranks: int = 1, watch: ProgressText = lambda text: None
-) -> Profile | None:
-    """Measure the profile of a model.
-
-    Under torchrun all of its ranks measure, and all but the first return None. Otherwise
-    `ranks` new processes measure at the same time, or this process if `ranks` is 1.
-    """
-    profiles = profile_rows(request, (request.rows,), ranks, watch)
-    return None if profiles is None else profiles.measured[0]
-
-
 def profile_rows(
     request: ProfileRequest,
     rows: Sequence[int],
@@ -253,7 +205,8 @@ def profile_rows(
 ) -> RowProfiles | None:
     """Measure the profiles of a model with these numbers of rows, instead of the request's.
 
-    Which processes measure, and what they return, is as for `profile_model`.
+    Under torchrun all of its ranks measure, and all but the first return None. Otherwise
+    `ranks` new processes measure at the same time, or this process if `ranks` is 1.
     """
     counts = tuple(sorted(set(rows)))
     if not counts or counts[0] < 1:
@@ -371,7 +324,8 @@ def subjects_by_rows(
         optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
     )
     # Keys and values of earlier slices are only for slices, which must be compiled.
-    prefixes = not middle.unsliceable and request.where != whole_sequence(request)
+    is_whole = request.where == ((request.tokens, 0),)
+    prefixes = not middle.unsliceable and not is_whole
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
