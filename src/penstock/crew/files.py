@@ -35,10 +35,12 @@ from penstock.crew.store import Dial
 from penstock.crew.tls import MAX_PLAN_BYTES, receive_bytes, receive_frame, send_frame
 from penstock.errors import ConfigError, FileError, PeerLostError, RunError
 from penstock.formats.config_toml import (
+    CONFIG_FILE,
     apply_changes,
     dump_config,
     load_config,
     read_config,
+    read_source,
 )
 from penstock.formats.text import put_in_place
 from penstock.runtime.comm.comm import Comm, exchange
@@ -68,7 +70,6 @@ from penstock.train.launch import (
     with_kept_files,
 )
 from penstock.train.place import Storage, fetch_newest, remote_checkpoints
-from penstock.train.run_source import CONFIG_FILE, read_source
 from penstock.train.screen import SayLine
 from penstock.train.separate import SeparateFolders
 from penstock.train.start import (

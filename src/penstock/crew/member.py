@@ -32,7 +32,7 @@ from penstock.crew.pace import WorkWindow
 from penstock.crew.store import RemoteStore
 from penstock.crew.tls import KEY_FILE
 from penstock.errors import PeerLostError, PenstockError, StuckError
-from penstock.formats.config_toml import read_config
+from penstock.formats.config_toml import CONFIG_FILE, read_config
 from penstock.models.family import count_parameters
 from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.torch_internals import (
@@ -58,7 +58,6 @@ from penstock.train.launch import (
 from penstock.train.loop import Trainer
 from penstock.train.lora import adapted_blueprint
 from penstock.train.placement import launched_placement
-from penstock.train.run_source import CONFIG_FILE
 from penstock.train.screen import Screen, log_to
 
 

@@ -36,7 +36,7 @@ from penstock.config import (
     find_settings,
     is_plan_file,
 )
-from penstock.errors import ConfigError, UnknownNameError, nearest_name
+from penstock.errors import ConfigError, FileError, UnknownNameError, nearest_name
 from penstock.formats.text import (
     Page,
     Steps,
@@ -66,6 +66,7 @@ Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 
 SECTIONS = tuple(section.name for section in fields(Config))
 DEFAULT_PRESET = "tiny"
+CONFIG_FILE = "config.toml"  # in the folder of a run
 NUMBER_LISTS = (("schedule", "partition"), ("paths", "keep"))
 TABLES = (("optimizer", "options"),)
 # Lists of tables: the record of each table, and an example.
@@ -121,6 +122,36 @@ def load_config(
             refuse((name,), what, "")
         config = _with_values(config, name, section, refuse)
     return check_config(apply_changes(config, changes))
+
+
+def read_source(
+    source: Path | None, preset_name: str | None, changes: Iterable[str]
+) -> Config:
+    """Return the config of a source: a config, the folder of a run, or None for a preset."""
+    if source is None:
+        config = preset(preset_name or DEFAULT_PRESET)
+        return check_config(apply_changes(config, changes))
+    if preset_name:
+        raise ConfigError(
+            f"--preset {preset_name} is for a run without a config, but {source} was "
+            "given\n"
+            f"  write preset = {preset_name!r} at the top of the config, or leave one "
+            "of the two out"
+        )
+    if not is_folder(source):
+        return read_config(source, changes)
+    file = source / CONFIG_FILE
+    if not file.is_file():
+        raise FileError(
+            f"{source} is not the folder of a run: it has no {CONFIG_FILE}\n"
+            "  name the folder of a run, or a config; `penstock init` writes one"
+        )
+    return read_config(file, changes)
+
+
+def is_folder(source: Path | None) -> bool:
+    """Whether a source is a folder, and so that of a run."""
+    return source is not None and source.is_dir()
 
 
 def written_keys(source: Path | None, changes: Iterable[str]) -> frozenset[str]:

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 from penstock.config import Config, check_config, is_plan_file
 from penstock.crew.files import can_resume, hear_run, settle_folders
 from penstock.errors import ConfigError, FileError
-from penstock.formats.config_toml import read_config, written_keys
+from penstock.formats.config_toml import CONFIG_FILE, read_config, written_keys
 from penstock.ir import Plan
 from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first, meet
@@ -43,7 +43,6 @@ from penstock.train.launch import STOP_FILE, forget_previous_end, job_of, join
 from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
-from penstock.train.run_source import CONFIG_FILE
 from penstock.train.separate import SeparateFolders
 from penstock.train.start import check_sources, find_run, kept_plan, plan_and_prepare
 

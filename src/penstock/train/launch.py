@@ -56,7 +56,7 @@ from penstock.errors import (
     ShapeError,
     StuckError,
 )
-from penstock.formats.config_toml import read_config
+from penstock.formats.config_toml import CONFIG_FILE, read_config
 from penstock.formats.plan_json import read_plan
 from penstock.formats.text import put_in_place
 from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
@@ -98,7 +98,6 @@ from penstock.train.job import Job, Verdict
 from penstock.train.loop import Trainer
 from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
-from penstock.train.run_source import CONFIG_FILE
 from penstock.train.screen import SayLine, Screen, log_to
 from penstock.train.separate import SeparateFolders
 from penstock.train.weights import Sizes

@@ -16,10 +16,10 @@ from penstock.families import (
     LlamaConfig,
     check_family_shares,
 )
+from penstock.formats.config_toml import is_folder, read_source
 from penstock.plan.space import Limits
 from penstock.train.data.masking import bert_words
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.run_source import is_folder, read_source
 
 if TYPE_CHECKING:
     from penstock.models.family import AnyModelConfig

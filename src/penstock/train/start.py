@@ -23,8 +23,11 @@ from penstock.cost import RowProfiles
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, read_plan, write_plan
 from penstock.formats.config_toml import (
+    CONFIG_FILE,
     DEFAULT_PRESET,
     dump_config,
+    is_folder,
+    read_source,
     with_absolute_paths,
 )
 from penstock.formats.text import put_in_place
@@ -79,7 +82,6 @@ from penstock.train.placement import (
 )
 from penstock.train.rates import own_factor
 from penstock.train.resumption import check_resumable, nothing_to_resume
-from penstock.train.run_source import CONFIG_FILE, is_folder, read_source
 from penstock.train.weights import Sizes, blueprint, model_name
 
 # Values of a config that a plan depends on; a change of any of them needs a new plan.

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.formats.config_toml import read_config
+from penstock.formats.config_toml import CONFIG_FILE, read_config
 from penstock.models import layer_count, shift_labels, split, token_loss, valid_tokens
 from penstock.models.slice import Carry
 from penstock.runtime import Batch, batch_of
@@ -44,7 +44,6 @@ from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.launch import corpus_of, validation_of, with_kept_files
-from penstock.train.run_source import CONFIG_FILE
 from penstock.view.numbers import count_of
 
 WholeOrParts: TypeAlias = nn.Module | Sequence[nn.Module]  # a whole model, or its parts

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.config import BYTE_TOKENIZER, LoraConfig
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.formats.config_toml import read_config
+from penstock.formats.config_toml import CONFIG_FILE, read_config
 from penstock.models import (
     BertConfig,
     DecoderConfig,
@@ -59,7 +59,6 @@ from penstock.train.lora import (
     read_lora,
 )
 from penstock.train.place import fetch_newest, remote_checkpoints
-from penstock.train.run_source import CONFIG_FILE
 from penstock.train.weights import (
     Holding,
     Sizes,
