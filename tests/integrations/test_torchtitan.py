@@ -39,14 +39,12 @@ with warnings.catch_warnings():
         pipeline_with,
     )
     from penstock.integrations.torchtitan.options import PenstockOptions
-    from penstock.integrations.torchtitan.planning import (
+    from penstock.integrations.torchtitan.trainer import (
+        PenstockTrainer,
         forecast_of,
         known_gpu,
         loss_rank_name,
         plan_pipeline,
-    )
-    from penstock.integrations.torchtitan.trainer import (
-        PenstockTrainer,
         use_plan,
         with_penstock,
     )

@@ -31,6 +31,7 @@ from penstock.integrations.torchtitan.options import (
     refuse_other_parallelism,
 )
 from penstock.integrations.torchtitan.pipeline_schedule import (
+    Pipelined,
     PipelineSchedule,
     cut_parts,
 )
@@ -40,7 +41,6 @@ from penstock.schedules import make
 from penstock.schedules.coverage import visits_all_parts
 
 CONTEXTS = ("parallelism_context", "parallel_dims")  # the newer name, and the older
-Pipelined = tuple[PipelineSchedule, list[nn.Module], bool, bool]
 
 
 def pipeline_with(schedule: str = "1f1b", **shape: int) -> Callable[..., Pipelined]:
@@ -81,7 +81,7 @@ def pipeline_with(schedule: str = "1f1b", **shape: int) -> Callable[..., Pipelin
             )
 
         parts = cut_parts(self, plan.schedule, group.rank(), names, parallelize)
-        built = PipelineSchedule(
+        return PipelineSchedule(
             plan.schedule,
             parts,
             group,
@@ -90,9 +90,7 @@ def pipeline_with(schedule: str = "1f1b", **shape: int) -> Callable[..., Pipelin
             model_config.dim,
             getattr(torch, training.mixed_precision_param),
             device,
-        )
-        last = plan.schedule.parts - 1
-        return built, list(parts.values()), 0 in parts, last in parts
+        ).with_parts()
 
     return pipeline
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,7 @@ class PipelineSchedule:
         proves: bool = False,
     ) -> None:
         self.schedule = schedule
+        self.parts = parts
         self.group = group
         self.inputs = MicrobatchInputs()
         self.loss = StepLoss(loss, self.inputs)
@@ -105,6 +106,11 @@ class PipelineSchedule:
         self._refuse_uneven_loss(loss)
         self._executor: Executor | None = None
         self.proof: Proof | None = None  # once the first step has begun
+
+    def with_parts(self) -> Pipelined:
+        """Return what torchtitan's trainer asks a pipelining for."""
+        last = self.schedule.parts - 1
+        return self, list(self.parts.values()), 0 in self.parts, last in self.parts
 
     # ------------------------------------------------------------ what the trainer calls
     def step(
@@ -238,6 +244,10 @@ def slice_parts(parts: Iterable[Any]) -> bool:
     for part in parts:
         slice_attention(part)
     return separates
+
+
+# The schedule, the parts of this rank, and whether it has the first and the last stage.
+Pipelined: TypeAlias = tuple[PipelineSchedule, list[nn.Module], bool, bool]
 
 
 class MicrobatchInputs:
