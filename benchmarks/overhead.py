@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sleeping import Sleeping
 from tables import priority, table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -36,7 +37,6 @@ from torch.distributed.pipelining import PipelineStage
 from penstock import ModelCost, PartCost, Seconds, make, simulate
 from penstock.ir import Op, Schedule, lower
 from penstock.ir.program import Receive, RunAction, Send
-from penstock.measure.overhead import Sleeping
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
 from penstock.runtime.backward import record_in
 from penstock.torch_internals import schedule_runtime, walk_back

@@ -33,12 +33,12 @@ import numpy as np
 import torch
 import wan_sums
 from instances import CITED, QUEUES, SCALES, Sides, best_sides, cited_cluster
+from sleeping import Sleeping
 from tables import priority
 
 from penstock import ModelCost, lower
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Timeline
-from penstock.measure.overhead import Sleeping
 from penstock.plan.paths import even_parts, paths_plan
 from penstock.runtime import Executor, ProcessComm, batch_of, spawn
 from penstock.view.chart import COLOURS, Series, chart

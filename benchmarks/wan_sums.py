@@ -25,6 +25,7 @@ from instances import (
     best_sides,
     with_bandwidth,
 )
+from sleeping import Sleeping
 from tables import middle_and_range, table
 from torch import Tensor, nn
 
@@ -32,7 +33,6 @@ from penstock import ModelCost, lower
 from penstock.cost.sum_bytes import sum_as
 from penstock.formats import dump_plan, load_plan
 from penstock.ir.verify_sums import verify_sums
-from penstock.measure.overhead import Sleeping
 from penstock.plan.paths import even_parts, paths_plan
 from penstock.plan.paths.planner import PathPlan
 from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn

@@ -9,14 +9,19 @@ and the receiver sleeps until then, so that the clocks agree wherever one rank w
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from penstock.measure import links, overhead
+from penstock.measure import links
 from penstock.runtime import recorder
 from penstock.runtime.comm import shaped
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import sleeping
 
 
 class VirtualTime(threading.local):
@@ -39,7 +44,7 @@ class VirtualTime(threading.local):
 def run_in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
     """Let links, sleeping stages and measured timelines use virtual time; return the clock to read."""
     time = VirtualTime()
-    for module in (links, recorder, shaped, overhead):
+    for module in (links, recorder, shaped, sleeping):
         monkeypatch.setattr(module, "time", time)
     # All clocks began at zero together. Pings would ask what they show now, when some ranks are done before others.
     monkeypatch.setattr(recorder, "clock_offset", lambda comm: 0.0)

@@ -17,11 +17,10 @@ from forked import Command
 from machines import limit, two_machines
 from penstock import ModelCost, Network, PartCost, Seconds, lower, make, simulate
 from penstock.ir import schedule_of
-from penstock.measure.overhead import Sleeping
 from penstock.runtime import Executor, ShapedComm, batch_of, recorder, run_threads
 from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.recorder import clock_offset
-from virtual_time import run_in_virtual_time
+from virtual_time import run_in_virtual_time, sleeping
 
 KILOBYTE = torch.zeros(1, 1, 256)
 SCRIPT = Path(__file__).parents[1] / "shaped_workers.py"
@@ -167,7 +166,7 @@ def one_step(schedule, cost: ModelCost, tokens: int) -> float:
     def work(comm: ThreadComm) -> float:
         shaped = ShapedComm(comm, cost.network)
         mine = {
-            number: Sleeping(cost.parts[stage.part], cost.speeds[comm.rank])
+            number: sleeping.Sleeping(cost.parts[stage.part], cost.speeds[comm.rank])
             for number, stage in enumerate(schedule.stages)
             if stage.rank == comm.rank
         }

@@ -32,12 +32,11 @@ from penstock.cost.buffers import BufferedMessage
 from penstock.cost.fit import least_squares
 from penstock.cost.network import Network, PerPair, slowest_link, value_of_pair
 from penstock.cost.sizes import FLOAT32_BYTES
+from penstock.runtime.agreement import share_facts
 from penstock.runtime.comm.comm import Comm
 from penstock.torch_internals import sleep_on_gpu
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
-
-FLOAT32_BYTES_ON_LINK = 4
 
 # Messages of each size; their median counts, because single ones are sometimes delayed.
 MIN_REPEATS = 3
@@ -47,8 +46,6 @@ MAX_REPEATS = 9
 SECONDS_PER_SIZE = 0.1  # unless MIN_REPEATS messages take longer
 
 MAX_MESSAGE_SECONDS = 1.5  # after a slower message, no larger ones are sent
-
-MAX_HOST_NAME_BYTES = 64
 
 Pair = tuple[int, int]
 
@@ -116,14 +113,8 @@ def measured_links(
 
 def hosts_of(comm: Comm) -> tuple[str, ...]:
     """The host name of every rank; all ranks must call this."""
-    letters = list(socket.gethostname().encode()[:MAX_HOST_NAME_BYTES])
-    rows = torch.zeros(comm.ranks, MAX_HOST_NAME_BYTES, dtype=torch.float64)
-    rows[comm.rank, : len(letters)] = torch.tensor(letters, dtype=torch.float64)
-    names = []
-    for row in gather_rows(comm, rows).tolist():
-        raw = bytes(int(letter) for letter in row if letter)
-        names.append(raw.decode(errors="replace"))
-    return tuple(names)
+    told = share_facts(comm, {"host": socket.gethostname()})
+    return tuple(facts["host"] for facts in told)
 
 
 # ---------------------------------------------------------------- pair by pair
@@ -207,7 +198,7 @@ def answer(comm: Comm, other: int, device: torch.device | str = "cpu") -> None:
         if not count:
             return
         for _ in range(count):
-            shape = (size // FLOAT32_BYTES_ON_LINK,)
+            shape = (size // FLOAT32_BYTES,)
             message = comm.receive(shape, torch.float32, other).wait()
             _send_number(comm, 0, other, device)
             comm.give_back(message)
@@ -230,7 +221,7 @@ def _receive_number(comm: Comm, source: int) -> int:
 def _time_trip(comm: Comm, other: int, size: int, device: torch.device | str) -> float:
     """The seconds from sending a message to receiving its reply."""
     begin = time.perf_counter()
-    sent = comm.send(torch.zeros(size // FLOAT32_BYTES_ON_LINK, device=device), other)
+    sent = comm.send(torch.zeros(size // FLOAT32_BYTES, device=device), other)
     reply = comm.receive((1,), torch.float64, other).wait()
     comm.give_back(reply)
     sent.wait()

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -596,29 +596,20 @@ def switch_share(probe: Probe, seconds: float, ready: Callable[[], None]) -> flo
     rounds = min(max(rounds, 1), MAX_SWITCH_ROUNDS)
     shares = []
     for _ in range(rounds):
-        in_a_row = PairTimes()
-        by_turns = PairTimes()
-        for lead, times in ((SEQUENCES, in_a_row), (LEAD, by_turns)):
-            ready()
-            times.add(*probe.times_of_turns(SEQUENCES, lead))
-        longer = by_turns.seconds - in_a_row.seconds
-        shares.append(longer / statistics.median(in_a_row.forwards))
+        forward, pair = _pair_seconds(probe, SEQUENCES, ready)
+        _, by_turns = _pair_seconds(probe, LEAD, ready)
+        shares.append((by_turns - pair) / forward)
     return max(0.0, statistics.median(shares))
 
 
-@dataclass(slots=True)
-class PairTimes:
-    """Times of forwards and backwards that follow an action of the other kind if actions take turns."""
+def _pair_seconds(
+    probe: Probe, lead: int, ready: Callable[[], None]
+) -> tuple[float, float]:
+    """The median time of a forward, and that of a forward and a backward, of those that take turns with this lead.
 
-    forwards: list[float] = field(default_factory=list)
-    backwards: list[float] = field(default_factory=list)
-
-    def add(self, forwards: Sequence[float], backwards: Sequence[float]) -> None:
-        """Add the times of a flight, without those at its ends, which are the same in all flights."""
-        self.forwards += forwards[LEAD:]
-        self.backwards += backwards[1 : SEQUENCES - LEAD + 1]
-
-    @property
-    def seconds(self) -> float:
-        """The median time of a forward and of a backward, added up."""
-        return statistics.median(self.forwards) + statistics.median(self.backwards)
+    Those at the ends of a flight, which are the same in all flights, do not count.
+    """
+    ready()
+    forwards, backwards = probe.times_of_turns(SEQUENCES, lead)
+    forward = statistics.median(forwards[LEAD:])
+    return forward, forward + statistics.median(backwards[1 : SEQUENCES - LEAD + 1])

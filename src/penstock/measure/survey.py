@@ -19,7 +19,8 @@ import torch
 from penstock.cost.cluster import Cluster, Matrix, Node
 from penstock.cost.network import PerPair
 from penstock.errors import ShapeError
-from penstock.measure.links import gather_rows, hosts_of, measured_links
+from penstock.measure.links import hosts_of, measured_links
+from penstock.runtime.agreement import share_facts
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.launch import run_on_ranks, spawn, under_launcher
@@ -57,17 +58,14 @@ def cluster_of(
         )
     hosts = hosts_of(comm)
     neighbors = Counter(hosts)[hosts[comm.rank]]
-    facts = torch.zeros(comm.ranks, 2, dtype=torch.float64)
     comm.barrier()
-    facts[comm.rank, 0] = _product_seconds(device)
-    facts[comm.rank, 1] = _memory_bytes(device, neighbors)
-    seconds, memory = gather_rows(comm, facts).T.tolist()
+    mine = _product_seconds(device), _memory_bytes(device, neighbors)
+    measured = [one["measured"] for one in share_facts(comm, {"measured": mine})]
     network = measured_links(comm, True, device)
-    fastest = min(seconds)
+    fastest = min(seconds for seconds, _ in measured)
     nodes = []
-    for host, product_seconds, size in zip(hosts, seconds, memory, strict=True):
-        speed = round(fastest / product_seconds, 2)
-        nodes.append(Node(host, speed, slots, size))
+    for host, (seconds, memory) in zip(hosts, measured, strict=True):
+        nodes.append(Node(host, round(fastest / seconds, 2), slots, memory))
     latency = _round_matrix(network.latency)
     bandwidth = _round_matrix(network.bandwidth)
     return Cluster(tuple(nodes), latency, bandwidth, network.serial)
