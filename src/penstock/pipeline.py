@@ -26,7 +26,7 @@ from penstock.errors import ShapeError
 from penstock.ir import Plan, Schedule, lower
 from penstock.ir.sums import first_holders
 from penstock.models import Part, layer_count, part_parameters, split, token_loss
-from penstock.models.hf_own import refuse_own_calls
+from penstock.models.hf_trial import refuse_own_calls
 from penstock.partition import even_partition
 from penstock.runtime import (
     Batch,

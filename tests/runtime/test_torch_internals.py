@@ -41,10 +41,10 @@ OTHER_WORDS = {
 # `penstock.models` may not import `penstock.runtime`.
 EXCEPTIONS = {
     ("models/hf_part.py", "_modules"),
-    ("models/hf_own.py", "_backward_hooks"),
-    ("models/hf_own.py", "_backward_pre_hooks"),
-    ("models/hf_own.py", "_forward_hooks"),
-    ("models/hf_own.py", "_forward_pre_hooks"),
+    ("models/hf_trial.py", "_backward_hooks"),
+    ("models/hf_trial.py", "_backward_pre_hooks"),
+    ("models/hf_trial.py", "_forward_hooks"),
+    ("models/hf_trial.py", "_forward_pre_hooks"),
     ("models/split.py", "_apply"),
 }
 

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig, ParameterCounts
-from penstock.models.hf import Encoding, config_value, small_config
+from penstock.models.hf import BUILDING, Encoding, config_value, small_config
 from penstock.models.split import find_anatomy, tied_names
 
-_BUILDING = threading.RLock()
 INITIAL_STD = 0.02  # of matrices, unless a config names an initializer_range
 FAR_FROM_ZERO = 10  # standard deviations; a mean that normal weights do not have
 Constants = dict[str, float]
@@ -243,7 +242,10 @@ def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
     """Build the model, with the weights that transformers draws."""
     config = transformers_config(sizes, layers)
     try:
-        model: nn.Module = auto_class(sizes).from_config(config, dtype=torch.float32)
+        with BUILDING:
+            model: nn.Module = auto_class(sizes).from_config(
+                config, dtype=torch.float32
+            )
     except Exception as error:  # of transformers, which checks its configs in many ways
         raise _unbuildable(sizes, error) from None
     keep_learned_buffers(model)
@@ -278,7 +280,7 @@ def weightless() -> Iterator[None]:
 
     Ranks may be threads, so one builds after the other, and modules of other threads keep their memory.
     """
-    with _BUILDING:
+    with BUILDING:
         register = nn.Module.register_parameter
         builder = threading.get_ident()
 
@@ -349,7 +351,7 @@ def _small_model(sizes: DecoderConfig) -> nn.Module:
     """A small model with the weights that transformers draws."""
     encodes = isinstance(sizes, EncoderConfig)
     small = small_config(transformers_config(sizes), padded=encodes)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         model: nn.Module = auto_class(sizes).from_config(small)
     keep_learned_buffers(model)
     return model
@@ -425,7 +427,7 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. Weights that are
     missing or have another shape are refused: transformers would draw them at random.
     """
-    with _BUILDING, load_report_held() as report:
+    with BUILDING, load_report_held() as report:
         try:
             model, told = auto_class(sizes).from_pretrained(
                 folder,

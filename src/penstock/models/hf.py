@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
+
+# While transformers builds or loads a model, it replaces functions of torch.nn.init and the default type of numbers for
+# all threads. Ranks may be threads, so one after the other has it build.
+BUILDING = threading.RLock()
 
 
 # ---------------------------------------------------------------- anatomy
@@ -52,7 +57,7 @@ class Pieces:
     cached: bool = True  # whether it runs with the keys and values of earlier slices
     tuples: bool = False  # whether layers return tuples; the hidden state comes first
     encoding: Encoding | None = None  # of an encoder; None for a decoder
-    # What a model of transformers' own modules consists of (`penstock.models.hf_own`).
+    # What a model of transformers' own modules consists of (`penstock.models.hf_trial`).
     stock: frozenset[Any] = field(default=frozenset(), repr=False)
 
     def anatomy(self, config: Any, unsliceable: str = "") -> Anatomy:

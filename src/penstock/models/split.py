@@ -20,9 +20,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PenstockError, ShapeError
 from penstock.families import require_sizes
-from penstock.models import hf, hf_own, hf_part, hf_trial
-from penstock.models.hf_own import refuse_own_calls
-from penstock.models.hf_part import UNSLICEABLE
+from penstock.models import hf, hf_part, hf_trial
 from penstock.models.slice import Slice
 
 OURS = "penstock.models."  # the modules of our own classes
@@ -36,7 +34,7 @@ class Stack(nn.Module):
     its result besides x.
     """
 
-    unsliceable = UNSLICEABLE
+    unsliceable = hf_part.UNSLICEABLE
 
     def __init__(
         self,
@@ -232,9 +230,11 @@ class Part(nn.Module):
         if self.runner is None or pieces is None:
             return ""
         layers, ends = range(self.begin, self.end), (self.first, self.last)
-        own = hf_own.own_traits(self, pieces, layers, ends)
+        own = hf_trial.own_traits(self, pieces, layers, ends)
         if self.tried is None or self.tried[0] != own:
-            fault = hf_own.fault_of_own_modules(self, self.runner, pieces, layers, ends)
+            fault = hf_trial.fault_of_own_modules(
+                self, self.runner, pieces, layers, ends
+            )
             self.tried = own, fault
         return self.tried[1]
 
@@ -391,7 +391,7 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
     anatomy = find_anatomy(model)
     _check(tuple(partition), len(anatomy.layers))
     pieces = (*anatomy.layers, *anatomy.embed, *anatomy.head)
-    refuse_own_calls(model, pieces, copied=anatomy.everywhere)
+    hf_trial.refuse_own_calls(model, pieces, copied=anatomy.everywhere)
     tied = tied_names(model)
     tied_buffers = _further_names(model.named_buffers(remove_duplicate=False))
     bounds = pairwise(accumulate(partition, initial=0))
