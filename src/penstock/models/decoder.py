@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from penstock.families import BertConfig, GPTConfig, ParameterCounts
 from penstock.models.hf import BUILDING, Encoding, config_value, small_config
 from penstock.models.split import find_anatomy, tied_names
 
+# The features of an MLP, by the names that configs have for them; `hidden_dim` is DistilBERT's.
+INNER_NAMES = ("moe_intermediate_size", "intermediate_size", "hidden_dim", "n_inner")
 INITIAL_STD = 0.02  # of matrices, unless a config names an initializer_range
 FAR_FROM_ZERO = 10  # standard deviations; a mean that normal weights do not have
 Constants = dict[str, float]
@@ -78,14 +80,14 @@ def read_decoder(folder: Path) -> DecoderConfig:
             "  name the folder of a Hugging Face model"
         )
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # of transformers, which checks its configs in many ways
-        raise FileError(f"cannot make a model of {folder}: {_reason(error)}") from None
-    try:
+        with BUILDING:
+            config: Any = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         return decoder_of(config)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except PenstockError:
+        raise
+    except Exception as error:  # of transformers, which checks its configs in many ways
         raise FileError(f"cannot make a model of {folder}: {_reason(error)}") from None
 
 
@@ -132,10 +134,7 @@ def decoder_of(config: Any) -> DecoderConfig:
     width = int(config.hidden_size)
     heads = int(config_value(config, "num_attention_heads") or 1)  # Mamba has none
     visited = _visited_experts(config)
-    inner = config_value(config, "moe_intermediate_size")
-    inner = inner or config_value(config, "intermediate_size")
-    inner = inner or config_value(config, "hidden_dim")  # DistilBERT
-    inner = inner or config_value(config, "n_inner") or 4 * width
+    inner = _first_value(config, *INNER_NAMES) or 4 * width
     inner = max(inner) if isinstance(inner, list | tuple) else inner
     sizes = DecoderConfig(
         str(architecture),
@@ -152,6 +151,12 @@ def decoder_of(config: Any) -> DecoderConfig:
         json.dumps(_said_by(config), sort_keys=True),
     )
     return _encoder_of(sizes, config) if encodes else sizes
+
+
+def _first_value(config: Any, *names: str) -> Any:
+    """The first of these values of a config that is not zero or missing; None if all are."""
+    values = (config_value(config, name) for name in names)
+    return next(filter(None, values), None)
 
 
 def _said_by(config: Any) -> dict[str, Any]:
@@ -400,8 +405,7 @@ def _share_of_experts(config: Any) -> float:
 
 def _visited_experts(config: Any) -> int:
     """The number of experts that a token visits; 1 without experts."""
-    names = ("num_experts_per_tok", "top_k_experts")
-    return int(next(filter(None, (config_value(config, one) for one in names)), 1))
+    return int(_first_value(config, "num_experts_per_tok", "top_k_experts") or 1)
 
 
 def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
@@ -412,9 +416,8 @@ def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
 def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) -> None:
     """Refuse sequences that are longer than the model knows positions."""
     if sizes.positions and tokens > sizes.positions:
-        name = type(sizes).__name__.removesuffix("Config")
-        if isinstance(sizes, DecoderConfig):
-            name = sizes.architecture
+        family = type(sizes).__name__.removesuffix("Config")
+        name = getattr(sizes, "architecture", family)
         raise ShapeError(
             f"{tokens} tokens, but a {name} of this config is for "
             f"{sizes.positions} at most (max_position_embeddings)\n  set data.tokens={sizes.positions} or less"
@@ -427,7 +430,7 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. Weights that are
     missing or have another shape are refused: transformers would draw them at random.
     """
-    with BUILDING, load_report_held() as report:
+    with BUILDING, LoadReport() as report:
         try:
             model, told = auto_class(sizes).from_pretrained(
                 folder,
@@ -489,11 +492,20 @@ TITLES = ("LOAD REPORT", "Some weights of")  # the second one is of transformers
 
 # ---------------------------------------------------------------- what transformers logs
 class LoadReport(logging.Filter):
-    """The reports on one load, which are not logged before `log`."""
+    """Holds back the reports of transformers on one load, until `log`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.records: list[logging.LogRecord] = []
+
+    def __enter__(self) -> Self:
+        """Hold back the reports from now on."""
+        LOADER.addFilter(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let all that transformers logs pass again."""
+        LOADER.removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Hold back a report, and let every other message pass."""
@@ -515,14 +527,3 @@ class LoadReport(logging.Filter):
             if row:
                 return row["name"]
         return None
-
-
-@contextmanager
-def load_report_held() -> Iterator[LoadReport]:
-    """Inside, hold back the reports of transformers on a load."""
-    report = LoadReport()
-    LOADER.addFilter(report)
-    try:
-        yield report
-    finally:
-        LOADER.removeFilter(report)

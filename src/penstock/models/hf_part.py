@@ -19,6 +19,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -104,11 +105,13 @@ class Runner:
         for path in pieces.everywhere:
             instead[path] = AnglesOfSlice(submodule(held, path), self.visit)
         self.embed: Any = instead[pieces.before[0]]
-        self.positions = [
-            one
+        tables = [
+            one.num_embeddings
             for one in map(instead.get, pieces.before[1:])
             if isinstance(one, nn.Embedding)
         ]
+        # The most tokens that it has positions for; 0 if it has no table of positions.
+        self.longest = min(tables, default=0)
         self.base: Any = shell(base, _nested(base, instead))
         heads = (
             {path: getattr(part, path) for path in pieces.outside} if self.last else {}
@@ -135,7 +138,7 @@ class Runner:
         Only encoders take `types` and an `attention_mask`.
         """
         if self.first:
-            self._check_length(x.shape[1] if piece is None else piece.tokens)
+            self.refuse_length(x.shape[1] if piece is None else piece.tokens)
             x = self.embed(x)
         else:
             self.visit.arrived = x
@@ -146,6 +149,10 @@ class Runner:
         if piece is not None and (piece.partial or packed):
             arguments["position_ids"] = _as_rows(token_positions(x, piece))
             self.visit.masks = masks_of(self.layers, x, piece)
+        return self.run(arguments, piece)
+
+    def run(self, arguments: dict[str, Any], piece: Slice | None) -> Tensor:
+        """Call the model, or without its head the base model."""
         self.visit.piece = piece
         try:
             if self.last:
@@ -154,13 +161,13 @@ class Runner:
         finally:
             self.visit.leave()
 
-    def _check_length(self, length: int) -> None:
-        for table in self.positions:
-            if length > table.num_embeddings:
-                raise ShapeError(
-                    f"{length} tokens, but only {table.num_embeddings} positions\n"
-                    f"  use sequences of at most {table.num_embeddings} tokens (data.tokens)"
-                )
+    def refuse_length(self, tokens: int) -> None:
+        """Refuse a sequence that is longer than the table of positions."""
+        if self.longest and tokens > self.longest:
+            raise ShapeError(
+                f"{tokens} tokens, but only {self.longest} positions\n"
+                f"  use sequences of at most {self.longest} tokens (data.tokens)"
+            )
 
 
 def submodule(module: Any, path: str) -> Any:
@@ -247,12 +254,18 @@ def _entering(
 
     What the model does before its first layer (Granite scales the embedding) is done by the first part alone.
     """
-    arrived = visit.arrived
-    if number > 0 or arrived is None:
+    if number > 0 or visit.arrived is None:
         return args, kwargs
-    if args:
-        return (arrived, *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": arrived}
+    return _replaced(args, kwargs, 0, "hidden_states", visit.arrived)
+
+
+def _replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, value: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with another value for one of them, which is given by place or by name."""
+    if 0 <= place < len(args):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 class LayerCall:
@@ -276,24 +289,16 @@ class LayerCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
         args, kwargs = _entering(self.number, self.visit, args, kwargs)
-        if self.number in self.visit.masks:
-            return self._call_with(self.visit.masks[self.number], args, kwargs)
-        if self.visit.apart is not None:
-            x = args[0] if args else kwargs["hidden_states"]
+        masks, apart = self.visit.masks, self.visit.apart
+        if self.number in masks or apart is not None:
             given = kwargs.get("attention_mask")
             if 0 <= self.place < len(args):
                 given = args[self.place]
-            return self._call_with(self.visit.apart(given, x), args, kwargs)
+            mask = masks.get(self.number)
+            if apart is not None:
+                mask = apart(given, args[0] if args else kwargs["hidden_states"])
+            args, kwargs = _replaced(args, kwargs, self.place, "attention_mask", mask)
         return self.layer(*args, **kwargs)
-
-    def _call_with(
-        self, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the layer with this mask instead of its own."""
-        if not 0 <= self.place < len(args):
-            return self.layer(*args, **{**kwargs, "attention_mask": mask})
-        before, after = args[: self.place], args[self.place + 1 :]
-        return self.layer(*before, mask, *after, **kwargs)
 
 
 class Keys:
@@ -543,14 +548,13 @@ class EncoderRunner(Runner):
         assert pieces.encoding is not None
         self.encoding: Encoding = pieces.encoding
         self.kernel = str(self.base.config._attn_implementation)
-        self.longest = 0
         if self.first and self.encoding.table:
             table = submodule(part, self.encoding.table)
             self.longest = table.num_embeddings - self.encoding.first
 
     def stand_in(self, piece: nn.Module) -> Any:
         """What takes the place of an embedding that only the first part runs."""
-        return Arrived(self.visit)
+        return partial(_arrived, self.visit)
 
     def __call__(
         self,
@@ -562,34 +566,21 @@ class EncoderRunner(Runner):
         """Turn token ids, or the hidden state of the part before, into the next hidden state or logits."""
         arguments: dict[str, Any] = {"attention_mask": attention_mask}
         if self.first:
-            self._check_tokens(x.shape[1])
+            self.refuse_length(x.shape[1])
             arguments["input_ids"] = x
             if types is not None:
                 arguments["token_type_ids"] = types
         else:
             self.visit.arrived = x
             arguments["inputs_embeds"] = x
-        self.visit.piece = piece
         starts = None if piece is None else piece.carry.starts
         if starts is not None:
             starts = starts.to(x.device)
             arguments["position_ids"] = self._positions(x, starts)
             self._refuse_mask(attention_mask)
             seen = (starts[:, :, None] == starts[:, None, :])[:, None]
-            self.visit.apart = Apart(seen, self.kernel == "eager")
-        try:
-            if self.last:
-                return cast(Tensor, self.model(**arguments).logits)
-            return cast(Tensor, self.base(**arguments).last_hidden_state)
-        finally:
-            self.visit.leave()
-
-    def _check_tokens(self, tokens: int) -> None:
-        if self.longest and tokens > self.longest:
-            raise ShapeError(
-                f"{tokens} tokens, but only {self.longest} positions\n"
-                f"  use sequences of at most {self.longest} tokens (data.tokens)"
-            )
+            self.visit.apart = partial(_kept_apart, seen, self.kernel == "eager")
+        return self.run(arguments, piece)
 
     def _positions(self, x: Tensor, starts: Tensor) -> Tensor:
         """The position of each token in its document, counted as the model does.
@@ -623,31 +614,21 @@ def runner_class(pieces: Pieces) -> type[Runner]:
     return Runner if pieces.encoding is None else EncoderRunner
 
 
-class Arrived:
+def _arrived(visit: Visit, *args: object, **kwargs: object) -> Tensor:
     """An embedding of another part: its result, which has arrived, whatever it is asked for."""
-
-    def __init__(self, visit: Visit) -> None:
-        self.visit = visit
-
-    def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        """Return the hidden state of the part before."""
-        assert self.visit.arrived is not None
-        return self.visit.arrived
+    assert visit.arrived is not None
+    return visit.arrived
 
 
-class Apart:
-    """Keeps the documents of packed rows apart, besides what a mask of Hugging Face's hides."""
+def _kept_apart(seen: Tensor, adds: bool, given: Tensor | None, x: Tensor) -> Tensor:
+    """One mask for layers that get x: what Hugging Face's mask hides, and other documents of a packed row.
 
-    def __init__(self, seen: Tensor, added: bool) -> None:
-        self.seen = seen  # whether two tokens are in the same document
-        self.added = added  # whether the kernel adds masks to its scores
-
-    def __call__(self, given: Tensor | None, x: Tensor) -> Tensor:
-        """Return one mask for both, for layers that get x."""
-        if given is None and not self.added:
-            return self.seen
-        if given is not None and given.dtype == torch.bool:
-            return given & self.seen
-        if given is None:
-            given = torch.zeros_like(self.seen, dtype=x.dtype)
-        return given.masked_fill(~self.seen, torch.finfo(given.dtype).min)
+    `seen` says whether two tokens are in the same document, `adds` whether the kernel adds masks to its scores.
+    """
+    if given is None and not adds:
+        return seen
+    if given is not None and given.dtype == torch.bool:
+        return given & seen
+    if given is None:
+        given = torch.zeros_like(seen, dtype=x.dtype)
+    return given.masked_fill(~seen, torch.finfo(given.dtype).min)
