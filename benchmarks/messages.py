@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from shaped import ShapedComm
 from tables import middle_and_range, table
 
 from penstock import Plan, make
@@ -50,7 +51,7 @@ from penstock.cost import Network
 from penstock.cost.profile import sent_bytes
 from penstock.crew.links import Exchange, GlooComm, WireComm
 from penstock.crew.tls import KEY_FILE, keep_key
-from penstock.runtime import Comm, ShapedComm, run_threads
+from penstock.runtime import Comm, run_threads
 from penstock.runtime.process.launch import LOCALHOST, keep_store
 from penstock.runtime.quantized import Feedback
 from penstock.torch_internals import PrefixStore, TCPStore

@@ -25,6 +25,7 @@ from instances import (
     best_sides,
     with_bandwidth,
 )
+from shaped import ShapedComm
 from sleeping import Sleeping
 from tables import middle_and_range, table
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from penstock.formats import dump_plan, load_plan
 from penstock.ir.verify_sums import verify_sums
 from penstock.plan.paths import even_parts, paths_plan
 from penstock.plan.paths.planner import PathPlan
-from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn
+from penstock.runtime import Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
 from penstock.sim.sums import plan_rings
 

@@ -18,10 +18,12 @@ import pytest
 
 from penstock.measure import links
 from penstock.runtime import recorder
-from penstock.runtime.comm import shaped
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import shaped
 import sleeping
+
+ShapedComm = shaped.ShapedComm
 
 
 class VirtualTime(threading.local):

@@ -11,9 +11,9 @@ from penstock import Network
 from penstock.cost.buffers import BufferedMessage
 from penstock.measure import links
 from penstock.measure.links import BUFFERED_BYTES, measured_buffers, measured_network
-from penstock.runtime import ShapedComm, run_threads, spawn
+from penstock.runtime import run_threads, spawn
 from penstock.runtime.comm.thread import ThreadComm
-from virtual_time import run_in_virtual_time
+from virtual_time import ShapedComm, run_in_virtual_time
 
 LINKS = Network(1e-4, 3e9, serial=True, channels=1)
 COPY_SECONDS = 1e-10  # of a byte into a buffer

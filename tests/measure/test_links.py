@@ -11,9 +11,9 @@ from penstock import Network
 from penstock.formats import dump_cluster, load_cluster, read_cluster
 from penstock.measure.links import disjoint_pairs, measured_network
 from penstock.measure.survey import cluster_of
-from penstock.runtime import ShapedComm, run_threads, spawn
+from penstock.runtime import run_threads, spawn
 from penstock.runtime.comm.thread import ThreadComm
-from virtual_time import run_in_virtual_time
+from virtual_time import ShapedComm, run_in_virtual_time
 
 MEGABYTE = 1e6
 LATENCY = ((0.0, 5e-3, 15e-3), (5e-3, 0.0, 10e-3), (15e-3, 10e-3, 0.0))

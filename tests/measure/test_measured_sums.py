@@ -21,7 +21,8 @@ from penstock.measure.links import (
     measured_network,
     measured_sum_bandwidth,
 )
-from penstock.runtime import ShapedComm, run_threads, spawn
+from penstock.runtime import run_threads, spawn
+from virtual_time import ShapedComm
 
 TINY = "--width 32 --layers 3 --heads 4 --kv-heads 2 --inner 48 --vocab 64"
 MEGABYTE = 1e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +16,10 @@ from forked import Command
 from machines import limit, two_machines
 from penstock import ModelCost, Network, PartCost, Seconds, lower, make, simulate
 from penstock.ir import schedule_of
-from penstock.runtime import Executor, ShapedComm, batch_of, recorder, run_threads
+from penstock.runtime import Executor, batch_of, run_threads
 from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.recorder import clock_offset
-from virtual_time import run_in_virtual_time, sleeping
+from virtual_time import ShapedComm, run_in_virtual_time, sleeping
 
 KILOBYTE = torch.zeros(1, 1, 256)
 SCRIPT = Path(__file__).parents[1] / "shaped_workers.py"
@@ -89,8 +88,7 @@ def test_each_direction_of_each_pair_has_its_own_link(clock):
     assert run_threads(2, work) == pytest.approx([0.05, 0.01])
 
 
-def test_clocks_agree_whatever_an_emulated_link_takes(clock, monkeypatch):
-    monkeypatch.setattr(recorder, "clock_id", lambda: float(threading.get_ident()))
+def test_clocks_agree_whatever_an_emulated_link_takes(clock):
     network = Network(((0.0, 0.01), (0.05, 0.0)))
     ahead = run_threads(2, lambda comm: clock_offset(ShapedComm(comm, network)))
     assert ahead == [0.0, 0.0]

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from penstock.runtime.batch import Batch, batch_of, cut_batch
     from penstock.runtime.comm.comm import Comm
     from penstock.runtime.comm.process import ProcessComm
-    from penstock.runtime.comm.shaped import ShapedComm
     from penstock.runtime.comm.thread import ThreadComm, run_threads
     from penstock.runtime.compiled import CompiledLoss, compile_stage
     from penstock.runtime.executor import Executor, Result
@@ -37,7 +36,6 @@ __all__ = [
     "ProcessComm",
     "Proof",
     "Result",
-    "ShapedComm",
     "Tape",
     "ThreadComm",
     "Tied",
@@ -67,7 +65,6 @@ _MODULES = {
     "runtime.batch": ("Batch", "batch_of", "cut_batch"),
     "runtime.comm.comm": ("Comm",),
     "runtime.comm.process": ("ProcessComm",),
-    "runtime.comm.shaped": ("ShapedComm",),
     "runtime.comm.thread": ("ThreadComm", "run_threads"),
     "runtime.compiled": ("CompiledLoss", "compile_stage"),
     "runtime.executor": ("Executor", "Result"),

@@ -32,7 +32,6 @@ from penstock.ir.sums import SumPlan
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 from penstock.ir.verify_sums import ordered_sums
 from penstock.runtime.comm.comm import Comm, Pending
-from penstock.runtime.comm.shaped import ShapedComm
 from penstock.torch_internals import sleep_until_done
 
 CLOCK_PINGS = 8
@@ -210,11 +209,9 @@ def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
 def clock_offset(comm: Comm) -> float:
     """The seconds by which this rank's clock is ahead of rank 0's. All ranks call it at the same time.
 
-    A ping takes half of its time each way. That need not be so on an emulated network, so pings go past it. Even on one
-    host, pings would find some microseconds, so ranks that read the same clock do not believe them.
+    A ping takes half of its time each way. Even on one host, pings would find some microseconds, so ranks that read the
+    same clock do not believe them.
     """
-    if isinstance(comm, ShapedComm):
-        comm = comm.inner
     offset = 0.0
     for other in range(1, comm.ranks):
         if comm.rank == 0:

@@ -1,1 +1,1 @@
-"""How ranks exchange tensors: between threads, between processes, or over an emulated slow network."""
+"""How ranks exchange tensors: between threads, or between processes."""
