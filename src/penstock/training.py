@@ -28,7 +28,7 @@ from penstock.ir import Plan
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.data.cache import encode_dataset
 from penstock.train.elastic import is_elastic
-from penstock.train.history import StepRow, read_rows
+from penstock.train.history import SayLine, StepRow, read_rows
 from penstock.train.job import Verdict
 from penstock.train.launch import cache_of, launch, model_sizes, run_worker
 from penstock.train.lock import locking
@@ -36,7 +36,6 @@ from penstock.train.placement import (
     Placement,
     prepare_cpu,
 )
-from penstock.train.screen import SayLine
 from penstock.train.start import (
     check_sources,
     check_start,

@@ -20,9 +20,8 @@ from penstock.models.family import (
     peak_flops,
     share_of_flops,
 )
-from penstock.train.history import StepRow
+from penstock.train.history import Screen, StepRow
 from penstock.train.loop import flops_utilization
-from penstock.train.screen import Screen
 
 MODELS = [
     LlamaConfig(96, 32, 3, 4, 2, 48),

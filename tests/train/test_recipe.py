@@ -18,7 +18,7 @@ from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hooks import checked_callback
 from penstock.train.job import Verdict
-from penstock.train.own_loss import check_loss
+from penstock.train.user_code import check_loss
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, corpus, job_of, losses, outcomes, train
 

@@ -104,8 +104,8 @@ def join_command(
     """
     # These load torch.
     from penstock.crew.admission import Joining
+    from penstock.train.history import log_to
     from penstock.train.launch import ended_by_signals
-    from penstock.train.screen import log_to
 
     if behind_nat and listen is not None:
         raise ConfigError(

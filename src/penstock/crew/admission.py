@@ -53,10 +53,9 @@ from penstock.formats.plan_json import read_plan
 from penstock.runtime.process.launch import KILLED, WorkerOutcome
 from penstock.torch_internals import Store
 from penstock.train.elastic import split_address
-from penstock.train.history import PLAN_FILE, WatchRow
+from penstock.train.history import PLAN_FILE, SayLine, WatchRow
 from penstock.train.job import Verdict
 from penstock.train.launch import FAILURE_FILE
-from penstock.train.screen import SayLine
 
 # A worker that waits for a place hears after this time that it still waits.
 ANSWER_SECONDS = 1.0

@@ -57,7 +57,7 @@ from penstock.train.elastic import (
     speed_limit,
     step_length,
 )
-from penstock.train.history import Event, EventLog, last_step
+from penstock.train.history import Event, EventLog, SayLine, last_step
 from penstock.train.job import Verdict
 from penstock.train.launch import (
     LOADED_MODULES,
@@ -72,7 +72,6 @@ from penstock.train.launch import (
     tidying,
     way_on,
 )
-from penstock.train.screen import SayLine
 
 # Between two looks at the workers: while workers wait for a decision or a place, and while all
 # train. A worker that ends is noticed at once, and looking often would take time from those

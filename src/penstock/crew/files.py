@@ -58,7 +58,7 @@ from penstock.train.folders import (
     relay_files,
     work_together,
 )
-from penstock.train.history import PLAN_FILE
+from penstock.train.history import PLAN_FILE, SayLine
 from penstock.train.hub import settle_model
 from penstock.train.launch import (
     RESTART_COUNT,
@@ -70,7 +70,6 @@ from penstock.train.launch import (
     with_kept_files,
 )
 from penstock.train.place import Storage, fetch_newest, remote_checkpoints
-from penstock.train.screen import SayLine
 from penstock.train.separate import SeparateFolders
 from penstock.train.start import (
     check_storage,

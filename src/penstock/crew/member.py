@@ -44,7 +44,7 @@ from penstock.torch_internals import (
 from penstock.train.checkpoint import RemoteFiles
 from penstock.train.elastic import split_address
 from penstock.train.handover import CrewChange
-from penstock.train.history import WatchRow
+from penstock.train.history import Screen, WatchRow, log_to
 from penstock.train.job import Job, Verdict
 from penstock.train.launch import (
     STOP_FILE,
@@ -58,7 +58,6 @@ from penstock.train.launch import (
 from penstock.train.loop import Trainer
 from penstock.train.lora import adapted_blueprint
 from penstock.train.placement import launched_placement
-from penstock.train.screen import Screen, log_to
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from penstock.errors import RunError
 from penstock.models import smoothed_loss, token_loss
 from penstock.runtime import ChunkedLoss, CompiledLoss
 from penstock.runtime.loss import Loss
-from penstock.train.own_code import own_function
+from penstock.train.user_code import own_function
 
 # Ranks compile at the same time, but not equally long: those that are done wait for the others.
 COMPILER_SECONDS = 900.0

@@ -32,8 +32,8 @@ from penstock.runtime import Comm
 from penstock.train.checkpoint import CheckpointFacts, newest_good, read_facts
 from penstock.train.history import StepRow
 from penstock.train.job import Job
-from penstock.train.own_code import own_function
 from penstock.train.rank_weights import RankWeights
+from penstock.train.user_code import own_function
 
 KEY = "run.callbacks"
 _log = logging.getLogger(__name__)

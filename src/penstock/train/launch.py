@@ -90,15 +90,17 @@ from penstock.train.history import (
     ROOM,
     Event,
     EventLog,
+    SayLine,
+    Screen,
     WatchRow,
     last_step,
+    log_to,
 )
 from penstock.train.hub import read_sizes, settle_model
 from penstock.train.job import Job, Verdict
 from penstock.train.loop import Trainer
 from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
-from penstock.train.screen import SayLine, Screen, log_to
 from penstock.train.separate import SeparateFolders
 from penstock.train.weights import Sizes
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from penstock.config import Config, OptimizerConfig, names_own_code
 from penstock.errors import ConfigError
-from penstock.train.own_code import own_function
+from penstock.train.user_code import own_function
 
 SCHEDULE_KEY = "optimizer.schedule"
 TRAINED_RATE = (

@@ -58,7 +58,7 @@ from penstock.train.elastic import is_elastic
 from penstock.train.forecast import keep_profiles
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hooks import checked_callback
-from penstock.train.hub import settle_model, weight_files
+from penstock.train.hub import keep_origin, settle_model, weight_files
 from penstock.train.launch import (
     corpus_of,
     load_ahead,
@@ -71,8 +71,6 @@ from penstock.train.lock import Lock
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.mesh import check_launched
 from penstock.train.optimizer import check_groups, check_optimizer
-from penstock.train.origin import keep_origin
-from penstock.train.own_loss import check_loss
 from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.placement import (
     Placement,
@@ -82,6 +80,7 @@ from penstock.train.placement import (
 )
 from penstock.train.rates import own_factor
 from penstock.train.resumption import check_resumable, nothing_to_resume
+from penstock.train.user_code import check_loss
 from penstock.train.weights import Sizes, blueprint, model_name
 
 # Values of a config that a plan depends on; a change of any of them needs a new plan.

@@ -9,14 +9,16 @@ import torch
 
 from penstock.errors import FileError, ShapeError
 from penstock.train.after.generate import Trained, open_trained
-from penstock.train.hub import whole_folder, write_model, write_tokenizer
-from penstock.train.lora import write_adapters
-from penstock.train.origin import (
+from penstock.train.hub import (
     CONFIG,
     find_origin,
     give_back,
     give_back_tokenizer,
+    whole_folder,
+    write_model,
+    write_tokenizer,
 )
+from penstock.train.lora import write_adapters
 
 EXPORT_TYPES = {
     "float32": torch.float32,
