@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from penstock.config import MeshConfig
 from penstock.models.tensor import largest_share
-from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
-from penstock.train.weights import Sizes, blueprint
+from penstock.train.weights import (
+    NUMBERS_PER_PARAMETER,
+    Sizes,
+    blueprint,
+    held_in_layer,
+)
 
 
 @dataclass(frozen=True, slots=True)

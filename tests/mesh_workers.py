@@ -25,9 +25,15 @@ from penstock.runtime import (
 )
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
-from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, Optimizer
-from penstock.train.weights import Sizes, draw_parameters, hold, hold_whole, sizes_of
+from penstock.train.weights import (
+    Sizes,
+    draw_parameters,
+    hold,
+    hold_whole,
+    place_of,
+    sizes_of,
+)
 from trainings import SMALL, VOCAB, corpus
 
 CPU, TOKENS = torch.device("cpu"), 6

@@ -31,7 +31,6 @@ from penstock.train.elastic import is_elastic
 from penstock.train.history import SayLine, StepRow, read_rows
 from penstock.train.job import Verdict
 from penstock.train.launch import cache_of, launch, model_sizes, run_worker
-from penstock.train.lock import locking
 from penstock.train.placement import (
     Placement,
     prepare_cpu,
@@ -41,6 +40,7 @@ from penstock.train.start import (
     check_start,
     find_run,
     kept_plan,
+    locking,
     plan_and_prepare,
 )
 from penstock.version import read_version

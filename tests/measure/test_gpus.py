@@ -23,7 +23,7 @@ from penstock.formats import dump_profile, load_profile
 from penstock.ir import Op
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.models.family import count_parameters
-from penstock.train.mesh import held_in_layer
+from penstock.train.weights import held_in_layer
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "h200"
 WHOLE = json.loads((RESULTS / "whole.json").read_text())["rows"]

@@ -24,8 +24,7 @@ from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import train_tokenizer
 from penstock.train.forecast import known_forecast
 from penstock.train.launch import job_of
-from penstock.train.lock import locking
-from penstock.train.start import find_run, kept_plan, plan_and_prepare
+from penstock.train.start import find_run, kept_plan, locking, plan_and_prepare
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
 CHATS = [{"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(60)]

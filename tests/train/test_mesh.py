@@ -26,8 +26,13 @@ from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
-from penstock.train.mesh import place_of
-from penstock.train.weights import blueprint, copy_weights, hold_whole, sizes_of
+from penstock.train.weights import (
+    blueprint,
+    copy_weights,
+    hold_whole,
+    place_of,
+    sizes_of,
+)
 from trainings import SMALL, VOCAB, apart, corpus
 
 TENSOR, SHARD, BOTH = (

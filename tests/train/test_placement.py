@@ -19,12 +19,6 @@ from penstock.config import (
 from penstock.errors import ConfigError, RunError
 from penstock.formats.config_toml import apply_changes, preset
 from penstock.plan.space import Limits
-from penstock.train.auto import (
-    machine_workload,
-    quick_rows,
-    rows_to_measure,
-    workload_limits,
-)
 from penstock.train.placement import (
     check_gpu_exists,
     check_gpus_suffice,
@@ -33,6 +27,12 @@ from penstock.train.placement import (
     uses_gpus,
 )
 from penstock.train.profile import request_of
+from penstock.train.start import (
+    machine_workload,
+    quick_rows,
+    rows_to_measure,
+    workload_limits,
+)
 
 
 @pytest.fixture

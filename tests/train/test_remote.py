@@ -19,8 +19,8 @@ from commands import SMALL_CONFIG, called
 from penstock.errors import FileError, RunError
 from penstock.train.checkpoint import newest
 from penstock.train.history import read_rows
-from penstock.train.lock import locking
 from penstock.train.place import RemoteCheckpoints, fetch_newest
+from penstock.train.start import locking
 from trainings import job_of, losses, train
 
 

@@ -327,7 +327,7 @@ def config_question(
             "measuring a model needs torch, which is not installed: pip install 'penstock[torch]'\n"
             "  to plan without it for a GPU that is known, add --gpu h100"
         )
-    from penstock.train.auto import machine_workload, workload_limits  # loads torch
+    from penstock.train.start import machine_workload, workload_limits  # loads torch
 
     cluster = None
     devices = wanted.devices or 0
@@ -416,7 +416,7 @@ def profiles_of(
                 "  measure it: penstock profile config.toml"
             )
         return profiles, str(file)
-    from penstock.train.auto import measure_workload  # loads torch
+    from penstock.train.start import measure_workload  # loads torch
 
     with progress("timing a layer"):
         profiles = measure_workload(workload, placement, whole=whole)

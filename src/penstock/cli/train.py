@@ -98,13 +98,13 @@ def train_command(
     # These load torch.
     from penstock.runtime.process.launch import under_launcher
     from penstock.train.launch import ended_by_signals, way_on
-    from penstock.train.lock import locking
     from penstock.train.start import (
         check_sources,
         check_start,
         find_run,
         has_checkpoint,
         kept_plan,
+        locking,
         plan_and_prepare,
     )
     from penstock.training import start_workers
@@ -308,8 +308,7 @@ def _as_a_rank(
         step_name,
     )
     from penstock.train.launch import forget_previous_end, join, restarted, run_worker
-    from penstock.train.lock import Lock
-    from penstock.train.start import check_unused, kept_plan, plan_and_prepare
+    from penstock.train.start import Lock, check_unused, kept_plan, plan_and_prepare
 
     # Rank 0 looks before it meets the others, so that its error ends the run at once.
     found = find() if os.environ["RANK"] == "0" else None

@@ -40,11 +40,16 @@ from penstock.train.checkpoint import (
     step_name,
 )
 from penstock.train.launch import STOP_FILE, forget_previous_end, job_of, join
-from penstock.train.lock import locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.separate import SeparateFolders
-from penstock.train.start import check_sources, find_run, kept_plan, plan_and_prepare
+from penstock.train.start import (
+    check_sources,
+    find_run,
+    kept_plan,
+    locking,
+    plan_and_prepare,
+)
 
 _log = logging.getLogger(__name__)
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop

@@ -34,7 +34,6 @@ from penstock.runtime.process.machine import available_memory
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.compiling import chunk_of
 from penstock.train.elastic import choose_mirrors, first_plan, is_elastic
-from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.optimizer import (
     ADAMW_NUMBERS,
     ParameterNumbers,
@@ -43,7 +42,7 @@ from penstock.train.optimizer import (
 from penstock.train.own_models import config_of
 from penstock.train.placement import Placement, precision_on, uses_gpus
 from penstock.train.step_paths import step_paths
-from penstock.train.weights import Sizes
+from penstock.train.weights import NUMBERS_PER_PARAMETER, Sizes, held_in_layer
 from penstock.view.numbers import write_size
 
 RANKS_SHOWN = 4

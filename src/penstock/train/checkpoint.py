@@ -14,7 +14,7 @@
 Torch's DCP writes and reads the files in its safetensors storage, each rank for itself
 (`no_dist`). So no plan goes over the network, and no pickle is written or read (DCP's own
 default, `.metadata`, is a pickle). The schedule says which rank saves a replica. If several
-processes share a tensor (`penstock.train.mesh`), each writes its own share with its place in
+processes share a tensor (`penstock.train.weights`), each writes its own share with its place in
 the whole, and any other split reads what it needs. A rank that does not see the folder sends
 its files to the launcher, and gets checkpoints from there (`RemoteFiles`). If a launcher has
 started ranks on machines with separate folders, each folder has the files of its own ranks

@@ -46,13 +46,18 @@ from penstock.train.optimizer import Gradients, check_same_optimizer
 from penstock.train.place import remote_checkpoints
 from penstock.train.rank_weights import RankWeights
 from penstock.train.rates import factor_at, rate_at
-from penstock.train.rehearsal import compile_stages, prove_stages
 from penstock.train.resumption import (
     check_same_model,
     checkpoint_facts,
     checkpoint_to_resume,
 )
-from penstock.train.setup import Evaluator, StepExecutors, set_up_rank
+from penstock.train.setup import (
+    Evaluator,
+    StepExecutors,
+    compile_stages,
+    prove_stages,
+    set_up_rank,
+)
 from penstock.train.step_paths import (
     is_due,
     is_timed,

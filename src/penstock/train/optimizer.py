@@ -32,9 +32,8 @@ from penstock.runtime import Comm, local_share
 from penstock.runtime.gradients import scale_down
 from penstock.torch_internals import norms_of_all
 from penstock.train.lora import adapted_blueprint, is_adapter
-from penstock.train.mesh import NUMBERS_PER_PARAMETER
 from penstock.train.optimizer_state import Build, Slot, State, filled, find_slots
-from penstock.train.weights import Holding, Sizes
+from penstock.train.weights import NUMBERS_PER_PARAMETER, Holding, Sizes
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 MUON = "Muon"

@@ -11,10 +11,15 @@ A rank has an executor for each schedule of the run; a step takes one of them:
 
 All of them are built before the first step, over the same stages and the same `Comm`, so that
 switching costs nothing and needs no more memory. A lane is only a list.
+
+Before its first step a rank compiles its stages and proves them. Both use the data of that step, and leave no trace in
+weights or loader.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,18 +30,26 @@ from penstock.ir.program import Program, lower
 from penstock.ir.schedule import Schedule
 from penstock.models import Part
 from penstock.models.family import keys_per_token
-from penstock.runtime import Comm, CudaTape, Executor, compile_stage
+from penstock.runtime import (
+    Batch,
+    Comm,
+    CudaTape,
+    Executor,
+    ProcessComm,
+    compile_stage,
+    prove,
+)
 from penstock.runtime.gradients import Mean
+from penstock.runtime.proof import warm_up
 from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
 from penstock.train.job import Job
-from penstock.train.mesh import MeshPlace, place_of
 from penstock.train.optimizer import frozen_names
 from penstock.train.placement import precision_on
 from penstock.train.rank_weights import RankWeights
 from penstock.train.step_paths import StepPaths, sum_messages_of
-from penstock.train.weights import Holding, attach_parameters, hold
+from penstock.train.weights import Holding, MeshPlace, attach_parameters, hold, place_of
 
 # The types of run.messages; None is that of the stages.
 MESSAGE_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -258,3 +271,48 @@ class Evaluator:
         total = torch.tensor([share], dtype=torch.float64, device=self.setup.device)
         place.world.add(total, tuple(range(place.world.ranks))).wait()
         return float(total) if losses else None
+
+
+_log = logging.getLogger(__name__)
+
+
+def next_batch(loader: Loader) -> Batch:
+    """Return the first batch of the next step, which the loader will deal again."""
+    seen = loader.seen
+    batch = loader.step()[0]
+    loader.seen = seen
+    return batch
+
+
+def compile_stages(
+    executors: StepExecutors, loader: Loader, comm: Comm, patience: float, leads: bool
+) -> None:
+    """Compile the stages of this rank while no other rank waits for them.
+
+    A rank that is done waits for the slowest compiler, so the usual patience begins afterwards.
+    """
+    began = time.perf_counter()
+    if leads:
+        _log.info("compiling the stages, which may take some minutes")
+    batch = next_batch(loader)
+    for executor in executors.covering:
+        warm_up(executor, batch)
+    if isinstance(comm, ProcessComm):
+        comm.set_patience(patience)
+    if leads:
+        seconds = time.perf_counter() - began
+        _log.info("compiled the stages in %.1f s", seconds)
+
+
+def prove_stages(executors: StepExecutors, loader: Loader, leads: bool) -> None:
+    """Check that every stage computes under the plan what a plain call computes."""
+    batch = next_batch(loader)
+    proofs = [prove(executor, batch) for executor in executors.covering]
+    if loader.device.type == "cuda":
+        # The report shows the peak of the steps, not of the proof.
+        torch.cuda.reset_peak_memory_stats(loader.device)
+    if leads and not proofs[0].skipped:
+        seconds = sum(proof.seconds for proof in proofs)
+        # The one with the most gaps; if there are none, the one with the most stages.
+        told = max(proofs, key=lambda one: (one.visited - one.stages, one.stages))
+        _log.info("%s", replace(told, seconds=seconds))

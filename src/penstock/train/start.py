@@ -11,15 +11,18 @@ A dry run does all but the last.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from errno import EACCES, EEXIST, ENOSPC
 from pathlib import Path
 
-from penstock.config import AUTO, Config, DataConfig, names_own_code
+from penstock.config import AUTO, Config, DataConfig, ModelConfig, names_own_code
 from penstock.cost import RowProfiles
+from penstock.cost.profile import enlarge, tile_of
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, read_plan, write_plan
 from penstock.formats.config_toml import (
@@ -35,17 +38,20 @@ from penstock.ir import Plan
 from penstock.models import DecoderConfig
 from penstock.models.decoder import initial_constants
 from penstock.models.layer import recompute_inside, set_dropout
-from penstock.plan.planner import plan_run
-from penstock.plan.search import SearchProgress
-from penstock.runtime.process.launch import under_launcher
-from penstock.train.auto import (
-    AutoPlan,
-    machine_workload,
-    measure_workload,
-    plan_workload,
+from penstock.plan.planner import chosen_plan, plan_run
+from penstock.plan.pricing import ProfilePricing
+from penstock.plan.search import Landscape, SearchProgress, search
+from penstock.plan.space import Limits
+from penstock.plan.workload import (
+    MIN_GRANULARITY,
+    USABLE_SHARE,
+    Workload,
+    cells_of,
+    workload_of,
 )
-from penstock.train.capacity import check_memory, check_timing
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
+from penstock.runtime.process.launch import under_launcher
+from penstock.train.capacity import check_memory, check_timing, memory_pools
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX, newest
 from penstock.train.data.chat import keep_template
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.files import ProgressBytes, source_files
@@ -56,7 +62,7 @@ from penstock.train.data.tokenizer import (
 )
 from penstock.train.elastic import is_elastic
 from penstock.train.forecast import keep_profiles
-from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
+from penstock.train.history import FULL_TIMELINE, METRICS, PLAN_FILE, TIMELINE
 from penstock.train.hooks import checked_callback
 from penstock.train.hub import keep_origin, settle_model, weight_files
 from penstock.train.launch import (
@@ -67,10 +73,9 @@ from penstock.train.launch import (
     validation_of,
     with_kept_files,
 )
-from penstock.train.lock import Lock
 from penstock.train.lora import check_adapters, trained_names
-from penstock.train.mesh import check_launched
 from penstock.train.optimizer import check_groups, check_optimizer
+from penstock.train.own_models import limits_of
 from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.placement import (
     Placement,
@@ -78,10 +83,18 @@ from penstock.train.placement import (
     check_gpus_suffice,
     decide_placement,
 )
+from penstock.train.profile import (
+    ProfileRequest,
+    affordable,
+    measure_rows_of,
+    profile_rows,
+    request_of,
+)
 from penstock.train.rates import own_factor
 from penstock.train.resumption import check_resumable, nothing_to_resume
 from penstock.train.user_code import check_loss
-from penstock.train.weights import Sizes, blueprint, model_name
+from penstock.train.weights import Sizes, blueprint, check_launched, model_name
+from penstock.view.numbers import write_size
 
 # Values of a config that a plan depends on; a change of any of them needs a new plan.
 PLANNED_WITH = (
@@ -452,3 +465,242 @@ def kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | No
     if config.schedule.name != AUTO or changed or not file.is_file():
         return None
     return read_plan(file)
+
+
+MAX_MEASURED_ROWS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlan:
+    """A plan, the profiles that it was made with, and everything that was compared with it."""
+
+    plan: Plan
+    profiles: RowProfiles
+    landscape: Landscape
+
+
+def machine_workload(
+    config: Config,
+    layers: int,
+    given: Collection[str] | None = None,
+    devices: int = 0,
+    memory: float | None = None,
+    granularity: int | None = None,
+    uneven: bool = False,
+    model: ModelConfig | None = None,
+) -> tuple[Workload, Placement]:
+    """Return the workload of a config on this machine, with its memory and processors.
+
+    If a number of devices is given, the plan is for that many devices of their own, and
+    only `memory` limits it. `model` has the sizes of the model, if they are not those of the
+    config.
+    """
+    workload = workload_of(config, layers, given, devices)
+    placement = decide_placement(config, workload.devices)
+    processors = None
+    allowed = devices
+    if not devices and is_better_alone(workload, placement):
+        allowed = 1
+        placement = decide_placement(config, allowed)
+    if not devices:
+        memory = memory or memory_of_process(config, placement)
+        if placement.processors < placement.neighbours:
+            processors = placement.processors
+    workload = workload_of(
+        config,
+        layers,
+        given,
+        allowed,
+        memory,
+        processors,
+        granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
+        exact=under_launcher(),
+        uneven=uneven,
+        model=model,
+        on_gpu=placement.device == "cuda",
+    )
+    return workload, placement
+
+
+def is_better_alone(workload: Workload, placement: Placement) -> bool:
+    """Whether one process does the work of all that a workload allows, only sooner.
+
+    That is so if they take turns on one GPU: it computes for one of them at a time, it has
+    one memory for all of them, and it loses time whenever it goes from one to another. What
+    the user has asked for and needs several processes is an exception.
+    """
+    config = workload.config
+    assert config is not None, "only a config has a place to run"
+    run = config.run
+    fixed = workload.fixed
+    wants_several = (
+        max(fixed.ranks, fixed.copies, config.mesh.size) > 1
+        or "true" in (run.elastic, run.mirror)
+        or bool(run.listen or run.workers or config.schedule.skip)
+        or under_launcher()
+    )
+    takes_turns = placement.device == "cuda" and placement.processors == 1
+    return takes_turns and not wants_several
+
+
+def memory_of_process(config: Config, placement: Placement) -> float | None:
+    """Return the bytes that a plan may use in each process; None if that is not checked."""
+    if not config.run.check_memory:
+        return None
+    pools = memory_pools(placement, config.mesh.size)
+    return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
+
+
+def measure_workload(
+    workload: Workload,
+    placement: Placement,
+    watch: Callable[[str], None] = lambda text: None,
+    whole: bool = False,
+) -> RowProfiles:
+    """Measure the model of a workload, with the numbers of rows that a plan may choose.
+
+    Numbers of rows that take too long are left out: `RowProfiles` scales them from the others. If one row is already
+    too much, so are some of its tokens. With `whole`, no slices are measured. Nothing is sliced on one device either.
+    """
+    config = workload.config
+    assert config is not None, "only the model of a config can be measured"
+    request = request_of(config, placement, 1, quick=True)
+    request, counts = affordable(request, quick_rows(workload, request))
+    if whole or workload.devices == 1:
+        request = replace(request, where=((request.tokens, 0),))
+    if under_launcher():  # Only one of the launched processes plans; the others wait.
+        profiles = measure_rows_of(None, request, counts, watch)
+    else:
+        measured = profile_rows(request, counts, placement.measurers, watch)
+        assert measured is not None, "only torchrun returns None"
+        profiles = measured
+    tokens = config.data.tokens
+    if request.tokens == tokens:
+        return profiles
+    enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
+    return RowProfiles(tuple(enlarged))
+
+
+def rows_to_measure(workload: Workload) -> list[int]:
+    """Return the smallest and the largest number of rows of a cell, and one between them."""
+    return _few(_rows_of(workload))
+
+
+def quick_rows(workload: Workload, request: ProfileRequest) -> list[int]:
+    """Return such numbers of rows whose passes do not take too long.
+
+    Larger micro-batches are scaled from the largest one that is measured. A GPU is the more
+    efficient the larger they are, so it should be as large as possible.
+    """
+    _, rows = affordable(request, _rows_of(workload))
+    return _few(rows)
+
+
+def _rows_of(workload: Workload) -> list[int]:
+    return sorted({cell.rows for cell in cells_of(workload)})
+
+
+def _few(rows: list[int]) -> list[int]:
+    if len(rows) <= MAX_MEASURED_ROWS:
+        return rows
+    return [rows[0], rows[len(rows) // 2], rows[-1]]
+
+
+def model_limits(config: Config, limits: Limits) -> Limits:
+    """Return the limits without slices, if the model of a config cannot run slice by slice."""
+    return limits_of(model_sizes(config), limits)
+
+
+def workload_limits(workload: Workload, limits: Limits) -> Limits:
+    """Return the limits without slices, if there is only one device.
+
+    Slices let one rank work on a sequence while another one has the rest of it. Alone, a
+    rank computes them one after the other, which takes longer than the whole sequence.
+    """
+    return replace(limits, slices=1) if workload.devices == 1 else limits
+
+
+def plan_workload(
+    workload: Workload,
+    profiles: RowProfiles,
+    limits: Limits | None = None,
+    watch: Callable[[SearchProgress], None] = lambda progress: None,
+    source: str = "measured",
+) -> AutoPlan:
+    """Search for the fastest plan of a workload. `source` tells where the profiles are from."""
+    if limits is None:
+        limits = Limits()
+        if workload.config is not None:
+            skip = workload.config.schedule.skip
+            limits = model_limits(workload.config, Limits(skip=skip))
+    limits = workload_limits(workload, limits)
+    pricing = ProfilePricing(workload, profiles.at, limits)
+    landscape = search(workload, pricing, limits, watch, write_size)
+    plan = chosen_plan(landscape, (("profile", source),))
+    return AutoPlan(plan, profiles, landscape)
+
+
+LOCK = "lock"  # in the folder of a run
+# A folder in which one of these is not empty is worth keeping.
+PROGRESS_FILES = (METRICS, f"{CHECKPOINTS_FOLDER}/{STEP_PREFIX}*")
+
+
+class Lock:
+    """The lock of one folder. The system releases it when the process ends."""
+
+    def __init__(self) -> None:
+        self.handle = -1
+        self.created: list[Path] = []  # folders that were missing, innermost first
+
+    def claim(self, folder: Path) -> None:
+        """Create the folder if it is missing; raise if another process trains there."""
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.free()
+            raise ConfigError(
+                f"another process trains in {folder}\n"
+                "  wait until it has ended, or name another run.folder"
+            ) from None
+        except OSError:  # This file system has no locks.
+            self.free()
+        else:
+            self.created = missing
+
+    def clean_up(self) -> None:
+        """Remove the folder if this process created it and trained no step.
+
+        Call it while the lock is held.
+        """
+        if not self.created or self.handle < 0:
+            return
+        folder, *parents = self.created
+        for pattern in PROGRESS_FILES:
+            for file in folder.glob(pattern):
+                if file.is_dir() or file.stat().st_size:
+                    return
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):  # It holds other files, such as the token cache.
+                parent.rmdir()
+
+    def free(self) -> None:
+        """Release the lock."""
+        if self.handle >= 0:
+            with suppress(OSError):
+                os.close(self.handle)
+            self.handle = -1
+
+
+@contextmanager
+def locking() -> Iterator[Lock]:
+    """Yield a lock that is released afterwards, and clean up if no step was trained."""
+    lock = Lock()
+    try:
+        yield lock
+    finally:
+        lock.clean_up()
+        lock.free()
