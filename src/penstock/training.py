@@ -29,8 +29,8 @@ from penstock.runtime.process.launch import under_launcher
 from penstock.train.data.cache import encode_dataset
 from penstock.train.elastic import is_elastic
 from penstock.train.history import SayLine, StepRow, read_rows
-from penstock.train.job import Verdict
-from penstock.train.launch import cache_of, launch, model_sizes, run_worker
+from penstock.train.job import Verdict, cache_of, model_sizes
+from penstock.train.launch import launch, run_worker
 from penstock.train.placement import (
     Placement,
     prepare_cpu,

@@ -19,7 +19,7 @@ from penstock.crew.decision import Report, Situation, decide
 from penstock.formats.config_toml import read_config
 from penstock.runtime import run_threads
 from penstock.train.history import read_events, read_rows
-from penstock.train.launch import job_of
+from penstock.train.job import job_of
 from penstock.train.loop import Trainer
 from slow_worker import SLOW_FILE
 

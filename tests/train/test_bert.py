@@ -38,7 +38,7 @@ from penstock.train.data.masking import Masking, bert_words, masking_of
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, train_tokenizer
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
-from penstock.train.launch import job_of
+from penstock.train.job import job_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
 from pipelines import gradients_of, piped

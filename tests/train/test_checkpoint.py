@@ -37,7 +37,8 @@ from penstock.train.checkpoint import (
     step_of,
     sweep,
 )
-from penstock.train.hub import read_sizes, settle_tokenizer
+from penstock.train.hub import read_sizes
+from penstock.train.job import settle_tokenizer
 from penstock.train.loop import Trainer
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train

@@ -26,7 +26,7 @@ from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.tokenizer import FileTokenizer
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
-from penstock.train.launch import job_of
+from penstock.train.job import job_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
 

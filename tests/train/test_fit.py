@@ -23,7 +23,7 @@ from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import train_tokenizer
 from penstock.train.forecast import known_forecast
-from penstock.train.launch import job_of
+from penstock.train.job import job_of
 from penstock.train.start import find_run, kept_plan, locking, plan_and_prepare
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]

@@ -28,8 +28,7 @@ from penstock.runtime.process.launch import keep_store
 from penstock.torch_internals import PrefixStore, TCPStore
 from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus, open_validation
-from penstock.train.job import Verdict
-from penstock.train.launch import job_of
+from penstock.train.job import Verdict, job_of
 from trainings import SMALL
 
 

@@ -22,7 +22,7 @@ from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_timeline
 from penstock.train.job import Verdict
 from penstock.train.loop import Trainer
-from penstock.train.rates import rate_at
+from penstock.train.optimizer import rate_at
 from penstock.train.weights import draw_parameters, hold, hold_whole, sizes_of
 from trainings import (
     END,

@@ -35,7 +35,7 @@ from penstock.train.data.corpus import (
 )
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
-from penstock.train.launch import corpus_of as worker_corpus
+from penstock.train.job import corpus_of as worker_corpus
 
 LENGTH = 10
 COUNTS = (30, 200, 7)  # sequences of each source to train on

@@ -20,10 +20,10 @@ from penstock.train.loop import Trainer
 from penstock.train.optimizer import (
     check_groups,
     check_optimizer,
+    find_slots,
     known_optimizers,
     parameter_numbers,
 )
-from penstock.train.optimizer_state import find_slots
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, apart, corpus, job_of, train

@@ -32,8 +32,7 @@ from penstock.schedules.transforms import slice_tokens, split_backward
 from penstock.sim.simulate import simulate
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.job import Job
-from penstock.train.optimizer import Optimizer
-from penstock.train.rates import factor_at
+from penstock.train.optimizer import Optimizer, factor_at
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import draw_parameters, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, corpus, losses, outcomes, train

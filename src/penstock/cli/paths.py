@@ -413,7 +413,7 @@ def question_from_config(
 ) -> PathQuestion:
     """Ask for paths through the model of a config, on the nodes of a cluster."""
     # These load torch.
-    from penstock.train.launch import model_sizes
+    from penstock.train.job import model_sizes
     from penstock.train.start import find_run
 
     if step.parts is None:

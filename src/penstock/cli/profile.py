@@ -270,7 +270,7 @@ def _request_of_config(
 ) -> tuple[ProfileRequest, tuple[int, ...], int]:
     """Return the request to measure a run's model, the rows that a plan may choose, and how many processes measure."""
     # These load torch.
-    from penstock.train.launch import model_sizes
+    from penstock.train.job import model_sizes
     from penstock.train.profile import request_of
     from penstock.train.start import find_run, machine_workload, rows_to_measure
 

@@ -37,13 +37,13 @@ from penstock.formats.config_toml import written_keys
 from penstock.ir import Plan
 from penstock.plan.search import SearchProgress
 from penstock.train.data.corpus import Corpus
+from penstock.train.optimizer import describe_rate
 from penstock.train.placement import (
     Placement,
     launched_placement,
     precision_on,
     prepare_cpu,
 )
-from penstock.train.rates import describe_rate
 from penstock.train.step_paths import describe_paths
 from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of, short
 
@@ -205,7 +205,7 @@ def _announce(
     """Print what will be trained, how and where, with one line for each topic."""
     # These load torch.
     from penstock.train.after.generate import parameter_count
-    from penstock.train.launch import model_sizes
+    from penstock.train.job import model_sizes
     from penstock.train.weights import model_name
 
     sizes = model_sizes(config)
@@ -275,7 +275,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
 def _print_dry_run(prepared: PreparedRun) -> None:
     """Print the memory and the speed that a run would have; refuse it if this machine has too little memory."""
     from penstock.train.capacity import check_memory
-    from penstock.train.launch import model_sizes
+    from penstock.train.job import model_sizes
 
     config, plan, placement = prepared.config, prepared.plan, prepared.placement
     forecast = measured_forecast(config, plan, placement, profiles=prepared.profiles)

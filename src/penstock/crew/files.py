@@ -59,15 +59,13 @@ from penstock.train.folders import (
     work_together,
 )
 from penstock.train.history import PLAN_FILE, SayLine
-from penstock.train.hub import settle_model
+from penstock.train.job import cache_of, settle_model, with_kept_files
 from penstock.train.launch import (
     RESTART_COUNT,
     STOP_FILE,
-    cache_of,
     forget_previous_end,
     read_failure,
     restarted,
-    with_kept_files,
 )
 from penstock.train.place import Storage, fetch_newest, remote_checkpoints
 from penstock.train.separate import SeparateFolders

@@ -45,10 +45,9 @@ from penstock.train.checkpoint import RemoteFiles
 from penstock.train.elastic import split_address
 from penstock.train.handover import CrewChange
 from penstock.train.history import Screen, WatchRow, log_to
-from penstock.train.job import Job, Verdict
+from penstock.train.job import Job, Verdict, job_of
 from penstock.train.launch import (
     STOP_FILE,
-    job_of,
     listen,
     note_crash,
     saved_step,

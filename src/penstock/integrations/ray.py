@@ -39,7 +39,8 @@ from penstock.train.checkpoint import (
     NOTE,
     step_name,
 )
-from penstock.train.launch import STOP_FILE, forget_previous_end, job_of, join
+from penstock.train.job import job_of
+from penstock.train.launch import STOP_FILE, forget_previous_end, join
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.separate import SeparateFolders

@@ -39,8 +39,7 @@ from penstock.runtime import Comm
 from penstock.runtime.comm.comm import Arriving, Pending
 from penstock.runtime.gradients import scale_down
 from penstock.train.history import StepFigures
-from penstock.train.optimizer import Optimizer
-from penstock.train.optimizer_state import is_unused
+from penstock.train.optimizer import Optimizer, is_unused
 
 
 class PartTransfer(NamedTuple):

@@ -27,18 +27,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.config import (
-    AUTO,
-    BYTE_TOKENIZER,
-    Config,
-    check_config,
     names_a_file,
-    segments_fault,
 )
-from penstock.errors import ConfigError, FileError, ShapeError
+from penstock.errors import FileError, ShapeError
 from penstock.models import (
     BertConfig,
     DecoderConfig,
-    EncoderConfig,
     GPTConfig,
     LlamaConfig,
 )
@@ -46,8 +40,7 @@ from penstock.models.decoder import decoder_blueprint, load_whole, read_decoder
 from penstock.models.family import family_of
 from penstock.models.gpt import gpt_to_hf
 from penstock.models.split import tied_names
-from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
-from penstock.train.rates import settle_rate
+from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.weights import Sizes
 
 # Our names of sizes, and those in a config.json.
@@ -250,48 +243,6 @@ def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
 
 
 # ---------------------------------------------------------------- tokenizer
-def settle_model(config: Config) -> Config:
-    """Replace what a config leaves to its model: the tokenizer, the learning rate, and the family of an encoder.
-
-    All encoders are of the family bert: they guess masked words and see both ways.
-    """
-    if config.model.folder:
-        sizes = read_sizes(Path(config.model.folder), config.model.folder_key)
-        if isinstance(sizes, BertConfig | EncoderConfig):
-            model = replace(config.model, family="bert")
-            config = check_config(replace(config, model=model))
-        elif config.data.segments:
-            raise ConfigError(segments_fault(config))
-    return settle_rate(settle_tokenizer(config))
-
-
-def settle_tokenizer(config: Config) -> Config:
-    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder.
-
-    Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
-    shows that the model was not trained on bytes.
-    """
-    if config.data.tokenizer != AUTO:
-        return config
-    tokenizer = BYTE_TOKENIZER
-    if config.model.folder:
-        tokenizer = _tokenizer_of_folder(
-            Path(config.model.folder), config.model.folder_key
-        )
-    return replace(config, data=replace(config.data, tokenizer=tokenizer))
-
-
-def _tokenizer_of_folder(folder: Path, key: str) -> str:
-    if (folder / TOKENIZER).is_file():
-        return str(folder / TOKENIZER)
-    vocab = read_sizes(folder, key).vocab
-    if vocab != ByteTokenizer.vocab:
-        raise ConfigError(
-            f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
-            f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
-            "data.tokenizer=bytes trains it on bytes anyway"
-        )
-    return BYTE_TOKENIZER
 
 
 # ---------------------------------------------------------------- weights

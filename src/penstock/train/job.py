@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
-from penstock.config import Config
+from penstock.config import AUTO, BYTE_TOKENIZER, Config, check_config, segments_fault
+from penstock.errors import ConfigError, RunError
+from penstock.formats.plan_json import read_plan
 from penstock.ir.plan import Plan
-from penstock.models import even_partition
+from penstock.models import (
+    BertConfig,
+    DecoderConfig,
+    EncoderConfig,
+    GPTConfig,
+    even_partition,
+)
+from penstock.models.decoder import check_positions
 from penstock.models.layer import recompute_inside, set_dropout
+from penstock.models.tensor import check_shares
 from penstock.runtime import Comm
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, RemoteFiles, Saver
-from penstock.train.data.corpus import Corpus
+from penstock.train.data.corpus import Corpus, open_text, open_validation
+from penstock.train.data.files import ProgressBytes
+from penstock.train.data.masking import masking_of
+from penstock.train.data.tokenizer import (
+    TOKENIZER,
+    ByteTokenizer,
+    kept_tokenizer,
+    tokenizer_of,
+)
 from penstock.train.handover import PartTransfer
+from penstock.train.history import PLAN_FILE
+from penstock.train.hub import read_sizes
 from penstock.train.lora import adapt
+from penstock.train.optimizer import settle_rate
+from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.separate import SeparateFolders
 from penstock.train.weights import Sizes
 
@@ -103,3 +125,129 @@ class Verdict:
     error: str = ""
     text: str = ""
     interrupted: bool = False
+
+
+def job_of(
+    folder: Path, config: Config, resume: bool = False, fresh: bool = False
+) -> Job:
+    """Return the run that a folder describes."""
+    config = settle_model(config)
+    plan = read_plan(folder / PLAN_FILE)
+    corpus = corpus_of(config, folder)
+    validation = validation_of(config, folder)
+    sizes = model_sizes(config)
+    return Job(
+        config, plan, sizes, corpus, folder, resume, fresh, validation=validation
+    )
+
+
+def corpus_of(
+    config: Config,
+    folder: Path,
+    watch: ProgressBytes = lambda done, total: None,
+) -> Corpus:
+    """Open the text of a run, with words to guess if its model is an encoder."""
+    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
+
+
+def validation_of(config: Config, folder: Path) -> Corpus | None:
+    """Open the text of data.validation; None without any."""
+    corpus = open_validation(config.data, cache_of(config, folder))
+    return None if corpus is None else with_guesses(config, corpus)
+
+
+def with_guesses(config: Config, corpus: Corpus) -> Corpus:
+    """Return text with words to guess, if the model is an encoder."""
+    if config.model.family != "bert":
+        return corpus
+    data = config.data
+    masking = masking_of(tokenizer_of(data.tokenizer), data.mask, data.segments)
+    return replace(corpus, masking=masking, typed=data.segments > 1)
+
+
+def model_sizes(config: Config) -> Sizes:
+    """Return the sizes of a config's model, from its folder if it starts from one."""
+    vocab = vocab_of(config)
+    folder = config.model.folder
+    if folder:
+        sizes = read_sizes(Path(folder), config.model.folder_key)
+        if isinstance(sizes, DecoderConfig | BertConfig | GPTConfig):
+            check_positions(sizes, config.data.tokens)
+        if isinstance(sizes, BertConfig | EncoderConfig):
+            check_segments(folder, sizes.types, config.data.segments)
+        if sizes.vocab < vocab:
+            raise RunError(
+                f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"
+                "  data.tokenizer must be the one that the model was trained with"
+            )
+    else:
+        sizes = sizes_of(config.model, vocab, config.data.tokens)
+    check_shares(sizes, config.mesh.tensor)
+    return sizes
+
+
+def check_segments(folder: str, types: int, segments: int) -> None:
+    """Refuse more segments than the model in a folder can tell apart; one needs no types."""
+    if segments > max(types, 1):
+        known = f"knows {types} type" if types else "knows no types"
+        raise RunError(
+            f"the model in {folder} {known} of segments, so it cannot tell {segments} of them apart\n"
+            "  set data.segments=1"
+        )
+
+
+def with_kept_files(config: Config, folder: Path) -> Config:
+    """Replace files that a run's config names, if they are gone, by the run's copies."""
+    tokenizer = kept_tokenizer(config.data.tokenizer, folder)
+    return replace(config, data=replace(config.data, tokenizer=tokenizer))
+
+
+def cache_of(config: Config, folder: Path) -> Path:
+    """Return the folder of a run's token cache."""
+    if config.data.cache:
+        return Path(config.data.cache).expanduser()
+    return folder.parent / "cache"
+
+
+def settle_model(config: Config) -> Config:
+    """Replace what a config leaves to its model: the tokenizer, the learning rate, and the family of an encoder.
+
+    All encoders are of the family bert: they guess masked words and see both ways.
+    """
+    if config.model.folder:
+        sizes = read_sizes(Path(config.model.folder), config.model.folder_key)
+        if isinstance(sizes, BertConfig | EncoderConfig):
+            model = replace(config.model, family="bert")
+            config = check_config(replace(config, model=model))
+        elif config.data.segments:
+            raise ConfigError(segments_fault(config))
+    return settle_rate(settle_tokenizer(config))
+
+
+def settle_tokenizer(config: Config) -> Config:
+    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder.
+
+    Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
+    shows that the model was not trained on bytes.
+    """
+    if config.data.tokenizer != AUTO:
+        return config
+    tokenizer = BYTE_TOKENIZER
+    if config.model.folder:
+        tokenizer = _tokenizer_of_folder(
+            Path(config.model.folder), config.model.folder_key
+        )
+    return replace(config, data=replace(config.data, tokenizer=tokenizer))
+
+
+def _tokenizer_of_folder(folder: Path, key: str) -> str:
+    if (folder / TOKENIZER).is_file():
+        return str(folder / TOKENIZER)
+    vocab = read_sizes(folder, key).vocab
+    if vocab != ByteTokenizer.vocab:
+        raise ConfigError(
+            f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
+            f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
+            "data.tokenizer=bytes trains it on bytes anyway"
+        )
+    return BYTE_TOKENIZER

@@ -57,11 +57,7 @@ from penstock.errors import (
     StuckError,
 )
 from penstock.formats.config_toml import CONFIG_FILE, read_config
-from penstock.formats.plan_json import read_plan
 from penstock.formats.text import put_in_place
-from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
-from penstock.models.decoder import check_positions
-from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import (
     ENDING_SIGNALS,
@@ -80,13 +76,8 @@ from penstock.torch_internals import (
 )
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of, sweep
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import Corpus, open_text, open_validation
-from penstock.train.data.files import ProgressBytes
-from penstock.train.data.masking import masking_of
-from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import (
     METRICS,
-    PLAN_FILE,
     ROOM,
     Event,
     EventLog,
@@ -96,13 +87,10 @@ from penstock.train.history import (
     last_step,
     log_to,
 )
-from penstock.train.hub import read_sizes, settle_model
-from penstock.train.job import Job, Verdict
+from penstock.train.job import Job, Verdict, job_of
 from penstock.train.loop import Trainer
-from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 from penstock.train.separate import SeparateFolders
-from penstock.train.weights import Sizes
 
 # Files in the folder of a run.
 STOP_FILE = "stop"
@@ -357,88 +345,6 @@ def join(
         torch.cuda.set_device(gpu)
         return init(None, patience, gpu, meeting)
     return init(None, patience, meeting=meeting)
-
-
-def job_of(
-    folder: Path, config: Config, resume: bool = False, fresh: bool = False
-) -> Job:
-    """Return the run that a folder describes."""
-    config = settle_model(config)
-    plan = read_plan(folder / PLAN_FILE)
-    corpus = corpus_of(config, folder)
-    validation = validation_of(config, folder)
-    sizes = model_sizes(config)
-    return Job(
-        config, plan, sizes, corpus, folder, resume, fresh, validation=validation
-    )
-
-
-def corpus_of(
-    config: Config,
-    folder: Path,
-    watch: ProgressBytes = lambda done, total: None,
-) -> Corpus:
-    """Open the text of a run, with words to guess if its model is an encoder."""
-    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
-
-
-def validation_of(config: Config, folder: Path) -> Corpus | None:
-    """Open the text of data.validation; None without any."""
-    corpus = open_validation(config.data, cache_of(config, folder))
-    return None if corpus is None else with_guesses(config, corpus)
-
-
-def with_guesses(config: Config, corpus: Corpus) -> Corpus:
-    """Return text with words to guess, if the model is an encoder."""
-    if config.model.family != "bert":
-        return corpus
-    data = config.data
-    masking = masking_of(tokenizer_of(data.tokenizer), data.mask, data.segments)
-    return replace(corpus, masking=masking, typed=data.segments > 1)
-
-
-def model_sizes(config: Config) -> Sizes:
-    """Return the sizes of a config's model, from its folder if it starts from one."""
-    vocab = vocab_of(config)
-    folder = config.model.folder
-    if folder:
-        sizes = read_sizes(Path(folder), config.model.folder_key)
-        if isinstance(sizes, DecoderConfig | BertConfig | GPTConfig):
-            check_positions(sizes, config.data.tokens)
-        if isinstance(sizes, BertConfig | EncoderConfig):
-            check_segments(folder, sizes.types, config.data.segments)
-        if sizes.vocab < vocab:
-            raise RunError(
-                f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"
-                "  data.tokenizer must be the one that the model was trained with"
-            )
-    else:
-        sizes = sizes_of(config.model, vocab, config.data.tokens)
-    check_shares(sizes, config.mesh.tensor)
-    return sizes
-
-
-def check_segments(folder: str, types: int, segments: int) -> None:
-    """Refuse more segments than the model in a folder can tell apart; one needs no types."""
-    if segments > max(types, 1):
-        known = f"knows {types} type" if types else "knows no types"
-        raise RunError(
-            f"the model in {folder} {known} of segments, so it cannot tell {segments} of them apart\n"
-            "  set data.segments=1"
-        )
-
-
-def with_kept_files(config: Config, folder: Path) -> Config:
-    """Replace files that a run's config names, if they are gone, by the run's copies."""
-    tokenizer = kept_tokenizer(config.data.tokenizer, folder)
-    return replace(config, data=replace(config.data, tokenizer=tokenizer))
-
-
-def cache_of(config: Config, folder: Path) -> Path:
-    """Return the folder of a run's token cache."""
-    if config.data.cache:
-        return Path(config.data.cache).expanduser()
-    return folder.parent / "cache"
 
 
 def listen(asked: threading.Event) -> None:

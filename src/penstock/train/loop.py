@@ -42,10 +42,9 @@ from penstock.train.history import (
 from penstock.train.hooks import Callbacks, EarlyStop, read_progress
 from penstock.train.job import Job, Verdict
 from penstock.train.lora import check_same_adapters
-from penstock.train.optimizer import Gradients, check_same_optimizer
+from penstock.train.optimizer import Gradients, check_same_optimizer, factor_at, rate_at
 from penstock.train.place import remote_checkpoints
 from penstock.train.rank_weights import RankWeights
-from penstock.train.rates import factor_at, rate_at
 from penstock.train.resumption import (
     check_same_model,
     checkpoint_facts,

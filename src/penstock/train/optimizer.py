@@ -8,15 +8,28 @@
     rank 1  ‖g‖² of its parameters ─┼─► one column ──► norm      They are added in one order, so the result has the
     rank 2  ...                     ─┘                           same bits however the model is split.
 
-If several processes share a parameter, each measures and updates its own share.
+If several processes share a parameter, each measures and updates its own share. The learning rate of a step is a
+warm-up, then a course that has a name or is the user's own:
+
+    cosine        ╱‾‾╲            linear   ╱╲               wsd   ╱‾‾‾‾‾╲         inverse_sqrt   ╱╲
+                ╱      ╲___              ╱    ╲___              ╱        ╲___                  ╱    `- . __
+
+It depends only on the number of the step, so that a resumed run goes on with the right one. What an optimizer remembers
+of each parameter is found by one step on a tiny parameter:
+
+    AdamW       exp_avg, exp_avg_sq   as large as the parameter        step      one number
+    SGD         momentum_buffer, if it has momentum
+    Adafactor   row_var, col_var      one number a row, one a column   step      one number
+
+Checkpoints and other processes must know the shapes of this state before a parameter has taken its first step.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,14 +38,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.config import LoraConfig, MeshConfig, OptimizerConfig, ParameterGroup
+from penstock.config import (
+    Config,
+    LoraConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ParameterGroup,
+    names_own_code,
+)
 from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_name
 from penstock.models.split import Part, find_anatomy
 from penstock.runtime import Comm, local_share
 from penstock.runtime.gradients import scale_down
 from penstock.torch_internals import norms_of_all
 from penstock.train.lora import adapted_blueprint, is_adapter
-from penstock.train.optimizer_state import Build, Slot, State, filled, find_slots
+from penstock.train.user_code import own_function
 from penstock.train.weights import NUMBERS_PER_PARAMETER, Holding, Sizes
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
@@ -494,3 +514,211 @@ class Gradients:
             if parameter.grad is not None
         ]
         scale_down(gradients, norm, most)
+
+
+Build: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+State: TypeAlias = dict[str, Tensor]
+PROBE_SHAPE = (2, 3, 5, 7, 11)
+COUNTER = "step"  # most optimizers count the steps of each parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of the state of a parameter."""
+
+    name: str
+    # For each dimension, whether the state has all of it or one entry; None for a single number.
+    dimensions: tuple[bool, ...] | None
+    dtype: torch.dtype
+    on_cpu: bool
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is a single number for the whole parameter."""
+        return self.dimensions is None
+
+    def blank(self, parameter: Tensor) -> Tensor:
+        """Return zeros in the shape that the state of a parameter has."""
+        device = torch.device("cpu") if self.on_cpu else parameter.device
+        if self.dimensions is None:
+            return torch.zeros((), dtype=self.dtype, device=device)
+        if all(self.dimensions):
+            return torch.zeros_like(parameter, dtype=self.dtype)
+        sizes = zip(parameter.shape, self.dimensions, strict=True)
+        shape = [size if full else 1 for size, full in sizes]
+        return torch.zeros(shape, dtype=self.dtype, device=device)
+
+    def numbers(self, shape: tuple[int, ...]) -> int:
+        """How many numbers it has for a parameter of this shape."""
+        total = 1
+        for size, full in zip(shape, self.dimensions or (), strict=False):
+            total *= size if full else 1
+        return total
+
+
+def find_slots(build: Build, dimensions: int, device: torch.device) -> tuple[Slot, ...]:
+    """Return the state that an optimizer keeps of parameters with this many dimensions."""
+    shape = PROBE_SHAPE[:dimensions]
+    probe = nn.Parameter(torch.ones(shape, device=device))
+    probe.grad = torch.ones_like(probe)
+    optimizer = build([probe])
+    optimizer.step()
+    slots = []
+    for name, value in sorted(optimizer.state[probe].items()):
+        if value is None:
+            continue
+        full = _dimensions(value, shape)
+        if not isinstance(value, Tensor) or (full is None and value.dim()):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {name!r} in a form that no checkpoint here has\n"
+                "  choose another optimizer.name"
+            )
+        on_cpu = value.device.type == "cpu"
+        slots.append(Slot(name, full, value.dtype, on_cpu))
+    return tuple(slots)
+
+
+def _dimensions(value: object, shape: tuple[int, ...]) -> tuple[bool, ...] | None:
+    """Which dimensions of a parameter a tensor has in full; None if it is not shaped like that."""
+    if not isinstance(value, Tensor) or value.dim() != len(shape) or not shape:
+        return None
+    pairs = list(zip(value.shape, shape, strict=True))
+    if any(size not in (1, whole) for size, whole in pairs):
+        return None
+    return tuple(size == whole for size, whole in pairs)
+
+
+def filled(
+    slots: tuple[Slot, ...], state: Mapping[str, Tensor | None], parameter: Tensor
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yield the state of a parameter, with zeros for what it does not have yet."""
+    for slot in slots:
+        value = state.get(slot.name)
+        yield slot, slot.blank(parameter) if value is None else value.detach()
+
+
+def is_unused(state: Mapping[str, Tensor]) -> bool:
+    """Whether the state in a checkpoint is that of a parameter that has not taken a step yet.
+
+    Such state is left out, because optimizers begin with more than zeros (Rprop with its rate).
+    """
+    if COUNTER in state:
+        return not bool(state[COUNTER].any())
+    return not any(bool(local_share(value).any()) for value in state.values())
+
+
+SCHEDULE_KEY = "optimizer.schedule"
+TRAINED_RATE = (
+    2e-5  # for weights of model.weights; fresh ones bear a hundred times as much
+)
+ADAPTER_RATE = 1e-4  # for LoRA, whose adapters begin at zero
+
+
+def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    >>> from penstock.config import OptimizerConfig
+    >>> [round(rate_at(step, 10, OptimizerConfig(rate=1.0, warmup=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.55, 0.134]
+    """
+    return settings.highest_rate * factor_at(step, steps, settings)
+
+
+def factor_at(step: int, steps: int, settings: OptimizerConfig) -> float:
+    """Return the rate of a step as a share of the highest rate.
+
+    >>> from penstock.config import OptimizerConfig
+    >>> wsd = OptimizerConfig(schedule="wsd", warmup=2, cooldown=0.4, final=0.0)
+    >>> [round(factor_at(step, 10, wsd), 3) for step in (0, 2, 6, 7, 8, 9)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    if names_own_code(settings.schedule):
+        return own_factor(step, settings.schedule)
+    return COURSES[settings.schedule](step, steps, settings)
+
+
+def own_factor(step: int, name: str) -> float:
+    """Return the factor that the user's own function gives for a step, counted from 0."""
+    factor = own_function(name, SCHEDULE_KEY)(step)
+    number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not number or not 0 <= factor < math.inf:
+        raise ConfigError(
+            f"{SCHEDULE_KEY} = {name} returned {factor!r} for step {step}\n"
+            "  return a number of at least 0, by which optimizer.rate is multiplied"
+        )
+    return float(factor)
+
+
+# ---------------------------------------------------------------- the highest rate
+def settle_rate(config: Config) -> Config:
+    """Replace an open rate (0) by one that suits what is trained."""
+    rate = config.optimizer.rate or _suitable_rate(config)[0]
+    return replace(config, optimizer=replace(config.optimizer, rate=rate))
+
+
+def describe_rate(config: Config) -> str:
+    """Say what the highest rate is, and what it was chosen for."""
+    rate = config.optimizer.rate
+    suitable, trained = _suitable_rate(config)
+    if rate == suitable:
+        return f"{rate:g}, as suits {trained}"
+    return f"{rate:g}, as optimizer.rate says; {suitable:g} suits {trained}"
+
+
+def _suitable_rate(config: Config) -> tuple[float, str]:
+    """The rate that suits what a run trains, and what that is."""
+    if config.lora.rank:
+        return ADAPTER_RATE, "adapters"
+    if config.model.weights:
+        return TRAINED_RATE, "weights that are trained already"
+    return config.optimizer.fresh_rate, "new weights"
+
+
+# ---------------------------------------------------------------- courses after the warm-up
+Course = Callable[[int, int, OptimizerConfig], float]
+
+
+def _constant(step: int, steps: int, settings: OptimizerConfig) -> float:
+    return 1.0
+
+
+def _linear(step: int, steps: int, settings: OptimizerConfig) -> float:
+    return _between(1 - _share_done(step, steps, settings), settings)
+
+
+def _cosine(step: int, steps: int, settings: OptimizerConfig) -> float:
+    done = _share_done(step, steps, settings)
+    return _between(0.5 * (1 + math.cos(math.pi * done)), settings)
+
+
+def _wsd(step: int, steps: int, settings: OptimizerConfig) -> float:
+    length = settings.cooldown * steps
+    left = steps - step
+    return _between(min(1.0, left / length) if length else 1.0, settings)
+
+
+def _inverse_sqrt(step: int, steps: int, settings: OptimizerConfig) -> float:
+    highest = max(settings.warmup, 1)
+    return max(math.sqrt(highest / max(step + 1, highest)), settings.final)
+
+
+COURSES: dict[str, Course] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "wsd": _wsd,
+    "inverse_sqrt": _inverse_sqrt,
+}
+
+
+def _share_done(step: int, steps: int, settings: OptimizerConfig) -> float:
+    """The share of the steps after the warm-up that is done."""
+    done = (step - settings.warmup) / max(steps - settings.warmup, 1)
+    return min(done, 1.0)
+
+
+def _between(height: float, settings: OptimizerConfig) -> float:
+    """A factor between the final share, at height 0, and 1."""
+    return settings.final + (1 - settings.final) * height

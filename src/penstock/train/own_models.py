@@ -31,7 +31,7 @@ def read_model(
     """Return a config and the sizes of its model; a model or a run in a folder needs torch."""
     config = read_source(source, None, changes)
     if config.model.folder or is_folder(source):
-        from penstock.train.launch import model_sizes  # noqa: PLC0415  # torch
+        from penstock.train.job import model_sizes  # noqa: PLC0415  # torch
         from penstock.train.start import find_run  # noqa: PLC0415  # torch
 
         config, _ = find_run(source, None, changes, exists=True)

@@ -59,7 +59,7 @@ from penstock.runtime.process.machine import (
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
-from penstock.train.launch import model_sizes
+from penstock.train.job import model_sizes
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
 from penstock.train.own_models import sizes_of

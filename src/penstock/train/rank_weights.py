@@ -24,8 +24,12 @@ from penstock.train.lora import (
     draw_adapters,
     is_adapter,
 )
-from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
-from penstock.train.optimizer_state import is_unused
+from penstock.train.optimizer import (
+    Optimizer,
+    frozen_names,
+    is_unused,
+    layer_parameters,
+)
 from penstock.train.weights import (
     Holding,
     blank_parameters,

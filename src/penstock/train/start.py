@@ -64,17 +64,17 @@ from penstock.train.elastic import is_elastic
 from penstock.train.forecast import keep_profiles
 from penstock.train.history import FULL_TIMELINE, METRICS, PLAN_FILE, TIMELINE
 from penstock.train.hooks import checked_callback
-from penstock.train.hub import keep_origin, settle_model, weight_files
-from penstock.train.launch import (
+from penstock.train.hub import keep_origin, weight_files
+from penstock.train.job import (
     corpus_of,
-    load_ahead,
     model_sizes,
-    run_worker,
+    settle_model,
     validation_of,
     with_kept_files,
 )
+from penstock.train.launch import load_ahead, run_worker
 from penstock.train.lora import check_adapters, trained_names
-from penstock.train.optimizer import check_groups, check_optimizer
+from penstock.train.optimizer import check_groups, check_optimizer, own_factor
 from penstock.train.own_models import limits_of
 from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.placement import (
@@ -90,7 +90,6 @@ from penstock.train.profile import (
     profile_rows,
     request_of,
 )
-from penstock.train.rates import own_factor
 from penstock.train.resumption import check_resumable, nothing_to_resume
 from penstock.train.user_code import check_loss
 from penstock.train.weights import Sizes, blueprint, check_launched, model_name

@@ -43,7 +43,7 @@ from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader, starts_in
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
-from penstock.train.launch import corpus_of, validation_of, with_kept_files
+from penstock.train.job import corpus_of, validation_of, with_kept_files
 from penstock.view.numbers import count_of
 
 WholeOrParts: TypeAlias = nn.Module | Sequence[nn.Module]  # a whole model, or its parts
