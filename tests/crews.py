@@ -15,10 +15,10 @@ from penstock.crew.member import report_of
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
 from penstock.train.checkpoint import good_step
-from penstock.train.handover import CrewChange
 from penstock.train.history import last_step
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
+from penstock.train.rank_weights import CrewChange
 
 
 class Killed(Exception):

@@ -45,10 +45,15 @@ from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
 from penstock.train.data.corpus import open_corpus
 from penstock.train.history import StepRow, read_events, read_rows
-from penstock.train.job import Verdict, job_of, model_sizes, settle_tokenizer
+from penstock.train.job import (
+    Verdict,
+    describe_model,
+    job_of,
+    model_sizes,
+    settle_tokenizer,
+)
 from penstock.train.launch import _story, launch, read_failure, run_worker
 from penstock.train.loop import Trainer
-from penstock.train.resumption import describe_model
 
 
 @pytest.fixture

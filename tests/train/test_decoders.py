@@ -39,8 +39,7 @@ from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights, write_model
-from penstock.train.job import job_of, settle_model
-from penstock.train.resumption import check_same_model, describe_model
+from penstock.train.job import check_same_model, describe_model, job_of, settle_model
 from penstock.train.start import check_training, model_limits
 from penstock.train.weights import copy_weights, draw_parameters, hold_whole
 

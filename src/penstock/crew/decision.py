@@ -42,9 +42,14 @@ from penstock.plan.survivors import (
     seats_to_change,
 )
 from penstock.schedules.coverage import hold_every_part
-from penstock.train.elastic import choose_mirrors, plan_without, step_length
-from penstock.train.handover import Handover, PartTransfer, Transfers
+from penstock.train.elastic import (
+    PartTransfer,
+    choose_mirrors,
+    plan_without,
+    step_length,
+)
 from penstock.train.history import StepFigures
+from penstock.train.rank_weights import Handover, Transfers
 
 NoteKind = Literal[
     "alive",

@@ -43,7 +43,6 @@ from penstock.torch_internals import (
 )
 from penstock.train.checkpoint import RemoteFiles
 from penstock.train.elastic import split_address
-from penstock.train.handover import CrewChange
 from penstock.train.history import Screen, WatchRow, log_to
 from penstock.train.job import Job, Verdict, job_of
 from penstock.train.launch import (
@@ -57,6 +56,7 @@ from penstock.train.launch import (
 from penstock.train.loop import Trainer
 from penstock.train.lora import adapted_blueprint
 from penstock.train.placement import launched_placement
+from penstock.train.rank_weights import CrewChange
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from penstock.config import AUTO, Config
 from penstock.errors import ConfigError
@@ -22,7 +23,6 @@ from penstock.plan.survivors import (
     without_ranks,
 )
 from penstock.sim.simulate import simulate
-from penstock.train.handover import PartTransfer
 from penstock.train.placement import Placement
 
 # The share of a step that must be saved to replan around a slow worker.
@@ -229,3 +229,11 @@ def split_address(text: str, key: str = "the address") -> tuple[str, int]:
             f"{key} is {text!r}, but it must be HOST:PORT\n  for example 10.0.0.1:29500"
         )
     return host, int(port)
+
+
+class PartTransfer(NamedTuple):
+    """A part that one rank sends to another."""
+
+    part: int
+    source: int
+    target: int

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,6 @@ class Progress:
         if self.best is None or loss < self.best:
             return Progress(loss, step)
         return replace(self, worse=self.worse + 1)
-
-    def describe(self) -> dict[str, Any]:
-        """Describe it for a checkpoint."""
-        return asdict(self)
 
 
 def read_progress(facts: Mapping[str, Any]) -> Progress:

@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -29,7 +29,6 @@ from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.process.watchdog import alarm_held
 from penstock.train.checkpoint import CheckpointFacts, read_facts, sweep
 from penstock.train.data.corpus import MixedCorpus, write_use
-from penstock.train.handover import CrewChange, Handover, Transfers
 from penstock.train.history import (
     Counts,
     History,
@@ -40,16 +39,17 @@ from penstock.train.history import (
     write_timeline,
 )
 from penstock.train.hooks import Callbacks, EarlyStop, read_progress
-from penstock.train.job import Job, Verdict
-from penstock.train.lora import check_same_adapters
-from penstock.train.optimizer import Gradients, check_same_optimizer, factor_at, rate_at
-from penstock.train.place import remote_checkpoints
-from penstock.train.rank_weights import RankWeights
-from penstock.train.resumption import (
+from penstock.train.job import (
+    Job,
+    Verdict,
     check_same_model,
     checkpoint_facts,
     checkpoint_to_resume,
 )
+from penstock.train.lora import check_same_adapters
+from penstock.train.optimizer import Gradients, check_same_optimizer, factor_at, rate_at
+from penstock.train.place import remote_checkpoints
+from penstock.train.rank_weights import CrewChange, Handover, RankWeights, Transfers
 from penstock.train.setup import (
     Evaluator,
     StepExecutors,
@@ -438,7 +438,7 @@ class Trainer:
 
     def facts(self) -> CheckpointFacts:
         """Return the description that goes into a checkpoint."""
-        return checkpoint_facts(self.job, self.loader, self.early_stop.progress)
+        return checkpoint_facts(self.job, self.loader, asdict(self.early_stop.progress))
 
     def announce(self, step: int, folder: Path) -> None:
         """Tell callbacks that a checkpoint is complete, and copy it to object storage."""

@@ -66,8 +66,10 @@ from penstock.train.history import FULL_TIMELINE, METRICS, PLAN_FILE, TIMELINE
 from penstock.train.hooks import checked_callback
 from penstock.train.hub import keep_origin, weight_files
 from penstock.train.job import (
+    check_resumable,
     corpus_of,
     model_sizes,
+    nothing_to_resume,
     settle_model,
     validation_of,
     with_kept_files,
@@ -90,7 +92,6 @@ from penstock.train.profile import (
     profile_rows,
     request_of,
 )
-from penstock.train.resumption import check_resumable, nothing_to_resume
 from penstock.train.user_code import check_loss
 from penstock.train.weights import Sizes, blueprint, check_launched, model_name
 from penstock.view.numbers import write_size
