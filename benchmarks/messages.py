@@ -52,8 +52,8 @@ from penstock.cost.profile import sent_bytes
 from penstock.crew.links import Exchange, GlooComm, WireComm
 from penstock.crew.tls import KEY_FILE, keep_key
 from penstock.runtime import Comm, run_threads
+from penstock.runtime.passed_values import Feedback
 from penstock.runtime.process.launch import LOCALHOST, keep_store
-from penstock.runtime.quantized import Feedback
 from penstock.torch_internals import PrefixStore, TCPStore
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.history import StepRow, read_rows

@@ -23,7 +23,7 @@ from penstock.models import (
 )
 from penstock.runtime import Batch, Comm, Executor, Tied, batch_of, run_threads
 from penstock.runtime.comm.thread import ThreadComm
-from penstock.runtime.executor import Result
+from penstock.runtime.step import Result
 
 VOCAB, TOKENS = 61, 7
 

@@ -11,7 +11,7 @@ from penstock import Pipeline, make
 from penstock.errors import ShapeError
 from penstock.models import shift_labels, token_loss
 from penstock.runtime import ThreadComm, run_threads
-from penstock.runtime.agreement import checksum
+from penstock.runtime.batch import checksum
 from penstock.train.loop import Trainer
 from trainings import job_of
 

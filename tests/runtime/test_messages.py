@@ -13,7 +13,7 @@ from penstock.ir.lane import Do, lane_turns
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, run_threads
 from penstock.runtime.comm.thread import ThreadComm
-from penstock.runtime.quantized import Feedback, quantize, restore
+from penstock.runtime.passed_values import Feedback, quantize, restore
 from pipelines import data, gradients_of, layers_of, llama, piped, worst
 
 pytestmark = pytest.mark.numerics

@@ -13,8 +13,7 @@ from penstock.ir.sums import SumKind, SumPlan, even_sum
 from penstock.models import part_parameters, split
 from penstock.runtime import Executor, run_threads
 from penstock.runtime.gradients import Mean
-from penstock.runtime.planned_sums import PlannedSum, SumThread
-from penstock.runtime.quantized import CellFormat
+from penstock.runtime.planned_sums import CellFormat, PlannedSum, SumThread
 from pipelines import data, gpt, layers_of, llama, token_loss
 
 RANKS = (0, 1, 2, 3, 4)

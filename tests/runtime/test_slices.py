@@ -27,7 +27,7 @@ from penstock.models import (
 )
 from penstock.models.slice import Carry, Slice
 from penstock.runtime import Executor, batch_of, run_threads
-from penstock.runtime.units import spans_of
+from penstock.runtime.batch import spans_of
 from penstock.schedules.transforms import slice_tokens
 from pipelines import VOCAB, data, gpt, layers_of, llama, piped, unsplit, worst
 from random_schedules import random_schedule

@@ -45,9 +45,8 @@ from penstock.crew.tls import (
 )
 from penstock.errors import ConfigError, FileError, PeerLostError
 from penstock.ir.sums import SumKind, SumPlan
-from penstock.runtime.planned_sums import PlannedSum, SumThread
+from penstock.runtime.planned_sums import CellFormat, PlannedSum, SumThread
 from penstock.runtime.process.launch import keep_store
-from penstock.runtime.quantized import CellFormat
 from penstock.torch_internals import PrefixStore, TCPStore
 from penstock.train.elastic import split_address
 from rank_threads import on_ranks

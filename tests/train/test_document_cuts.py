@@ -14,8 +14,7 @@ from penstock import make
 from penstock.errors import ShapeError
 from penstock.models import document_starts
 from penstock.plan.slices import equal_work_cuts
-from penstock.runtime.batch import Batch
-from penstock.runtime.units import cut_units
+from penstock.runtime.batch import Batch, cut_units
 from penstock.train.data.loader import DocumentCutter
 from penstock.train.setup import cutter_of
 from trainings import apart, job_of, train, watch_batches

@@ -32,8 +32,7 @@ from penstock.cost.buffers import BufferedMessage
 from penstock.cost.fit import least_squares
 from penstock.cost.network import Network, PerPair, slowest_link, value_of_pair
 from penstock.cost.sizes import FLOAT32_BYTES
-from penstock.runtime.agreement import share_facts
-from penstock.runtime.comm.comm import Comm
+from penstock.runtime.comm.comm import Comm, exchange
 from penstock.torch_internals import sleep_on_gpu
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
@@ -113,7 +112,7 @@ def measured_links(
 
 def hosts_of(comm: Comm) -> tuple[str, ...]:
     """The host name of every rank; all ranks must call this."""
-    told = share_facts(comm, {"host": socket.gethostname()})
+    told = exchange(comm, {"host": socket.gethostname()})
     return tuple(facts["host"] for facts in told)
 
 

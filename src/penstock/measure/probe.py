@@ -30,11 +30,10 @@ from penstock.runtime.backward import (
     make_deferrable,
     record_in,
 )
-from penstock.runtime.executor import Loss
-from penstock.runtime.loss import ChunkedLoss, tensors_held
+from penstock.runtime.loss import ChunkedLoss, Loss, tensors_held
 from penstock.runtime.passed_values import has_gradient
 from penstock.runtime.recorder import Clock, Moment
-from penstock.runtime.tape import Tape
+from penstock.runtime.replay import Tape
 from penstock.torch_internals import (
     multiply_all,
     norms_of_all,

@@ -52,7 +52,7 @@ from penstock.measure.probe import (
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.machine import keep_freed_memory
 from penstock.runtime.recorder import collector_paused
-from penstock.runtime.tape import Tape
+from penstock.runtime.replay import Tape
 
 PROFILE_ROUNDS = 6
 

@@ -20,8 +20,7 @@ from penstock.cost.cluster import Cluster, Matrix, Node
 from penstock.cost.network import PerPair
 from penstock.errors import ShapeError
 from penstock.measure.links import hosts_of, measured_links
-from penstock.runtime.agreement import share_facts
-from penstock.runtime.comm.comm import Comm
+from penstock.runtime.comm.comm import Comm, exchange
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.launch import run_on_ranks, spawn, under_launcher
 
@@ -60,7 +59,7 @@ def cluster_of(
     neighbors = Counter(hosts)[hosts[comm.rank]]
     comm.barrier()
     mine = _product_seconds(device), _memory_bytes(device, neighbors)
-    measured = [one["measured"] for one in share_facts(comm, {"measured": mine})]
+    measured = [one["measured"] for one in exchange(comm, {"measured": mine})]
     network = measured_links(comm, True, device)
     fastest = min(seconds for seconds, _ in measured)
     nodes = []

@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from penstock.runtime.comm.process import ProcessComm
     from penstock.runtime.comm.thread import ThreadComm, run_threads
     from penstock.runtime.compiled import CompiledLoss, compile_stage
-    from penstock.runtime.executor import Executor, Result
+    from penstock.runtime.executor import Executor
     from penstock.runtime.gradients import Mean
     from penstock.runtime.loss import ChunkedLoss, add_loss, collected_losses
     from penstock.runtime.process.launch import finish, init, spawn
     from penstock.runtime.process.watchdog import watching
     from penstock.runtime.proof import Proof, prove
+    from penstock.runtime.replay import CudaTape, Tape
     from penstock.runtime.replicas import Tied, shard_layers
-    from penstock.runtime.tape import CudaTape, Tape
+    from penstock.runtime.step import Result
     from penstock.torch_internals import cut_share, local_share, share_offset
 
 __all__ = [
@@ -74,7 +75,7 @@ _MODULES = {
     "runtime.process.watchdog": ("watching",),
     "runtime.proof": ("Proof", "prove"),
     "runtime.replicas": ("Tied", "shard_layers"),
-    "runtime.tape": ("CudaTape", "Tape"),
+    "runtime.replay": ("CudaTape", "Tape"),
     "torch_internals": ("cut_share", "local_share", "share_offset"),
 }
 

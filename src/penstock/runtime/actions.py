@@ -26,12 +26,7 @@ from penstock.ir.schedule import Schedule
 from penstock.models.layer import place_at
 from penstock.models.slice import Slice
 from penstock.runtime.backward import CastWeights, DeferralReport, Ledger, record_in
-from penstock.runtime.edges import (
-    backward_roots,
-    leaves,
-    outside,
-    take_gradients,
-)
+from penstock.runtime.batch import BatchUnits, StepValues, detached
 from penstock.runtime.loss import (
     ChunkedLoss,
     Loss,
@@ -62,12 +57,15 @@ from penstock.runtime.passed_values import (
     ForwardParameters,
     Passed,
     Value,
+    backward_roots,
     described,
     forward_parameters,
+    leaves,
     named_arguments,
+    outside,
     passed_by,
+    take_gradients,
 )
-from penstock.runtime.units import BatchUnits, StepValues, detached
 from penstock.torch_internals import changes, walk_back
 
 GiveBack = Callable[[Tensor], None]  # returns a receive buffer to the `Comm`
@@ -98,7 +96,7 @@ class StageActions(Protocol):
 class LaneStages:
     """The stages of one rank and how they compute.
 
-    The second group of fields is known once the ranks have agreed (`penstock.runtime.agreement`).
+    The second group of fields is known once the ranks have agreed (`penstock.runtime.replicas`).
     """
 
     modules: Mapping[int, nn.Module]

@@ -31,13 +31,6 @@ from penstock.models.slice import Carry, Slice
 from penstock.runtime.actions import call_stage, needs_gradients
 from penstock.runtime.batch import Batch, counting
 from penstock.runtime.comm.thread import Hub, ThreadComm
-from penstock.runtime.edges import (
-    Edge,
-    TensorSpecs,
-    backward_roots,
-    leaves,
-    take_gradients,
-)
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss import (
     Reduction,
@@ -56,11 +49,16 @@ from penstock.runtime.module_state import (
 )
 from penstock.runtime.passed_values import (
     PIECE,
+    Edge,
     Passed,
+    TensorSpecs,
     Value,
+    backward_roots,
     forward_parameters,
     has_gradient,
+    leaves,
     named_arguments,
+    take_gradients,
 )
 from penstock.torch_internals import (
     changes,

@@ -18,27 +18,15 @@ import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ShapeError
-from penstock.ir.action import FORWARD, Action
-from penstock.ir.lane import Do, Turn
+from penstock.errors import PeerLostError, PenstockError, ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.agreement import (
-    FAILURE,
-    MISFIT,
-    memory_mark,
-    raise_failure,
-    refuse_other_batches,
-    share_facts,
-)
-from penstock.runtime.batch import Batch, NamedShapes
-from penstock.runtime.comm.comm import Comm
+from penstock.runtime.batch import Batch, NamedShapes, refuse_other_batches
+from penstock.runtime.comm.comm import Comm, exchange
 from penstock.runtime.module_state import (
     ModuleMemory,
     uncompiled,
@@ -47,8 +35,9 @@ from penstock.runtime.module_state import (
 )
 from penstock.runtime.passed_values import (
     PIECE,
+    Edge,
     LayerChain,
-    Value,
+    TensorSpec,
     described,
     forward_parameters,
     has_gradient,
@@ -56,91 +45,8 @@ from penstock.runtime.passed_values import (
     passed_by,
     refuse_missing,
 )
-from penstock.runtime.quantized import quantized_shape
+from penstock.runtime.replicas import memory_mark
 from penstock.torch_internals import original_module
-
-
-class TensorSpec(NamedTuple):
-    """A tensor between two stages."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # on a rank
-    sent_as: torch.dtype  # between ranks
-
-    @property
-    def quantized(self) -> bool:
-        """Whether its rows travel as int8, each with its scale."""
-        return self.sent_as is torch.int8 and self.dtype.is_floating_point
-
-    @property
-    def travels_as_it_is(self) -> bool:
-        """Whether it has the same type between ranks as on a rank."""
-        return self.sent_as is self.dtype
-
-    @property
-    def sent_shape(self) -> tuple[int, ...]:
-        """The shape on its way to another rank."""
-        return quantized_shape(self.shape) if self.quantized else self.shape
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of the tensor on its way to another rank."""
-        return prod(self.sent_shape) * self.sent_as.itemsize
-
-
-TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """What one stage of a path passes to the next."""
-
-    values: int  # tensors for the first arguments of the next stage
-    names: tuple[str, ...]  # of the tensors after these
-    tensors: TensorSpecs
-
-    @property
-    def gradients(self) -> TensorSpecs:
-        """The tensors that come back: the gradients of all that can have one."""
-        return tuple(spec for spec in self.tensors if has_gradient(spec.dtype))
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of all its tensors on their way to another rank."""
-        return sum(spec.sent_bytes for spec in self.tensors)
-
-    def sliced(self, stage: int, tokens: int, piece: int) -> Edge:
-        """The edge for a slice of `piece` tokens of a sequence of `tokens`."""
-        tensors = []
-        for spec in self.tensors:
-            if len(spec.shape) < 2 or spec.shape[1] != tokens:
-                raise ShapeError(
-                    f"stage {stage} makes a tensor of shape {spec.shape} of a sequence of {tokens} tokens, so it "
-                    f"cannot be sliced: slices need (rows, {tokens}, ...)\n  make the schedule with slices=1"
-                )
-            shape = (spec.shape[0], piece, *spec.shape[2:])
-            tensors.append(spec._replace(shape=shape))
-        return replace(self, tensors=tuple(tensors))
-
-    def arguments(self, value: Value) -> tuple[Value, dict[str, Tensor]]:
-        """The first arguments of the next stage, and the tensors with names."""
-        named = dict(zip(self.names, value[self.values :], strict=True))
-        return value[: self.values], named
-
-    def value_of(
-        self, returned: object, travelling: Mapping[str, Tensor]
-    ) -> Value | None:
-        """What a stage passes on: what it returned, and what travels along; None if the edge has something else."""
-        passed = passed_by(returned)
-        if passed is None or len(passed.values) != self.values:
-            return None
-        tensors = list(passed.values)
-        for name in self.names:
-            tensor = passed.named.get(name, travelling.get(name))
-            if tensor is None:
-                return None
-            tensors.append(tensor)
-        return tuple(tensors)
 
 
 class StageFact(NamedTuple):
@@ -223,7 +129,7 @@ class EdgeFinder:
             }
             own[str(stage)] = [asks, width, _name_of(dtype), marks]
         everything: dict[str, Any] = {}
-        for facts in share_facts(self.comm, own):
+        for facts in exchange(self.comm, own):
             everything |= facts
         stages = []
         for stage in range(len(self.schedule.stages)):
@@ -302,7 +208,7 @@ class EdgeFinder:
                     break
                 found[str(place)] = _as_json(edge)
             everything: dict[str, Any] = {}
-            for facts in share_facts(self.comm, found):
+            for facts in exchange(self.comm, found):
                 everything |= facts
             if FAILURE in everything:
                 raise_failure(everything[FAILURE], everything[MISFIT], failure)
@@ -550,137 +456,26 @@ def _failure_text(stage: int, module: nn.Module, error: Exception) -> str:
     return f"stage {stage} ({name}) raised {type(error).__name__}: {reason}"
 
 
-# ---------------------------------------------------------------- by unit and value
-UnitTokens: TypeAlias = tuple[int, int]  # tokens of the whole sequence, and of the unit
-
-Specs: TypeAlias = dict[int, TensorSpecs]  # by value
-
-
-@dataclass(frozen=True, slots=True)
-class BatchEdges:
-    """The edges of a batch: by micro-batch and position on its path, and what each value of a lane consists of."""
-
-    edges: Sequence[tuple[Edge, ...]]
-    specs: Specs
-    incoming: Mapping[int, Edge]  # by forward
-    outgoing: Mapping[int, Edge]  # by forward
-    unit_bytes: tuple[int, ...]  # of the largest message of each unit, between ranks
+# ---------------------------------------------------------------- failures
+# Facts of a rank that has failed: the error in words, and whether it is a `ShapeError`, which all ranks then raise.
+FAILURE, MISFIT = "failure", "misfit"
 
 
-NO_EDGES = BatchEdges((), {}, {}, {}, ())
+def fail_together(comm: Comm, failure: PenstockError | None) -> None:
+    """Raise an error on all ranks if one of them has failed, so that no other goes on. All ranks must call this."""
+    told: dict[str, Any] = {}
+    if failure is not None:
+        told = {FAILURE: str(failure), MISFIT: isinstance(failure, ShapeError)}
+    shared = exchange(comm, told)
+    if failure is not None:
+        raise failure
+    for facts in shared:
+        if facts:
+            raise_failure(facts[FAILURE], facts[MISFIT])
 
 
-def edges_of_lane(
-    schedule: Schedule,
-    turns: Iterable[Turn],
-    edges: Sequence[tuple[Edge, ...]],
-    tokens: Sequence[UnitTokens] | None,
-) -> BatchEdges:
-    """The tensors of every value that a lane makes, needs or receives.
-
-    `tokens` has an entry for each unit, if any micro-batch is cut.
-    """
-    specs: Specs = {}
-    incoming: dict[int, Edge] = {}
-    outgoing: dict[int, Edge] = {}
-    places: dict[tuple[int, ...], dict[int, int]] = {}  # positions, by path and stage
-
-    def edge_at(action: Action, unit: int, shift: int) -> Edge | None:
-        path = schedule.microbatches[action.microbatch].path
-        if path not in places:
-            places[path] = {stage: number for number, stage in enumerate(path)}
-        position = places[path][action.stage] + shift
-        if not 0 <= position < len(path) - 1:
-            return None
-        edge = edges[action.microbatch][position]
-        return edge if tokens is None else edge.sliced(path[position], *tokens[unit])
-
-    for turn in turns:
-        for step in (turn.step, *turn.messages):
-            if step is None or step.do is Do.WEIGHTS:
-                continue
-            action = step.instruction.action
-            before = edge_at(action, step.unit, -1)
-            after = edge_at(action, step.unit, 0)
-            if action.op.kind == FORWARD:
-                if after is not None:
-                    specs[step.value] = after.tensors
-                    outgoing[step.value] = after
-                if step.source >= 0 and before is not None:
-                    specs[step.source] = before.tensors
-                    incoming[step.value] = before
-            else:
-                if before is not None:
-                    specs[step.value] = before.gradients
-                if step.source >= 0 and after is not None:
-                    specs[step.source] = after.gradients
-    unit_bytes = _unit_bytes(schedule, edges, tokens)
-    return BatchEdges(edges, specs, incoming, outgoing, unit_bytes)
-
-
-def _unit_bytes(
-    schedule: Schedule,
-    edges: Sequence[tuple[Edge, ...]],
-    tokens: Sequence[UnitTokens] | None,
-) -> tuple[int, ...]:
-    """The bytes of the largest message of each unit."""
-    largest = []
-    unit = 0
-    for number, microbatch in enumerate(schedule.microbatches):
-        whole = max((edge.sent_bytes for edge in edges[number]), default=0)
-        for _ in range(microbatch.slices):
-            if tokens is None:
-                largest.append(whole)
-            else:
-                total, piece = tokens[unit]
-                largest.append(whole * piece // max(total, 1))
-            unit += 1
-    return tuple(largest)
-
-
-# ---------------------------------------------------------------- values
-# The tensors of an edge on their way from one stage to the next, or their gradients on the way back.
-#
-# forward    x ──────► stage ──► y        tensors that the stage does not return, but a later one asks for,
-#            skip ─────────────► skip     go through it untouched
-# backward   dx ◄───── stage ◄── dy       whole numbers have no gradients; where a stage both uses a value
-#            dskip ◄─── + ◄──── dskip     and passes it on, autograd adds the two gradients
-
-
-def leaves(value: Value, trains: bool) -> Value:
-    """The tensors as inputs of the next stage, without the graph that made them."""
-    inputs = []
-    for tensor in value:
-        x = tensor.detach()
-        if trains and has_gradient(x.dtype):
-            x.requires_grad_()
-        inputs.append(x)
-    return tuple(inputs)
-
-
-def take_gradients(value: Value) -> Value:
-    """The gradients of all that can have one, zero where nothing used them; they are forgotten here."""
-    gradients = []
-    for x in value:
-        if has_gradient(x.dtype):
-            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
-            x.grad = None
-    return tuple(gradients)
-
-
-def backward_roots(value: Value, gradients: Value) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors from which a backward begins, and their gradients."""
-    differentiable = [x for x in value if has_gradient(x.dtype)]
-    roots = []
-    given = []
-    for x, gradient in zip(differentiable, gradients, strict=True):
-        if x.requires_grad:
-            roots.append(x)
-            given.append(gradient.to(x.dtype))
-    return roots, given
-
-
-def outside(buffers: Sequence[Tensor], value: Value) -> list[Tensor]:
-    """The receive buffers in which no tensor of a value lies."""
-    places = {x.data_ptr() for x in value}
-    return [buffer for buffer in buffers if buffer.data_ptr() not in places]
+def raise_failure(text: str, misfit: bool, own: Exception | None = None) -> None:
+    """Raise the error of a stage: as it is on its own rank, in words on the others."""
+    if misfit:
+        raise ShapeError(text)
+    raise own or PeerLostError(text)

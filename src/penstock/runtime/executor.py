@@ -8,7 +8,7 @@ An `Executor` is built once and then runs step after step.
     StepGradients     sums over replicas and shards, and earlier gradients         `penstock.runtime.gradients`
 
 Each rank sees only its own stages, so before the first step the ranks agree on what they can know only together
-(`penstock.runtime.agreement`).
+(`penstock.runtime.replicas`).
 """
 
 from __future__ import annotations
@@ -31,34 +31,37 @@ from penstock.runtime.actions import (
     LaneStages,
     StageActions,
 )
-from penstock.runtime.agreement import (
-    Agreement,
-    agree,
-    fail_together,
-    refuse_other_batches,
-)
 from penstock.runtime.backward import cast_weights, make_deferrable
-from penstock.runtime.batch import Batch, NamedShapes
-from penstock.runtime.comm.comm import Comm
-from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
-from penstock.runtime.gradients import Mean, StepGradients, Visits
-from penstock.runtime.loss import Loss, reduction_of
-from penstock.runtime.messages import Messages
-from penstock.runtime.passed_values import described
-from penstock.runtime.process.machine import keep_freed_memory
-from penstock.runtime.quantized import Feedback
-from penstock.runtime.recorder import Clock, Recorder
-from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
-from penstock.runtime.replicas import Replicas, Shards, Tied, groups_of, ties_of
-from penstock.runtime.step import Result, Walk
-from penstock.runtime.tape import Tape
-from penstock.runtime.units import (
+from penstock.runtime.batch import (
+    Batch,
+    BatchEdges,
     BatchUnits,
+    NamedShapes,
     StepValues,
     cut_units,
+    edges_of_lane,
     joined,
+    refuse_other_batches,
     refuse_whole,
 )
+from penstock.runtime.comm.comm import Comm
+from penstock.runtime.edges import EdgeFinder, fail_together
+from penstock.runtime.gradients import Mean, StepGradients, Visits
+from penstock.runtime.loss import Loss, reduction_of
+from penstock.runtime.passed_values import Edge, Feedback, described
+from penstock.runtime.process.machine import keep_freed_memory
+from penstock.runtime.recorder import Clock, Recorder
+from penstock.runtime.replay import PlayedActions, Recordings, Tape, refuse_shares
+from penstock.runtime.replicas import (
+    Agreement,
+    Replicas,
+    Shards,
+    Tied,
+    agree,
+    groups_of,
+    ties_of,
+)
+from penstock.runtime.step import Messages, Result, Walk
 from penstock.torch_internals import original_module
 
 __all__ = ["Executor", "Loss", "Result"]

@@ -16,12 +16,14 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from penstock.cost.profile import SCALE_BYTES
 from penstock.errors import ShapeError
 from penstock.models.slice import Slice
 from penstock.torch_internals import original_module
@@ -240,3 +242,200 @@ def described(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)} ({', '.join(type(one).__name__ for one in value)})"
     return f"a {type(value).__name__}"
+
+
+# ---------------------------------------------------------------- between two stages
+class TensorSpec(NamedTuple):
+    """A tensor between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # on a rank
+    sent_as: torch.dtype  # between ranks
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its rows travel as int8, each with its scale."""
+        return self.sent_as is torch.int8 and self.dtype.is_floating_point
+
+    @property
+    def travels_as_it_is(self) -> bool:
+        """Whether it has the same type between ranks as on a rank."""
+        return self.sent_as is self.dtype
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape on its way to another rank."""
+        return quantized_shape(self.shape) if self.quantized else self.shape
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the tensor on its way to another rank."""
+        return prod(self.sent_shape) * self.sent_as.itemsize
+
+
+TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What one stage of a path passes to the next."""
+
+    values: int  # tensors for the first arguments of the next stage
+    names: tuple[str, ...]  # of the tensors after these
+    tensors: TensorSpecs
+
+    @property
+    def gradients(self) -> TensorSpecs:
+        """The tensors that come back: the gradients of all that can have one."""
+        return tuple(spec for spec in self.tensors if has_gradient(spec.dtype))
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of all its tensors on their way to another rank."""
+        return sum(spec.sent_bytes for spec in self.tensors)
+
+    def sliced(self, stage: int, tokens: int, piece: int) -> Edge:
+        """The edge for a slice of `piece` tokens of a sequence of `tokens`."""
+        tensors = []
+        for spec in self.tensors:
+            if len(spec.shape) < 2 or spec.shape[1] != tokens:
+                raise ShapeError(
+                    f"stage {stage} makes a tensor of shape {spec.shape} of a sequence of {tokens} tokens, so it "
+                    f"cannot be sliced: slices need (rows, {tokens}, ...)\n  make the schedule with slices=1"
+                )
+            shape = (spec.shape[0], piece, *spec.shape[2:])
+            tensors.append(spec._replace(shape=shape))
+        return replace(self, tensors=tuple(tensors))
+
+    def arguments(self, value: Value) -> tuple[Value, dict[str, Tensor]]:
+        """The first arguments of the next stage, and the tensors with names."""
+        named = dict(zip(self.names, value[self.values :], strict=True))
+        return value[: self.values], named
+
+    def value_of(
+        self, returned: object, travelling: Mapping[str, Tensor]
+    ) -> Value | None:
+        """What a stage passes on: what it returned, and what travels along; None if the edge has something else."""
+        passed = passed_by(returned)
+        if passed is None or len(passed.values) != self.values:
+            return None
+        tensors = list(passed.values)
+        for name in self.names:
+            tensor = passed.named.get(name, travelling.get(name))
+            if tensor is None:
+                return None
+            tensors.append(tensor)
+        return tuple(tensors)
+
+
+# ---------------------------------------------------------------- values
+# The tensors of an edge on their way from one stage to the next, or their gradients on the way back.
+#
+# forward    x ──────► stage ──► y        tensors that the stage does not return, but a later one asks for,
+#            skip ─────────────► skip     go through it untouched
+# backward   dx ◄───── stage ◄── dy       whole numbers have no gradients; where a stage both uses a value
+#            dskip ◄─── + ◄──── dskip     and passes it on, autograd adds the two gradients
+
+
+def leaves(value: Value, trains: bool) -> Value:
+    """The tensors as inputs of the next stage, without the graph that made them."""
+    inputs = []
+    for tensor in value:
+        x = tensor.detach()
+        if trains and has_gradient(x.dtype):
+            x.requires_grad_()
+        inputs.append(x)
+    return tuple(inputs)
+
+
+def take_gradients(value: Value) -> Value:
+    """The gradients of all that can have one, zero where nothing used them; they are forgotten here."""
+    gradients = []
+    for x in value:
+        if has_gradient(x.dtype):
+            gradients.append(torch.zeros_like(x) if x.grad is None else x.grad)
+            x.grad = None
+    return tuple(gradients)
+
+
+def backward_roots(value: Value, gradients: Value) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors from which a backward begins, and their gradients."""
+    differentiable = [x for x in value if has_gradient(x.dtype)]
+    roots = []
+    given = []
+    for x, gradient in zip(differentiable, gradients, strict=True):
+        if x.requires_grad:
+            roots.append(x)
+            given.append(gradient.to(x.dtype))
+    return roots, given
+
+
+def outside(buffers: Sequence[Tensor], value: Value) -> list[Tensor]:
+    """The receive buffers in which no tensor of a value lies."""
+    places = {x.data_ptr() for x in value}
+    return [buffer for buffer in buffers if buffer.data_ptr() not in places]
+
+
+# ---------------------------------------------------------------- messages in int8
+# Messages of one byte a number: every row has its own scale, and what rounding loses is sent along next time.
+#
+#     x          0.30   -1.27    0.02      a row: the hidden state of one token, or its gradient
+#     int8         30    -127       2      with the scale 1.27 / 127, in four bytes at the end of the row
+#     lost       0.00    0.00    0.00      added to the message of the same action in the next step
+#
+# Rounding errors of gradients would add up over the steps. The sender keeps the error of each message and adds
+# it to the next message of the same action, so that the errors cancel over time instead (error feedback).
+
+
+LARGEST = 127
+
+SMALLEST_SCALE = 1e-30  # of a row of zeros
+
+
+def quantized_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a message whose numbers have one byte."""
+    return (*shape[:-1], shape[-1] + SCALE_BYTES)
+
+
+def quantize(x: Tensor) -> Tensor:
+    """Round each row to 8 bits; the result holds the rows and their scales."""
+    numbers = x.float()
+    scales = numbers.abs().amax(-1, keepdim=True) / LARGEST
+    scales = scales.clamp_min(SMALLEST_SCALE)  # NaN stays NaN, and reaches the loss.
+    width = x.shape[-1]
+    packed = torch.empty(quantized_shape(x.shape), dtype=torch.int8, device=x.device)
+    packed[..., :width] = (numbers / scales).round_().to(torch.int8)
+    packed[..., width:] = scales.view(torch.int8)
+    return packed
+
+
+def restore(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of a message that `quantize` has made."""
+    width = packed.shape[-1] - SCALE_BYTES
+    # A copy, because the scale of a single row need not lie where a float may lie.
+    scales = packed[..., width:].clone(memory_format=torch.contiguous_format)
+    scales = scales.view(torch.float32)
+    return (packed[..., :width].float() * scales).to(dtype)
+
+
+class Feedback:
+    """What rounding has lost of the last message of each action.
+
+    Only gradients get it back, unless `states` says that hidden states do, too.
+    """
+
+    def __init__(self, states: bool = False) -> None:
+        self.states = states
+        # Keys: the number of the action, and the place among the tensors that it passes on.
+        self.lost: dict[tuple[int, int], Tensor] = {}
+
+    def quantize(self, x: Tensor, place: tuple[int, int]) -> Tensor:
+        """Quantize a message together with what the last one of the same place has lost."""
+        lost = self.lost.get(place)
+        if lost is not None and lost.shape == x.shape:
+            x = x + lost
+        packed = quantize(x)
+        lost = x - restore(packed, x.dtype)
+        # An error that is not finite would spoil all later steps.
+        self.lost[place] = lost.nan_to_num_(0.0, 0.0, 0.0)
+        return packed

@@ -16,6 +16,7 @@ same take, because nothing is known about how the actions of two takes will inte
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import (
     Callable,
     Collection,
@@ -25,10 +26,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from penstock.runtime.actions import (
     LaneStages,
 )
 from penstock.runtime.backward import record_in
-from penstock.runtime.batch import Batch
+from penstock.runtime.batch import Batch, BatchUnits, StepValues, cut_units
 from penstock.runtime.gradients import EarlierGradients, FixedGradients
 from penstock.runtime.loss import adding_to
 from penstock.runtime.module_state import (
@@ -55,8 +56,6 @@ from penstock.runtime.module_state import (
     drawn_since,
     states,
 )
-from penstock.runtime.tape import RecordedWork, Results, Tape
-from penstock.runtime.units import BatchUnits, StepValues, cut_units
 from penstock.torch_internals import (
     local_share,
     recording_bytes,
@@ -64,8 +63,8 @@ from penstock.torch_internals import (
 )
 
 
-def _play_nothing() -> None:
-    """Play an action that does nothing."""
+def _nothing(*_: object) -> None:
+    """Do nothing: in place of a recording without work, of what prepares one, and of giving buffers back."""
 
 
 # ---------------------------------------------------------------- playing
@@ -368,7 +367,7 @@ class RecordingSession:
 
         if _does_nothing(actions, step):
             _run(actions, step)
-            return RecordedAction((), (), _play_nothing)
+            return RecordedAction((), (), _nothing)
         results, play = self.record_work(work, step, prepare)
         inputs = list(places)
         if self.tape.replays_memory:
@@ -443,7 +442,7 @@ class RecordingSession:
                 zeros = [x.zero_() for x in self.empty_value(step.source)]
                 values.held[step.source] = tuple(zeros)
         return ComputedActions(
-            self.stages, units, values, _nothing_to_give, restores_randomness=False
+            self.stages, units, values, _nothing, restores_randomness=False
         )
 
     def clone_named(self, microbatches: set[int]) -> tuple[Mapping[str, Tensor], ...]:
@@ -477,7 +476,7 @@ class RecordingSession:
         if _does_nothing(actions, step):
             # An empty graph cannot be recorded, but the slices must be marked as done.
             _run(actions, step)
-            return RecordedAction((), (), _play_nothing)
+            return RecordedAction((), (), _nothing)
         results, play = self.record_work(partial(_run, actions, step), step)
         inputs: list[Tensor] = []
         if step.do is not Do.WEIGHTS and step.source >= 0:
@@ -488,7 +487,7 @@ class RecordingSession:
         self,
         work: RecordedWork,
         step: LaneStep,
-        prepare: Callable[[], None] = _play_nothing,
+        prepare: Callable[[], None] = _nothing,
     ) -> tuple[Results, Callable[[], None]]:
         """Record the work of a step; raise a `RunError` if that is impossible."""
         try:
@@ -609,10 +608,6 @@ def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:
     return tuple(clones)
 
 
-def _nothing_to_give(buffer: Tensor) -> None:
-    """A recording receives no messages, so it has no receive buffer to give back."""
-
-
 # ---------------------------------------------------------------- takes
 # Assigns each micro-batch on a stage to a take: a set of recordings for one micro-batch at a time.
 #
@@ -699,3 +694,90 @@ def recording_kind(
 def take_moment(step: LaneStep) -> TakeMoment:
     """The key of a step within its take."""
     return step.do, step.instruction.action.slice
+
+
+# ---------------------------------------------------------------- tape
+# A tape records work once and plays it many times. On a GPU it is a CUDA graph: one launch replaces hundreds.
+
+Results: TypeAlias = tuple[Tensor, ...]
+RecordedWork: TypeAlias = Callable[[], Results | None]
+
+
+class Tape(Protocol):
+    """Records work. Playing it computes the same results again, in the same memory."""
+
+    @property
+    def replays_memory(self) -> bool:
+        """Whether playing repeats every write to memory, and no call of Python.
+
+        Then a gradient that was made while recording is overwritten when it is played, and memory that is freed
+        between two recordings stays with the tape, which gives it to later ones.
+        """
+        ...
+
+    def begin(self) -> None:
+        """Begin with new memory. What is recorded until the next call is played in the same order, over and over."""
+        ...
+
+    def rehearse(self, work: RecordedWork) -> None:
+        """Do work without recording it, on the stream where it will be recorded."""
+        ...
+
+    def record(
+        self, work: RecordedWork, prepare: Callable[[], None] = _nothing
+    ) -> tuple[Results, Callable[[], None]]:
+        """Record work; return its results and a function that plays it.
+
+        The results may hold no valid numbers before the first time it is played. `prepare` fills the inputs for that,
+        if the tape plays the work at once.
+        """
+        ...
+
+
+class CudaTape:
+    """Records CUDA graphs, in a memory pool that is new after each `begin`."""
+
+    replays_memory = True
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def begin(self) -> None:
+        """Begin with a new memory pool, and free what the allocator has kept for other work."""
+        torch.cuda.empty_cache()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, work: RecordedWork) -> None:
+        """Do work once, so that kernels are loaded and libraries have allocated their memory."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def record(
+        self, work: RecordedWork, prepare: Callable[[], None] = _nothing
+    ) -> tuple[Results, Callable[[], None]]:
+        """Record one graph.
+
+        It is played at once: the first launch uploads it to the GPU, and that must not happen later, while a
+        stream waits for another rank.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                results = work() or ()
+            except BaseException:
+                # Ending a broken capture raises an error of its own, which says less.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            with warnings.catch_warnings():
+                # An action that only passes a tensor on has nothing to record.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                graph.capture_end()
+        prepare()
+        graph.replay()
+        return results, graph.replay

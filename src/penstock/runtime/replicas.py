@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -12,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.cost.network import sums_wait
-from penstock.errors import ShapeError
+from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import SumPlan, completion, ranks_of, weight_actions
 from penstock.runtime.backward import accumulate
-from penstock.runtime.comm.comm import Comm, Pending
-from penstock.runtime.planned_sums import PlannedSum, SumThread
+from penstock.runtime.batch import checksum
+from penstock.runtime.comm.comm import Comm, Pending, exchange
+from penstock.runtime.planned_sums import CellFormat, PlannedSum, SumThread
 from penstock.runtime.process.machine import (
     SHARDED_KEPT_BYTES,
     TRANSIENT_KEPT_BYTES,
     keep_freed_memory,
     return_freed_memory,
 )
-from penstock.runtime.quantized import CellFormat
 from penstock.runtime.recorder import SumTimes
 from penstock.torch_internals import (
     finish_sharded_backward,
@@ -86,11 +88,7 @@ class Replicas:
     ) -> None:
         self.comm = comm
         self.wait = sums_wait(comm.channels)
-        ties = tied or {}
-        shared = [
-            *_shared_parts(schedule, modules, comm.rank, ties),
-            *_shared_ties(schedule, comm.rank, ties),
-        ]
+        shared = _shared_parameters(schedule, modules, comm.rank, tied or {})
         self.order = sorted(shared, key=lambda sum_: (sum_.ready, sum_.name))
         self.next = 0
         self.complete: set[int] = set()
@@ -292,67 +290,55 @@ def _tie(
     return Tied(owners, first, tuple(twins))
 
 
+def sharing_ranks(
+    schedule: Schedule, tied: Mapping[str, Tied]
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that share each part and each tied parameter, by name, in an order that is the same on all ranks."""
+    parts: dict[str, tuple[int, ...]]
+    parts = {f"part {part}": (part,) for part in range(schedule.parts)}
+    parts |= {f"tied {name}": tied[name].parts for name in sorted(tied)}
+    groups = {name: ranks_of(schedule, held) for name, held in parts.items()}
+    return {name: group for name, group in groups.items() if len(group) > 1}
+
+
 def groups_of(
     schedule: Schedule, tied: Mapping[str, Tied] | None = None
 ) -> list[tuple[int, ...]]:
     """Every group of ranks that will sum, in an order that is the same on all ranks."""
-    groups = {ranks_of(schedule, (part,)) for part in range(schedule.parts)}
-    for shared in (tied or {}).values():
-        groups.add(ranks_of(schedule, shared.parts))
-    return sorted(group for group in groups if len(group) > 1)
+    return sorted(set(sharing_ranks(schedule, tied or {}).values()))
 
 
-def _shared_parts(
+def _shared_parameters(
     schedule: Schedule,
     modules: Mapping[int, nn.Module],
     rank: int,
     tied: Mapping[str, Tied],
 ) -> list[SharedParameters]:
-    """The parts that this rank holds a replica of, without their tied parameters."""
+    """What this rank trains and other ranks hold too: its parts without tied parameters, and these."""
     tied_ids: set[int] = set()
-    for tie in tied.values():
-        tied_ids.update(id(copy) for copy in (tie.parameter, *tie.twins))
-    sums = []
-    for part in range(schedule.parts):
-        group = ranks_of(schedule, (part,))
-        if len(group) == 1 or rank not in group:
-            continue
-        parameters: dict[nn.Parameter, None] = {}
-        for stage, module in modules.items():
-            if schedule.stages[stage].part == part:
-                parameters.update(dict.fromkeys(module.parameters()))
-        trained = tuple(
-            p for p in parameters if p.requires_grad and id(p) not in tied_ids
-        )
-        if trained:
-            last, ready = completion(schedule, (part,), rank)
-            sums.append(
-                SharedParameters(f"part {part}", (part,), group, last, ready, trained)
-            )
-    return sums
-
-
-def _shared_ties(
-    schedule: Schedule, rank: int, tied: Mapping[str, Tied]
-) -> list[SharedParameters]:
-    """The tied parameters that other ranks hold too."""
-    sums = []
+    owned: dict[str, tuple[tuple[int, ...], list[nn.Parameter | None]]] = {}
     for name, tie in tied.items():
-        group = ranks_of(schedule, tie.parts)
-        if len(group) == 1 or rank not in group:
+        tied_ids.update(id(copy) for copy in (tie.parameter, *tie.twins))
+        owned[f"tied {name}"] = tie.parts, [tie.parameter]
+    for stage, module in modules.items():
+        part = schedule.stages[stage].part
+        _, own = owned.setdefault(f"part {part}", ((part,), []))
+        own += [p for p in module.parameters() if id(p) not in tied_ids]
+    sums = []
+    for name, group in sharing_ranks(schedule, tied).items():
+        if rank not in group:
             continue
-        parameter = tie.parameter
-        if parameter is None:
+        parts, parameters = owned[name]
+        held = {p: None for p in parameters if p is not None}
+        if not held and parameters:
             raise ShapeError(
-                f"rank {rank} holds a part that uses {name}: give Executor(tied=...) its copy of it"
+                f"rank {rank} holds a part that uses {name.removeprefix('tied ')}: "
+                "give Executor(tied=...) its copy of it"
             )
-        if parameter.requires_grad:
-            last, ready = completion(schedule, tie.parts, rank)
-            sums.append(
-                SharedParameters(
-                    f"tied {name}", tie.parts, group, last, ready, (parameter,)
-                )
-            )
+        trained = tuple(p for p in held if p.requires_grad)
+        if trained:
+            last, ready = completion(schedule, parts, rank)
+            sums.append(SharedParameters(name, parts, group, last, ready, trained))
     return sums
 
 
@@ -457,3 +443,117 @@ def _set_last_backward(part: FSDPModule, last: bool) -> None:
     part.set_is_last_backward(last)
     part.set_requires_gradient_sync(last)
     part.set_reshard_after_backward(last)
+
+
+# ---------------------------------------------------------------- rank agreement
+# What the ranks tell one another before the first step, because each sees only its own stages.
+#
+#     which stages train             no gradient is computed or sent that nobody needs (`penstock.ir.lane`)
+#     whether any stage recomputes   then ranks that are threads take turns at drawing random numbers
+#     which weights are one tensor   ranks that are threads may share it, and its gradient must not be summed twice
+#     whether copies are equal       weights that start from different seeds would never become equal
+#
+# All ranks see the same numbers, so all of them refuse what does not fit, and no rank waits for the others.
+
+_PROCESS_ID = secrets.randbits(60)  # distinguishes the memory of processes
+
+_INT64_MASK = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know about all stages, once they have told one another."""
+
+    trains: tuple[bool, ...]  # by stage; a stage without parameters counts as trained
+    recomputes: bool  # some stage of some rank
+    one_tensor: frozenset[str]  # names of sums whose ranks share one tensor
+
+
+def agree(
+    schedule: Schedule,
+    modules: Mapping[int, nn.Module],
+    comm: Comm,
+    sums: Sequence[SharedParameters],
+    tied: Mapping[str, Tied],
+    recompute: Collection[int],
+) -> Agreement:
+    """Agree with the other ranks. All ranks call it at the same time."""
+    groups = sharing_ranks(schedule, tied)
+    own_stages = []
+    for stage, module in modules.items():
+        parameters = list(module.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        trains = not parameters or trained > 0
+        own_stages.append((stage, trained, trains, stage in recompute))
+    marks = {}
+    for shared in sums:
+        mark = memory_mark(shared.parameters[0], comm.rank)
+        marks[shared.name] = (mark, checksum(shared.parameters))
+    own = {"ties": [list(groups), sorted(tied)], "stages": own_stages, "marks": marks}
+    told = exchange(comm, own)
+    if any(facts["ties"] != told[0]["ties"] for facts in told):
+        raise RunError(
+            f"the ranks know of different tied parameters; rank {comm.rank} of {', '.join(sorted(tied)) or 'none'}\n"
+            "  give every rank parts of `split` of the same model, or the same names in Executor(tied={...})"
+        )
+    stages = sorted(stage for facts in told for stage in facts["stages"])
+    _, trained_numbers, all_train, recomputes = zip(*stages, strict=True)
+    _refuse_unequal_parts(schedule, trained_numbers)
+    one_tensor = set()
+    for name, group in groups.items():
+        found = [told[rank]["marks"].get(name) for rank in group]
+        if _is_one_tensor(name, group, found):
+            one_tensor.add(name)
+    return Agreement(all_train, any(recomputes), frozenset(one_tensor))
+
+
+def memory_mark(parameter: Tensor, rank: int) -> int:
+    """A number other than 0 that only the same memory of the same process has."""
+    # An empty share has no address.
+    place = local_share(parameter).data_ptr() or -1 - rank
+    mark = hash((_PROCESS_ID, os.getpid(), place)) & _INT64_MASK
+    return mark or 1
+
+
+def _refuse_unequal_parts(schedule: Schedule, trained: Sequence[int]) -> None:
+    """Raise an error unless all copies of a part train equally many numbers."""
+    first: dict[int, int] = {}  # the first stage of each part
+    for stage, copy in enumerate(schedule.stages):
+        part = copy.part
+        other = first.setdefault(part, stage)
+        if trained[stage] != trained[other]:
+            raise ShapeError(
+                f"stages {other} and {stage} are copies of part {part}, but stage {other} trains {trained[other]} "
+                f"numbers and stage {stage} {trained[stage]}\n  give both the same modules, and freeze the same "
+                "parameters in both"
+            )
+
+
+def _is_one_tensor(
+    name: str, group: tuple[int, ...], found: Sequence[Sequence[int] | None]
+) -> bool:
+    """Whether all ranks of a group share one tensor. Raises an error if only some do, or if their copies differ.
+
+    `found` has the memory mark and the checksum of each rank's copy, or None where it does not train.
+    """
+    what = name.removeprefix("tied ")
+    ranks = " and ".join(map(str, group))
+    marks = [one for one in found if one is not None]
+    if not marks:
+        return False
+    if None in found:
+        raise ShapeError(
+            f"{what} is frozen on rank {group[found.index(None)]}, but not on all of the ranks {ranks}, which share it"
+        )
+    different_tensors = len({mark for mark, _ in marks})
+    if 1 < different_tensors < len(group):
+        raise ShapeError(
+            f"of the ranks {ranks}, which share {what}, some hold the same tensor and some a copy\n"
+            "  give each rank a copy of its own (copy.deepcopy of the model), or all of them the same"
+        )
+    if len({numbers for _, numbers in marks}) > 1:
+        raise ShapeError(
+            f"{what} is to be the same on the ranks {ranks}, but its numbers differ\n"
+            "  build the model with the same seed on every rank (torch.manual_seed), or load the same weights"
+        )
+    return different_tensors == 1

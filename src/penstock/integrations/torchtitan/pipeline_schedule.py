@@ -25,8 +25,7 @@ from penstock.errors import RunError, ShapeError
 from penstock.ir import Schedule, lower
 from penstock.models.slice import Slice
 from penstock.runtime import Executor, ProcessComm, Proof, make_deferrable, prove
-from penstock.runtime.batch import Batch
-from penstock.runtime.units import spans_of
+from penstock.runtime.batch import Batch, spans_of
 from penstock.torch_internals import ignore_fsdp_view_warning
 
 _log = logging.getLogger(__name__)
