@@ -76,13 +76,13 @@ from penstock.plan.workload import (
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
 from penstock.runtime.proof import warm_up
 from penstock.torch_internals import recording_bytes
-from penstock.train.profile import (
+from penstock.train.before.profile import (
     ProfileRequest,
     affordable,
     measure_rows_of,
     measuring_rounds,
 )
-from penstock.train.start import plan_workload, rows_to_measure
+from penstock.train.before.start import plan_workload, rows_to_measure
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 TEMPLATE = Path(__file__).parent / "auto.md"

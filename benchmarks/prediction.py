@@ -33,7 +33,7 @@ from penstock.measure.profile import Setup, measure
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Comm, Executor, batch_of, spawn
 from penstock.schedules.transforms import slice_tokens
-from penstock.train.profile import ProfileRequest, subjects_of
+from penstock.train.before.profile import ProfileRequest, subjects_of
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "prediction.md"
 RANKS = 2

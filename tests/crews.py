@@ -14,7 +14,7 @@ from penstock.crew.decision import Decision, Report, Situation, decide
 from penstock.crew.member import report_of
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
-from penstock.train.checkpoint import good_step
+from penstock.train.checkpoints.checkpoint import good_step
 from penstock.train.history import last_step
 from penstock.train.job import Job
 from penstock.train.loop import Trainer

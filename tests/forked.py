@@ -50,9 +50,9 @@ LOADED = (
     "penstock.plan.planner",
     "penstock.train.after.generate",
     "penstock.train.launch",
-    "penstock.train.forecast",
+    "penstock.train.before.forecast",
     "penstock.train.launch",
-    "penstock.train.start",
+    "penstock.train.before.start",
     "penstock.view",
     "torch._dynamo",  # by the first optimizer
     "torch.utils.tensorboard",

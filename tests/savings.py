@@ -20,7 +20,7 @@ from numba.core.dispatcher import Dispatcher
 
 from penstock.measure import overhead, probe
 from penstock.measure import profile as measured
-from penstock.train import forecast, profile
+from penstock.train.before import forecast, profile
 
 _compile = Dispatcher.compile
 

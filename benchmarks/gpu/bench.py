@@ -32,7 +32,7 @@ from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.torch_internals import recording_bytes, schedule_runtime
-from penstock.train.profile import ProfileRequest, measure_request
+from penstock.train.before.profile import ProfileRequest, measure_request
 from penstock.train.weights import draw_parameters, hold
 
 # One step, until the GPU has done it; the loss where it is known.

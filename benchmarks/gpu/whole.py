@@ -14,7 +14,7 @@ from pathlib import Path
 
 from penstock.families import GPTConfig, LlamaConfig
 from penstock.formats.profile_json import dump_profile
-from penstock.train.profile import ProfileRequest, measure_request
+from penstock.train.before.profile import ProfileRequest, measure_request
 
 TOKENS = 4096
 VOCAB = 32_000

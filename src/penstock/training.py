@@ -26,6 +26,14 @@ from penstock.errors import ConfigError
 from penstock.formats.config_toml import written_keys
 from penstock.ir import Plan
 from penstock.runtime.process.launch import under_launcher
+from penstock.train.before.start import (
+    check_sources,
+    check_start,
+    find_run,
+    kept_plan,
+    locking,
+    plan_and_prepare,
+)
 from penstock.train.data.cache import encode_dataset
 from penstock.train.elastic import is_elastic
 from penstock.train.history import SayLine, StepRow, read_rows
@@ -34,14 +42,6 @@ from penstock.train.launch import launch, run_worker
 from penstock.train.placement import (
     Placement,
     prepare_cpu,
-)
-from penstock.train.start import (
-    check_sources,
-    check_start,
-    find_run,
-    kept_plan,
-    locking,
-    plan_and_prepare,
 )
 from penstock.version import read_version
 

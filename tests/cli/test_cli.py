@@ -152,7 +152,7 @@ def test_check_run_accepts_sliced_schedules(run):
 
 def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
     """The weights of the ranks are off by 1e-7: far more than rounding, but still small."""
-    trial = pytest.importorskip("penstock.train.trial")
+    trial = pytest.importorskip("penstock.train.before.trial")
     shifts = iter([0.0, 1e-7, 1e-7])  # the unsplit model, then each rank's copy
 
     def copied(model):

@@ -21,12 +21,12 @@ from penstock.config.words import OTHER_WORDS
 from penstock.errors import ConfigError, UnknownNameError, nearest_name
 from penstock.formats.config_toml import load_config
 from penstock.schedules import OTHER_NAMES
-from penstock.train import doctor
-from penstock.train.doctor import State, examine
+from penstock.train.before import doctor
+from penstock.train.before.doctor import State, examine
 from penstock.version import extra_of, missing_package
 from suite import installed
 
-ACCELERATORS = "penstock.train.accelerators"
+ACCELERATORS = "penstock.train.before.accelerators"
 
 
 def test_penstock_alone_names_commands_that_exist(run):
@@ -94,7 +94,7 @@ def test_doctor_says_what_is_there(run):
 
 def test_doctor_says_how_to_install_torch(run, monkeypatch):
     monkeypatch.delitem(sys.modules, ACCELERATORS, raising=False)
-    monkeypatch.delattr("penstock.train.accelerators", raising=False)
+    monkeypatch.delattr("penstock.train.before.accelerators", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it now fails
     code, out, _ = run("doctor")
     assert code == 0
@@ -152,8 +152,13 @@ def test_doctor_names_the_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("line", "module", "package", "extra"),
     [
-        ("check plan.json --run", "penstock.train.trial", "torch", "torch"),
-        ("generate run", "penstock.train.checkpoint", "safetensors", "torch"),
+        ("check plan.json --run", "penstock.train.before.trial", "torch", "torch"),
+        (
+            "generate run",
+            "penstock.train.checkpoints.checkpoint",
+            "safetensors",
+            "torch",
+        ),
     ],
 )
 def test_a_command_says_how_to_install_what_it_lacks(

@@ -13,7 +13,7 @@ from test_churn import STEPS, signal_worker, undisturbed, wait_for_events
 from commands import SMALL_CONFIG, called, environment
 from forked import Command
 from machines import two_machines
-from penstock.train.checkpoint import newest, newest_good
+from penstock.train.checkpoints.checkpoint import newest, newest_good
 from penstock.train.history import read_events, read_rows
 
 PORT = 29500

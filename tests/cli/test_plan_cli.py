@@ -161,8 +161,8 @@ def test_a_plan_gives_the_range_of_its_step(run):
 
 def test_train_and_profile_compute_as_a_plan_for_this_machine_says():
     pytest.importorskip("torch")
+    from penstock.train.before.profile import request_of  # noqa: PLC0415
     from penstock.train.placement import decide_placement, precision_on  # noqa: PLC0415
-    from penstock.train.profile import request_of  # noqa: PLC0415
 
     assert precision_on(Config(), "cpu") == "float32"
     config = Config(run=RunConfig(device="cpu"))

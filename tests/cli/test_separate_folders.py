@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from commands import environment, free_port, torchrun, wait_for, write_text_run
-from penstock.train.checkpoint import is_complete_checkpoint, newest
+from penstock.train.checkpoints.checkpoint import is_complete_checkpoint, newest
+from penstock.train.checkpoints.place import RemoteCheckpoints
 from penstock.train.history import read_rows
-from penstock.train.place import RemoteCheckpoints
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="mounting needs Linux and root"

@@ -36,11 +36,11 @@ from penstock.errors import PenstockError
 from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
+from penstock.train.checkpoints.folders import RunFolders
+from penstock.train.checkpoints.place import RemoteCheckpoints, fetch_newest
+from penstock.train.checkpoints.separate import SeparateCheckpoints
 from penstock.train.elastic import first_plan, rank_work, speed_limit, split_address
-from penstock.train.folders import RunFolders
 from penstock.train.history import EventLog, StepFigures, read_events
-from penstock.train.place import RemoteCheckpoints, fetch_newest
-from penstock.train.separate import SeparateCheckpoints
 
 TOLERANCE = 1e-9
 KEY = Path(__file__).with_name("old_key.pem")

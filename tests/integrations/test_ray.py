@@ -18,7 +18,7 @@ import pytest
 from commands import SMALL_CONFIG, called
 from penstock.config import Config, MeshConfig, ScheduleConfig
 from penstock.errors import ConfigError
-from penstock.train.checkpoint import is_complete_checkpoint
+from penstock.train.checkpoints.checkpoint import is_complete_checkpoint
 from penstock.train.history import read_rows
 
 with warnings.catch_warnings():

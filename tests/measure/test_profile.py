@@ -31,7 +31,7 @@ from penstock.measure.profile import measuring_points
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.partition import even_partition
 from penstock.schedules.transforms import slice_tokens
-from penstock.train.profile import (
+from penstock.train.before.profile import (
     ProfileRequest,
     subjects_of,
 )
@@ -578,7 +578,7 @@ def test_an_error_of_a_negligible_time_does_not_matter():
 
 
 def test_profile_warns_if_the_profile_it_writes_is_far_off(run, monkeypatch):
-    from penstock.train import profile as measuring  # noqa: PLC0415
+    from penstock.train.before import profile as measuring  # noqa: PLC0415
 
     for error, warned in ((18.65, True), (0.2, False)):
         monkeypatch.setattr(

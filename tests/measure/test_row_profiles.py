@@ -26,8 +26,8 @@ from penstock.formats.config_toml import preset
 from penstock.ir import Op
 from penstock.measure.probe import Probe, Subject
 from penstock.measure.profile import measuring_points, quick_points
+from penstock.train.before.profile import affordable, request_of
 from penstock.train.placement import decide_placement
-from penstock.train.profile import affordable, request_of
 
 TOKENS = 64
 OPS = (Op.F, Op.B, Op.I, Op.W)

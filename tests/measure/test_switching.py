@@ -20,7 +20,7 @@ from penstock.models import Llama, LlamaConfig, split
 from penstock.plan.space import Limits
 from penstock.plan.workload import Fixed, Workload
 from penstock.sim.shared import simulate_shared
-from penstock.train.start import plan_workload
+from penstock.train.before.start import plan_workload
 
 LAYERS = 8
 

@@ -31,6 +31,7 @@ from penstock.models import (
 from penstock.models.family import count_parameters, flops_per_token
 from penstock.runtime import Batch, batch_of
 from penstock.train.after.generate import open_trained
+from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.data.chat import BEGINS, SECOND
 from penstock.train.data.corpus import cut_corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader
@@ -39,7 +40,6 @@ from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, train_to
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
 from penstock.train.job import job_of
-from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
 from pipelines import gradients_of, piped
 

@@ -24,7 +24,7 @@ from penstock.models import GPTConfig, LlamaConfig
 from penstock.models.family import count_parameters
 from penstock.runtime.process.machine import available_memory
 from penstock.schedules.transforms import replicate
-from penstock.train.capacity import (
+from penstock.train.before.capacity import (
     MemoryPool,
     load_of,
     memory_pools,
@@ -32,9 +32,9 @@ from penstock.train.capacity import (
     too_large,
     why_too_large,
 )
+from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.job import Verdict
 from penstock.train.placement import decide_placement
-from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint, sizes_of
 
 LLAMA, GPT = LlamaConfig(37, 16, 3, 4, 2, 24), GPTConfig(37, 16, 3, 4, 24, positions=32)
@@ -177,7 +177,7 @@ def test_a_machine_that_others_join_needs_room_to_begin_alone(monkeypatch):
     assert list(placement.local) == [0, 1]
     alone = replace(config, run=replace(run, listen="", workers=0, mirror="true"))
     begins = Plan(make("1f1b", ranks=2, microbatches=16), "1f1b", (4, 4))
-    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1.0)
+    monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 1.0)
     refusals = [
         why_too_large(config, plan, sizes, placement),
         why_too_large(alone, begins, sizes, decide_placement(alone, 2)),
@@ -221,7 +221,7 @@ def here(monkeypatch, capsys, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 20e9)
+    monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 20e9)
     monkeypatch.setattr("penstock.train.weights.blueprint", built)
     return lambda line: called(monkeypatch, capsys, line)
 
@@ -261,7 +261,7 @@ def test_a_run_that_cannot_fit_is_refused_with_figures_before_anything_starts(
 
 def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
-    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1e6)
+    monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 1e6)
     monkeypatch.setattr("penstock.training.launch", lambda *_: Verdict(0, stopped=True))
     line = "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt --set run.forecast=false"
     code, _, err = here(line)
@@ -277,7 +277,7 @@ def test_a_dry_run_shows_the_memory_that_is_missing_and_is_refused_like_the_run(
 ):
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
     # Enough to time a layer, but not to hold eight.
-    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 3e6)
+    monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 3e6)
     line = "train --set run.device=cpu --set schedule.name=gpipe --set schedule.ranks=1 --set data.sources=text.txt"
     code, out, err = here(f"{line} --dry-run")
     assert code == 2

@@ -21,10 +21,10 @@ from commands import called
 from penstock.errors import FileError, RunError
 from penstock.formats.config_toml import apply_changes
 from penstock.runtime import run_threads
-from penstock.train import checkpoint
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import generate_text, open_trained
-from penstock.train.checkpoint import (
+from penstock.train.checkpoints import checkpoint
+from penstock.train.checkpoints.checkpoint import (
     Saver,
     checkpoint_faults,
     good_step,

@@ -12,7 +12,8 @@ from penstock.config import Config
 from penstock.errors import RunError
 from penstock.formats.config_toml import apply_changes
 from penstock.runtime.compiled import compiled_method
-from penstock.train import compiling, loop, profile, setup
+from penstock.train import compiling, loop, setup
+from penstock.train.before import profile
 from penstock.train.compiling import is_compiling, starting_patience
 from penstock.train.placement import decide_placement
 from trainings import SMALL, apart, job_of, losses, train

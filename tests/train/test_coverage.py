@@ -26,7 +26,7 @@ from penstock.schedules.transforms import replicate, slice_tokens, split_backwar
 from penstock.train.after.evaluate import perplexity
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import generate_text, open_trained
-from penstock.train.checkpoint import (
+from penstock.train.checkpoints.checkpoint import (
     NOTE,
     Saver,
     is_complete_checkpoint,

@@ -22,7 +22,7 @@ from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, render_report, summarize_run
-from penstock.train.checkpoint import step_name
+from penstock.train.checkpoints.checkpoint import step_name
 from penstock.train.elastic import is_elastic
 from penstock.train.history import (
     Event,

@@ -36,11 +36,11 @@ from penstock.plan.space import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
+from penstock.train.before.start import check_training, model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights, write_model
 from penstock.train.job import check_same_model, describe_model, job_of, settle_model
-from penstock.train.start import check_training, model_limits
 from penstock.train.weights import copy_weights, draw_parameters, hold_whole
 
 SIZES = decoder_sizes(256, width=32, inner=48, max_position_embeddings=64, **NO_MARKS)

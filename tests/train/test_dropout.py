@@ -8,8 +8,8 @@ import torch
 from penstock.errors import ConfigError, ShapeError
 from penstock.formats.config_toml import load_config
 from penstock.models.layer import Dropout, dropping, place_at
+from penstock.train.before.start import check_training
 from penstock.train.job import model_sizes
-from penstock.train.start import check_training
 from trainings import apart, job_of, losses, train
 
 pytestmark = pytest.mark.numerics

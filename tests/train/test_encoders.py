@@ -21,13 +21,13 @@ from penstock.models import EncoderConfig
 from penstock.models.decoder import build_decoder
 from penstock.models.family import count_parameters
 from penstock.train.after.generate import open_trained
+from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.tokenizer import FileTokenizer
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
 from penstock.train.job import job_of
-from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]

@@ -17,14 +17,14 @@ from penstock import fit
 from penstock.config import DataConfig
 from penstock.errors import ConfigError, FileError
 from penstock.formats.config_toml import read_config, written_keys
-from penstock.train import start
 from penstock.train.after.evaluate import evaluate_run
+from penstock.train.before import start
+from penstock.train.before.forecast import known_forecast
+from penstock.train.before.start import find_run, kept_plan, locking, plan_and_prepare
 from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import train_tokenizer
-from penstock.train.forecast import known_forecast
 from penstock.train.job import job_of
-from penstock.train.start import find_run, kept_plan, locking, plan_and_prepare
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
 CHATS = [{"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(60)]

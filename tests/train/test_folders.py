@@ -17,9 +17,9 @@ from penstock.crew.files import agree_on_restarts, share_earlier_end
 from penstock.errors import FileError, PenstockError, RunError
 from penstock.runtime import run_threads
 from penstock.runtime.comm.comm import exchange
-from penstock.train import folders as group
-from penstock.train.checkpoint import NOTE, is_complete_checkpoint, newest
-from penstock.train.folders import (
+from penstock.train.checkpoints import folders as group
+from penstock.train.checkpoints.checkpoint import NOTE, is_complete_checkpoint, newest
+from penstock.train.checkpoints.folders import (
     PIECE_BYTES,
     FileRelay,
     RunFolders,
@@ -29,17 +29,17 @@ from penstock.train.folders import (
     relay_files,
     work_together,
 )
-from penstock.train.history import StepRow, read_rows
-from penstock.train.job import Job
-from penstock.train.launch import RESTART_COUNT, write_failure
-from penstock.train.loop import Trainer
-from penstock.train.place import RemoteCheckpoints
-from penstock.train.separate import (
+from penstock.train.checkpoints.place import RemoteCheckpoints
+from penstock.train.checkpoints.separate import (
     Inventory,
     SeparateFolders,
     SeparateSaver,
     versions_of,
 )
+from penstock.train.history import StepRow, read_rows
+from penstock.train.job import Job
+from penstock.train.launch import RESTART_COUNT, write_failure
+from penstock.train.loop import Trainer
 from trainings import job_of, losses, train
 
 

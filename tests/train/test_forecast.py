@@ -34,15 +34,15 @@ from penstock.runtime import spawn
 from penstock.runtime.recorder import Clock
 from penstock.sim import simulate_in_order, simulate_shared
 from penstock.train.after.report import StepKind, Summary, render_report
-from penstock.train.forecast import (
+from penstock.train.before.forecast import (
     PROFILE,
     forecast,
     known_forecast,
     profile_mark,
 )
+from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.history import StepRow
 from penstock.train.placement import decide_placement
-from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import hold
 from penstock.view.numbers import write_time
 

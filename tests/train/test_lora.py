@@ -18,13 +18,13 @@ from penstock.errors import ConfigError, RunError
 from penstock.measure.probe import Probe, footprint
 from penstock.models import token_loss, valid_tokens
 from penstock.train.after.export import export_run
-from penstock.train.checkpoint import newest, step_name
+from penstock.train.before.profile import ProfileRequest, subjects_of
+from penstock.train.checkpoints.checkpoint import newest, step_name
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import keep_origin, read_sizes
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import parameter_numbers
-from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint
 from trainings import SMALL, VOCAB, apart, corpus, job_of, losses, train
 

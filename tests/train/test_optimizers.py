@@ -13,7 +13,8 @@ from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.measure.probe import Probe, footprint
 from penstock.models import token_loss, valid_tokens
 from penstock.runtime import run_threads
-from penstock.train.capacity import MemoryLoad, needs_of
+from penstock.train.before.capacity import MemoryLoad, needs_of
+from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.loop import Trainer
@@ -24,7 +25,6 @@ from penstock.train.optimizer import (
     known_optimizers,
     parameter_numbers,
 )
-from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import draw_parameters, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, apart, corpus, job_of, train
 

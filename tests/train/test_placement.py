@@ -19,19 +19,19 @@ from penstock.config import (
 from penstock.errors import ConfigError, RunError
 from penstock.formats.config_toml import apply_changes, preset
 from penstock.plan.space import Limits
+from penstock.train.before.profile import request_of
+from penstock.train.before.start import (
+    machine_workload,
+    quick_rows,
+    rows_to_measure,
+    workload_limits,
+)
 from penstock.train.placement import (
     check_gpu_exists,
     check_gpus_suffice,
     decide_placement,
     launched_placement,
     uses_gpus,
-)
-from penstock.train.profile import request_of
-from penstock.train.start import (
-    machine_workload,
-    quick_rows,
-    rows_to_measure,
-    workload_limits,
 )
 
 

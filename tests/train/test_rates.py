@@ -13,9 +13,9 @@ from penstock.config import PRESETS, OptimizerConfig
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import dump_config, load_config, with_absolute_paths
 from penstock.models import LlamaConfig
+from penstock.train.before.start import find_run
 from penstock.train.hub import write_model
 from penstock.train.optimizer import describe_rate, factor_at, rate_at
-from penstock.train.start import find_run
 from penstock.train.weights import hold_whole
 
 WARMUP = 4

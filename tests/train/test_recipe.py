@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PenstockError, RunError
 from penstock.formats.config_toml import load_config
 from penstock.models import smoothed_loss, token_loss, valid_tokens
 from penstock.train.after.generate import open_trained
-from penstock.train.checkpoint import newest, read_facts
+from penstock.train.checkpoints.checkpoint import newest, read_facts
 from penstock.train.data.corpus import open_validation
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows

@@ -13,8 +13,8 @@ from penstock.errors import ConfigError
 from penstock.formats.config_toml import load_config
 from penstock.measure.probe import Probe, footprint
 from penstock.models.layer import Dropout, current_place, dropping, place_at, recomputed
-from penstock.train.capacity import MemoryLoad, needs_of
-from penstock.train.profile import ProfileRequest, subjects_of
+from penstock.train.before.capacity import MemoryLoad, needs_of
+from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.weights import sizes_of
 from trainings import SMALL, VOCAB, apart, job_of, losses, train
 

@@ -17,10 +17,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from commands import SMALL_CONFIG, called
 from penstock.errors import FileError, RunError
-from penstock.train.checkpoint import newest
+from penstock.train.before.start import locking
+from penstock.train.checkpoints.checkpoint import newest
+from penstock.train.checkpoints.place import RemoteCheckpoints, fetch_newest
 from penstock.train.history import read_rows
-from penstock.train.place import RemoteCheckpoints, fetch_newest
-from penstock.train.start import locking
 from trainings import job_of, losses, train
 
 

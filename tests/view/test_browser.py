@@ -324,7 +324,7 @@ def test_a_page_of_256_ranks_draws_in_less_than_a_second(browser: Page) -> None:
 def test_a_timeline_that_the_runtime_measured_is_laid_over_the_predicted_one(
     browser: Page,
 ) -> None:
-    trial = pytest.importorskip("penstock.train.trial").trial
+    trial = pytest.importorskip("penstock.train.before.trial").trial
     schedule = make("seq1f1b", ranks=2, microbatches=3, slices=2)
     ours = trial(schedule).timeline
     unit = ours.makespan / simulate(schedule, UnitCost()).makespan

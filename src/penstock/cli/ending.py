@@ -68,7 +68,10 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
-    from penstock.train.checkpoint import CHECKPOINTS_FOLDER, step_name  # loads torch
+    from penstock.train.checkpoints.checkpoint import (  # loads torch
+        CHECKPOINTS_FOLDER,
+        step_name,
+    )
 
     first = summary.rows[0]
     last = summary.rows[-1]

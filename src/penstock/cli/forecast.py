@@ -9,7 +9,7 @@ from penstock.config import Config, reasons_against_recording
 from penstock.cost import RowProfiles
 from penstock.errors import PenstockError
 from penstock.ir import Plan
-from penstock.train.forecast import (
+from penstock.train.before.forecast import (
     Forecast,
     forecast,
     known_forecast,

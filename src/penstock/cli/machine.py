@@ -15,7 +15,7 @@ from penstock.cli.options import JsonFlag
 from penstock.cli.tables import console, print_json, print_plain, tell
 from penstock.errors import ConfigError, RunError
 from penstock.runtime.process.mps import run_in_testbed
-from penstock.train.doctor import examine
+from penstock.train.before.doctor import examine
 from penstock.version import read_version
 
 

@@ -413,8 +413,8 @@ def question_from_config(
 ) -> PathQuestion:
     """Ask for paths through the model of a config, on the nodes of a cluster."""
     # These load torch.
+    from penstock.train.before.start import find_run
     from penstock.train.job import model_sizes
-    from penstock.train.start import find_run
 
     if step.parts is None:
         raise ShapeError(

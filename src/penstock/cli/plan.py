@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +35,7 @@ from penstock.cost.gpus import gpu_of
 from penstock.cost.profile import refuse_error, tile_of
 from penstock.errors import RunError, ShapeError
 from penstock.formats import dump_plan, read_cluster, read_row_profiles
-from penstock.formats.config_toml import written_keys
+from penstock.formats.config_toml import is_folder, read_source, written_keys
 from penstock.integrations.advice import Framework, framework_of
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import (
@@ -55,7 +55,7 @@ from penstock.plan.workload import (
     workload_of,
 )
 from penstock.schedules.orders import require_at_least
-from penstock.train.own_models import config_of, limits_of, read_model
+from penstock.train.own_models import config_of, limits_of, settled_sizes
 from penstock.train.placement import Placement
 from penstock.view.numbers import write_size
 from penstock.view.report import render_landscape
@@ -304,6 +304,18 @@ def pipeline_question(
     return profile_question(workload, price.profiles.at, limits, str(profile.profile))
 
 
+def read_model(source: Path | None, changes: Sequence[str]) -> tuple[Config, Sizes]:
+    """Return a config and the sizes of its model; a model or a run in a folder needs torch."""
+    config = read_source(source, None, changes)
+    if not config.model.folder and not is_folder(source):
+        return settled_sizes(config)
+    from penstock.train.before.start import find_run  # loads torch
+    from penstock.train.job import model_sizes  # loads torch
+
+    config, _ = find_run(source, None, changes, exists=True)
+    return config, model_sizes(config)
+
+
 def config_question(
     options: ModelOptions, limits: Limits, framework: Framework | None = None
 ) -> Question:
@@ -327,7 +339,10 @@ def config_question(
             "measuring a model needs torch, which is not installed: pip install 'penstock[torch]'\n"
             "  to plan without it for a GPU that is known, add --gpu h100"
         )
-    from penstock.train.start import machine_workload, workload_limits  # loads torch
+    from penstock.train.before.start import (  # loads torch
+        machine_workload,
+        workload_limits,
+    )
 
     cluster = None
     devices = wanted.devices or 0
@@ -416,7 +431,7 @@ def profiles_of(
                 "  measure it: penstock profile config.toml"
             )
         return profiles, str(file)
-    from penstock.train.start import measure_workload  # loads torch
+    from penstock.train.before.start import measure_workload  # loads torch
 
     with progress("timing a layer"):
         profiles = measure_workload(workload, placement, whole=whole)

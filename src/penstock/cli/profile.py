@@ -23,7 +23,7 @@ from penstock.train.placement import check_gpu_exists, decide_placement, precisi
 from penstock.view.numbers import write_size, write_time
 
 if TYPE_CHECKING:
-    from penstock.train.profile import ProfileRequest  # loads torch
+    from penstock.train.before.profile import ProfileRequest  # loads torch
 
 DEFAULT_TOKENS = 1024
 PANEL = "Model"
@@ -207,7 +207,7 @@ def profile_command(
         return
     if slots is not None:
         raise ShapeError("--slots needs --links, which writes a cluster.toml")
-    from penstock.train.profile import profile_rows  # loads torch
+    from penstock.train.before.profile import profile_rows  # loads torch
 
     processes = 1
     if source is not None:
@@ -235,7 +235,7 @@ def _request_of_sizes(
     sizes: SizeOptions, compute: ComputeOptions, quick: bool
 ) -> ProfileRequest:
     """Return the request to measure a model that options describe."""
-    from penstock.train.profile import (
+    from penstock.train.before.profile import (
         ProfileRequest,
         measuring_rounds,
         preset_sizes,
@@ -270,9 +270,9 @@ def _request_of_config(
 ) -> tuple[ProfileRequest, tuple[int, ...], int]:
     """Return the request to measure a run's model, the rows that a plan may choose, and how many processes measure."""
     # These load torch.
+    from penstock.train.before.profile import request_of
+    from penstock.train.before.start import find_run, machine_workload, rows_to_measure
     from penstock.train.job import model_sizes
-    from penstock.train.profile import request_of
-    from penstock.train.start import find_run, machine_workload, rows_to_measure
 
     config, _ = find_run(source, None, changes, exists=True)
     check_gpu_exists(config)

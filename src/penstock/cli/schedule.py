@@ -45,7 +45,7 @@ from penstock.schedules.facts import FACTS
 from penstock.sim import simulate, simulate_in_order
 from penstock.sim.simulate import simulate_own_times
 from penstock.train.after.comparison import in_measured_units, predict_like_run
-from penstock.train.forecast import PROFILE
+from penstock.train.before.forecast import PROFILE
 from penstock.train.history import PLAN_FILE, TIMELINE, is_timeline, read_measured
 from penstock.view import gantt, page, svg, trace
 from penstock.view.numbers import (
@@ -480,7 +480,7 @@ def _read(file: Path) -> Plan:
 
 def _try(schedule: Schedule) -> dict[str, object]:
     """Run a small model through a schedule; raise an error if a gradient differs."""
-    from penstock.train.trial import GRADIENT_TOLERANCE, trial  # loads torch
+    from penstock.train.before.trial import GRADIENT_TOLERANCE, trial  # loads torch
 
     outcome = trial(schedule)
     if not outcome.exact:

@@ -48,7 +48,7 @@ from penstock.train.step_paths import describe_paths
 from penstock.view.numbers import MICROBATCHES, RANKS, STEPS, count_of, short
 
 if TYPE_CHECKING:
-    from penstock.train.start import Display, PreparedRun  # loads torch
+    from penstock.train.before.start import Display, PreparedRun  # loads torch
 
 complete_preset = beginning("config:PRESETS")
 
@@ -97,8 +97,7 @@ def train_command(
     """
     # These load torch.
     from penstock.runtime.process.launch import under_launcher
-    from penstock.train.launch import ended_by_signals, way_on
-    from penstock.train.start import (
+    from penstock.train.before.start import (
         check_sources,
         check_start,
         find_run,
@@ -107,6 +106,7 @@ def train_command(
         locking,
         plan_and_prepare,
     )
+    from penstock.train.launch import ended_by_signals, way_on
     from penstock.training import start_workers
 
     if under_launcher():
@@ -189,7 +189,7 @@ def _show_planning() -> Iterator[Callable[[SearchProgress], None]]:
 
 def _display() -> Display:
     """Return what shows the preparation of a run in the terminal."""
-    from penstock.train.start import Display
+    from penstock.train.before.start import Display
 
     timing = partial(progress, "timing a layer")
     return Display(timing, _show_planning, partial(counting, "reading text"))
@@ -274,7 +274,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
 
 def _print_dry_run(prepared: PreparedRun) -> None:
     """Print the memory and the speed that a run would have; refuse it if this machine has too little memory."""
-    from penstock.train.capacity import check_memory
+    from penstock.train.before.capacity import check_memory
     from penstock.train.job import model_sizes
 
     config, plan, placement = prepared.config, prepared.plan, prepared.placement
@@ -302,13 +302,18 @@ def _as_a_rank(
         settle_folders,
     )
     from penstock.runtime.process.launch import after_first, meet
-    from penstock.train.checkpoint import (
+    from penstock.train.before.start import (
+        Lock,
+        check_unused,
+        kept_plan,
+        plan_and_prepare,
+    )
+    from penstock.train.checkpoints.checkpoint import (
         CHECKPOINTS_FOLDER,
         is_complete_checkpoint,
         step_name,
     )
     from penstock.train.launch import forget_previous_end, join, restarted, run_worker
-    from penstock.train.start import Lock, check_unused, kept_plan, plan_and_prepare
 
     # Rank 0 looks before it meets the others, so that its error ends the run at once.
     found = find() if os.environ["RANK"] == "0" else None

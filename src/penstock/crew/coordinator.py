@@ -48,7 +48,7 @@ from penstock.runtime.process.launch import (
 )
 from penstock.runtime.process.watchdog import Failure, announce
 from penstock.torch_internals import PrefixStore, Store
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
+from penstock.train.checkpoints.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.elastic import (
     holders_of,
     plan_without,

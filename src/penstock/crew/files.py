@@ -45,12 +45,19 @@ from penstock.formats.config_toml import (
 from penstock.formats.text import put_in_place
 from penstock.runtime.comm.comm import Comm, exchange
 from penstock.runtime.process.launch import Meeting, hear_first
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, STEP_PREFIX, newest
-from penstock.train.data.cache import cached_tokens, file_of_marks
-from penstock.train.data.corpus import validation_data
-from penstock.train.data.files import ENCODED
-from penstock.train.data.tokenizer import TOKENIZER, side_files
-from penstock.train.folders import (
+from penstock.train.before.start import (
+    check_storage,
+    check_unused,
+    fetch_checkpoint,
+    has_checkpoint,
+)
+from penstock.train.checkpoints.checkpoint import (
+    CHECKPOINTS_FOLDER,
+    SAVING,
+    STEP_PREFIX,
+    newest,
+)
+from penstock.train.checkpoints.folders import (
     FileRelay,
     RunFolders,
     compare_folders,
@@ -58,6 +65,12 @@ from penstock.train.folders import (
     relay_files,
     work_together,
 )
+from penstock.train.checkpoints.place import Storage, fetch_newest, remote_checkpoints
+from penstock.train.checkpoints.separate import SeparateFolders
+from penstock.train.data.cache import cached_tokens, file_of_marks
+from penstock.train.data.corpus import validation_data
+from penstock.train.data.files import ENCODED
+from penstock.train.data.tokenizer import TOKENIZER, side_files
 from penstock.train.history import PLAN_FILE, SayLine
 from penstock.train.job import cache_of, settle_model, with_kept_files
 from penstock.train.launch import (
@@ -66,14 +79,6 @@ from penstock.train.launch import (
     forget_previous_end,
     read_failure,
     restarted,
-)
-from penstock.train.place import Storage, fetch_newest, remote_checkpoints
-from penstock.train.separate import SeparateFolders
-from penstock.train.start import (
-    check_storage,
-    check_unused,
-    fetch_checkpoint,
-    has_checkpoint,
 )
 
 VALIDATION = "validation"  # the name of the text of data.validation

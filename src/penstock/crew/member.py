@@ -41,7 +41,7 @@ from penstock.torch_internals import (
     Store,
     TCPStore,
 )
-from penstock.train.checkpoint import RemoteFiles
+from penstock.train.checkpoints.checkpoint import RemoteFiles
 from penstock.train.elastic import split_address
 from penstock.train.history import Screen, WatchRow, log_to
 from penstock.train.job import Job, Verdict, job_of

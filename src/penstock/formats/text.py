@@ -207,3 +207,13 @@ def suggest(meant: Collection[str], known: Collection[str]) -> str:
     """Advice for an unknown name: those that may have been meant, and all known ones."""
     hint = f"did you mean {' or '.join(map(repr, meant))}? " if meant else ""
     return f"{hint}known: {', '.join(known)}"
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text in which no URL shows a password, or a query, which may have a key in it.
+
+    >>> hide_secrets("cannot read sftp://me:secret@host/run: no such file")
+    'cannot read sftp://me:***@host/run: no such file'
+    """
+    text = re.sub(r"""(://[^/\s:@"']*):[^/\s"']*@""", r"\1:***@", text)
+    return re.sub(r"""(://[^\s?"']*\?)[^\s"']+""", r"\1***", text)

@@ -7,7 +7,7 @@
     here     plans for the number of workers, resumes the newest checkpoint, trains, reports loss and checkpoints
 
 The ranks of the schedule follow the number of workers: a checkpoint of any number of ranks resumes on any other. All
-workers may see one folder of the run, or every machine has its own (`penstock.train.folders`).
+workers may see one folder of the run, or every machine has its own (`penstock.train.checkpoints.folders`).
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from penstock.formats.config_toml import CONFIG_FILE, read_config, written_keys
 from penstock.ir import Plan
 from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first, meet
-from penstock.train.checkpoint import (
-    NOTE,
-    step_name,
-)
-from penstock.train.job import job_of
-from penstock.train.launch import STOP_FILE, forget_previous_end, join
-from penstock.train.loop import Trainer
-from penstock.train.placement import launched_placement
-from penstock.train.separate import SeparateFolders
-from penstock.train.start import (
+from penstock.train.before.start import (
     check_sources,
     find_run,
     kept_plan,
     locking,
     plan_and_prepare,
 )
+from penstock.train.checkpoints.checkpoint import (
+    NOTE,
+    step_name,
+)
+from penstock.train.checkpoints.separate import SeparateFolders
+from penstock.train.job import job_of
+from penstock.train.launch import STOP_FILE, forget_previous_end, join
+from penstock.train.loop import Trainer
+from penstock.train.placement import launched_placement
 
 _log = logging.getLogger(__name__)
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop

@@ -16,7 +16,6 @@ import json
 import logging
 import math
 import os
-import re
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ import numpy as np
 
 from penstock.errors import FileError, RunError
 from penstock.formats import read_plan
-from penstock.formats.text import put_in_place
+from penstock.formats.text import hide_secrets, put_in_place
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
@@ -117,16 +116,6 @@ class StepRow:
 
 
 WatchRow = Callable[[StepRow], None]  # sees each row when its step is done
-
-
-def hide_secrets(text: str) -> str:
-    """Return a text in which no URL shows a password, or a query, which may have a key in it.
-
-    >>> hide_secrets("cannot read sftp://me:secret@host/run: no such file")
-    'cannot read sftp://me:***@host/run: no such file'
-    """
-    text = re.sub(r"""(://[^/\s:@"']*):[^/\s"']*@""", r"\1:***@", text)
-    return re.sub(r"""(://[^\s?"']*\?)[^\s"']+""", r"\1***", text)
 
 
 class Sink(NamedTuple):

@@ -29,7 +29,11 @@ from typing import Any
 
 from penstock.errors import ConfigError, RunError
 from penstock.runtime import Comm
-from penstock.train.checkpoint import CheckpointFacts, newest_good, read_facts
+from penstock.train.checkpoints.checkpoint import (
+    CheckpointFacts,
+    newest_good,
+    read_facts,
+)
 from penstock.train.history import StepRow
 from penstock.train.job import Job
 from penstock.train.rank_weights import RankWeights

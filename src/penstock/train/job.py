@@ -24,7 +24,7 @@ from penstock.models.layer import recompute_inside, set_dropout
 from penstock.models.tensor import check_shares
 from penstock.runtime import Comm
 from penstock.schedules.coverage import hold_every_part
-from penstock.train.checkpoint import (
+from penstock.train.checkpoints.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,
     RemoteFiles,
@@ -34,6 +34,7 @@ from penstock.train.checkpoint import (
     newest_good,
     read_facts,
 )
+from penstock.train.checkpoints.separate import SeparateFolders
 from penstock.train.data.corpus import Corpus, open_text, open_validation
 from penstock.train.data.files import ProgressBytes
 from penstock.train.data.loader import Loader, check_same_data
@@ -50,7 +51,6 @@ from penstock.train.hub import read_sizes
 from penstock.train.lora import adapt, describe_adapters
 from penstock.train.optimizer import describe_optimizer, settle_rate
 from penstock.train.own_models import sizes_of, vocab_of
-from penstock.train.separate import SeparateFolders
 from penstock.train.weights import Sizes
 
 

@@ -74,7 +74,13 @@ from penstock.torch_internals import (
     is_connection_error_text,
     is_memory_error_text,
 )
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_of, sweep
+from penstock.train.checkpoints.checkpoint import (
+    CHECKPOINTS_FOLDER,
+    newest,
+    step_of,
+    sweep,
+)
+from penstock.train.checkpoints.separate import SeparateFolders
 from penstock.train.compiling import starting_patience
 from penstock.train.history import (
     METRICS,
@@ -90,7 +96,6 @@ from penstock.train.history import (
 from penstock.train.job import Job, Verdict, job_of
 from penstock.train.loop import Trainer
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
-from penstock.train.separate import SeparateFolders
 
 # Files in the folder of a run.
 STOP_FILE = "stop"

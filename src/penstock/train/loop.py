@@ -27,7 +27,8 @@ from penstock.models.layer import dropping
 from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.process.watchdog import alarm_held
-from penstock.train.checkpoint import CheckpointFacts, read_facts, sweep
+from penstock.train.checkpoints.checkpoint import CheckpointFacts, read_facts, sweep
+from penstock.train.checkpoints.place import remote_checkpoints
 from penstock.train.data.corpus import MixedCorpus, write_use
 from penstock.train.history import (
     Counts,
@@ -48,7 +49,6 @@ from penstock.train.job import (
 )
 from penstock.train.lora import check_same_adapters
 from penstock.train.optimizer import Gradients, check_same_optimizer, factor_at, rate_at
-from penstock.train.place import remote_checkpoints
 from penstock.train.rank_weights import CrewChange, Handover, RankWeights, Transfers
 from penstock.train.setup import (
     Evaluator,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import AUTO, BYTE_TOKENIZER, Config, ModelConfig
@@ -16,7 +14,6 @@ from penstock.families import (
     LlamaConfig,
     check_family_shares,
 )
-from penstock.formats.config_toml import is_folder, read_source
 from penstock.plan.space import Limits
 from penstock.train.data.masking import bert_words
 from penstock.train.data.tokenizer import tokenizer_of
@@ -25,17 +22,8 @@ if TYPE_CHECKING:
     from penstock.models.family import AnyModelConfig
 
 
-def read_model(
-    source: Path | None, changes: Sequence[str]
-) -> tuple[Config, AnyModelConfig]:
-    """Return a config and the sizes of its model; a model or a run in a folder needs torch."""
-    config = read_source(source, None, changes)
-    if config.model.folder or is_folder(source):
-        from penstock.train.job import model_sizes  # noqa: PLC0415  # torch
-        from penstock.train.start import find_run  # noqa: PLC0415  # torch
-
-        config, _ = find_run(source, None, changes, exists=True)
-        return config, model_sizes(config)
+def settled_sizes(config: Config) -> tuple[Config, FamilySizes]:
+    """Return a config with its tokenizer settled, and the sizes of its model, which is not in a folder."""
     if config.data.tokenizer == AUTO:
         data = replace(config.data, tokenizer=BYTE_TOKENIZER)
         config = replace(config, data=data)

@@ -46,7 +46,7 @@ from penstock.models import Part, part_parameters, split
 from penstock.runtime import Comm, local_share, share_offset
 from penstock.runtime.comm.comm import Arriving, Pending
 from penstock.runtime.gradients import scale_down
-from penstock.train.checkpoint import load, missing_tensors, step_name
+from penstock.train.checkpoints.checkpoint import load, missing_tensors, step_name
 from penstock.train.elastic import PartTransfer
 from penstock.train.history import StepFigures
 from penstock.train.job import Job

@@ -45,8 +45,8 @@ from penstock.plan.space import Limits
 from penstock.plan.workload import USABLE_SHARE, workload_of
 from penstock.schedules.coverage import visits_all_parts
 from penstock.torch_internals import provide_set_timeout
-from penstock.train.forecast import Forecast, forecast
-from penstock.train.start import plan_workload
+from penstock.train.before.forecast import Forecast, forecast
+from penstock.train.before.start import plan_workload
 from penstock.view.numbers import write_range, write_size, write_time
 
 require_torchtitan()  # It explains why what is imported next is missing.

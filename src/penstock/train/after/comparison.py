@@ -17,7 +17,7 @@ from penstock.ir.timeline import MEASURED_UNITS
 from penstock.plan.candidates import Judge
 from penstock.plan.pricing import Price
 from penstock.sim import simulate
-from penstock.train.forecast import known_forecast
+from penstock.train.before.forecast import known_forecast
 
 
 def predict_like_run(folder: Path, plan: Plan, price: Price) -> Timeline:

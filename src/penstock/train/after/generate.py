@@ -34,7 +34,7 @@ from penstock.models import (
 from penstock.models.family import count_parameters
 from penstock.models.slice import Carry
 from penstock.schedules.skip import PartPath
-from penstock.train.checkpoint import (
+from penstock.train.checkpoints.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,
     checkpoint_faults,
@@ -44,6 +44,7 @@ from penstock.train.checkpoint import (
     newest_good,
     read_facts,
 )
+from penstock.train.checkpoints.place import fetch_newest, remote_checkpoints
 from penstock.train.data.tokenizer import (
     TOKENIZER,
     Tokenizer,
@@ -58,7 +59,6 @@ from penstock.train.lora import (
     merge,
     read_lora,
 )
-from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.weights import (
     Holding,
     Sizes,

@@ -22,8 +22,8 @@ from penstock.ir import Plan, Timeline
 from penstock.ir.timeline import compare
 from penstock.sim.simulate import simulate_own_times
 from penstock.train.after.reasons import reasons_of
+from penstock.train.before.forecast import Forecast, known_forecast
 from penstock.train.data.corpus import SourceUse, describe_use, read_use
-from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import Event, StepRow, read_events, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of

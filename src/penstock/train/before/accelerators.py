@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from penstock.runtime.process.mps import MPS_CONTROL
+from penstock.train.before.doctor import Finding, State
 from penstock.train.compiling import missing_compiler
-from penstock.train.doctor import Finding, State
 from penstock.view.numbers import write_size
 
 NVIDIA_DEVICE = Path("/dev/nvidia0")

@@ -50,8 +50,21 @@ from penstock.plan.workload import (
     workload_of,
 )
 from penstock.runtime.process.launch import under_launcher
-from penstock.train.capacity import check_memory, check_timing, memory_pools
-from penstock.train.checkpoint import CHECKPOINTS_FOLDER, STEP_PREFIX, newest
+from penstock.train.before.capacity import check_memory, check_timing, memory_pools
+from penstock.train.before.forecast import keep_profiles
+from penstock.train.before.profile import (
+    ProfileRequest,
+    affordable,
+    measure_rows_of,
+    profile_rows,
+    request_of,
+)
+from penstock.train.checkpoints.checkpoint import (
+    CHECKPOINTS_FOLDER,
+    STEP_PREFIX,
+    newest,
+)
+from penstock.train.checkpoints.place import fetch_newest, remote_checkpoints
 from penstock.train.data.chat import keep_template
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.files import ProgressBytes, source_files
@@ -61,7 +74,6 @@ from penstock.train.data.tokenizer import (
     tokenizer_of,
 )
 from penstock.train.elastic import is_elastic
-from penstock.train.forecast import keep_profiles
 from penstock.train.history import FULL_TIMELINE, METRICS, PLAN_FILE, TIMELINE
 from penstock.train.hooks import checked_callback
 from penstock.train.hub import keep_origin, weight_files
@@ -78,19 +90,11 @@ from penstock.train.launch import load_ahead, run_worker
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer, own_factor
 from penstock.train.own_models import limits_of
-from penstock.train.place import fetch_newest, remote_checkpoints
 from penstock.train.placement import (
     Placement,
     check_gpu_exists,
     check_gpus_suffice,
     decide_placement,
-)
-from penstock.train.profile import (
-    ProfileRequest,
-    affordable,
-    measure_rows_of,
-    profile_rows,
-    request_of,
 )
 from penstock.train.user_code import check_loss
 from penstock.train.weights import Sizes, blueprint, check_launched, model_name

@@ -38,7 +38,7 @@ from typing import TypeAlias
 
 from penstock.errors import FileError, RunError
 from penstock.runtime.comm.comm import Comm, exchange
-from penstock.train.checkpoint import (
+from penstock.train.checkpoints.checkpoint import (
     MISSING,
     NOTE,
     PART,
@@ -55,7 +55,7 @@ from penstock.train.checkpoint import (
     step_of,
     sweep,
 )
-from penstock.train.folders import (
+from penstock.train.checkpoints.folders import (
     FileRelay,
     RunFolders,
     failing_together,
@@ -63,7 +63,7 @@ from penstock.train.folders import (
     wait_together,
     work_together,
 )
-from penstock.train.place import (
+from penstock.train.checkpoints.place import (
     RemoteCheckpoints,
     Storage,
     describe_failure,

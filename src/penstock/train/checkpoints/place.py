@@ -6,7 +6,7 @@
                                        or single files of it that are damaged in the folder of the run
 
 A machine that disappears takes its disk with it; what was copied stays. Machines with separate folders each copy the
-files of their own ranks (`penstock.train.folders`).
+files of their own ranks (`penstock.train.checkpoints.folders`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Protocol
 
 from penstock.config import RunConfig
 from penstock.errors import FileError, RunError
-from penstock.train.checkpoint import (
+from penstock.formats.text import hide_secrets
+from penstock.train.checkpoints.checkpoint import (
     MISSING,
     NOTE,
     PART,
@@ -38,7 +39,6 @@ from penstock.train.checkpoint import (
     step_name,
     step_of,
 )
-from penstock.train.history import hide_secrets
 
 _log = logging.getLogger(__name__)
 TRIAL = "penstock-may-write"  # a file that is written and deleted at once

@@ -18,7 +18,7 @@ processes share a tensor (`penstock.train.weights`), each writes its own share w
 the whole, and any other split reads what it needs. A rank that does not see the folder sends
 its files to the launcher, and gets checkpoints from there (`RemoteFiles`). If a launcher has
 started ranks on machines with separate folders, each folder has the files of its own ranks
-(`penstock.train.folders`).
+(`penstock.train.checkpoints.folders`).
 """
 
 from __future__ import annotations

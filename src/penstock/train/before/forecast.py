@@ -149,7 +149,7 @@ def profile_of_process(profile: Profile, config: Config, processors: int) -> Pro
 def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     """Time the pieces of a run's model, in as many processes as will run, or a sample of what takes too long."""
     from penstock.models.family import flops_per_token  # noqa: PLC0415  # torch
-    from penstock.train.profile import (  # noqa: PLC0415
+    from penstock.train.before.profile import (  # noqa: PLC0415
         affordable,
         profile_rows,
         request_of,

@@ -77,7 +77,7 @@ def examine() -> Diagnosis:
         Finding("memory", State.OK, f"{write_size(memory)} free"),
     ]
     try:
-        from penstock.train import accelerators  # noqa: PLC0415  # needs torch
+        from penstock.train.before import accelerators  # noqa: PLC0415  # needs torch
     except ModuleNotFoundError:
         advice = f"{INSTALL_TORCH}; `train`, `profile` and `check --run` need it"
         findings.append(Finding("torch", State.MISSING, "not installed", advice))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.errors import FileError, PenstockError
 from penstock.runtime.comm.comm import Comm, exchange
-from penstock.train.checkpoint import PART
+from penstock.train.checkpoints.checkpoint import PART
 
 Result = TypeVar("Result")
 TOKEN_PREFIX = ".seen-"

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written and found in its folder, in object storage, and on machines with separate folders."""
