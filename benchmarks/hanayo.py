@@ -26,9 +26,9 @@ from tables import table
 from penstock import make, simulate
 from penstock.config import ModelConfig
 from penstock.cost import Cost, Network, Profile, WrappedCost
-from penstock.cost.allreduce import even_ring_seconds
 from penstock.cost.gpus import GIB, Gpu, Link, analytic_profile, gpu_of
 from penstock.cost.memory import device_bytes
+from penstock.cost.sums import even_ring_seconds
 from penstock.partition import even_partition
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "hanayo.md"
@@ -163,19 +163,16 @@ class OnSite(WrappedCost):
         """Bytes per second."""
         return self.link(source, target).bandwidth
 
-    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """A ring in the order of the ranks, at the pace of its slowest link."""
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """A ring in the order of the ranks, at the pace of its slowest link, once the last rank is ready."""
         ring = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
         links = [self.link(a, b) for a, b in ring]
         slowest = min(one.bandwidth for one in links)
         latency = max(one.latency for one in links)
-        return even_ring_seconds(len(ranks), latency, slowest, size)
-
-    def sum_end(
-        self, ranks: Sequence[int], size: float, ready: Sequence[float]
-    ) -> float:
-        """When such a ring is done, once the last rank is ready."""
-        return max(ready) + self.sum_seconds(ranks, size)
+        seconds = even_ring_seconds(len(ranks), latency, slowest, size)
+        return max(ready) + seconds
 
 
 @cache

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.cost import Cluster, Node
-from penstock.cost.model import PartCost
+from penstock.cost.cost import PartCost
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PUBLISHED, Policy
 from penstock.plan.paths.rotation import full_pipeline

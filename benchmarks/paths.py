@@ -35,7 +35,7 @@ from instances import (
 
 from penstock import simulate
 from penstock.cost import Cluster
-from penstock.cost.cities import CITIES
+from penstock.cost.cluster import CITIES
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
 from penstock.plan.paths.rotation import full_pipeline, replan, rotate

@@ -33,7 +33,7 @@ from penstock.config import (
     RunConfig,
     ScheduleConfig,
 )
-from penstock.cost.sum_bytes import SUM_SHARES
+from penstock.cost.profile import SUM_SHARES
 from penstock.ir.sums import SumKind, SumPlan
 from penstock.runtime import Comm, run_threads
 from penstock.train.data.corpus import Corpus, open_corpus

@@ -31,7 +31,7 @@ from tables import middle_and_range, table
 from torch import Tensor, nn
 
 from penstock import ModelCost, lower
-from penstock.cost.sum_bytes import sum_as
+from penstock.cost.profile import sum_as
 from penstock.formats import dump_plan, load_plan
 from penstock.ir.verify_sums import verify_sums
 from penstock.plan.paths import even_parts, paths_plan

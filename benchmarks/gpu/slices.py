@@ -39,7 +39,7 @@ from bench import (
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ProfileCost
-from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.profile import RowProfiles
 from penstock.formats import dump_profile, read_plan, read_profile, write_plan
 from penstock.ir import Plan
 from penstock.plan.pricing import profile_question

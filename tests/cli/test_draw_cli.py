@@ -11,9 +11,8 @@ import pytest
 
 from penstock import Plan, UnitCost, make, simulate, write_plan
 from penstock.config import ModelConfig
-from penstock.cost.buffers import BufferedMessage
 from penstock.cost.gpus import analytic_profile
-from penstock.cost.network import Network
+from penstock.cost.network import BufferedMessage, Network
 from penstock.formats import read_profile, write_profile
 from penstock.ir.timeline import MEASURED_UNITS
 from penstock.train.history import write_timeline

@@ -197,23 +197,12 @@ def test_latency_grows_with_distance_and_bandwidth_falls():
         Cluster.geo(["Pariss"])
 
 
-def test_slots_come_from_bytes_if_they_are_not_given():
-    cluster = Cluster(
-        (Node(slots=2), Node(memory=10.0)), ((0.0, 1.0),) * 2, ((1.0, 1.0),) * 2
-    )
-    assert cluster.slots(held=3.0, weights=1.0) == (2, 3)
-    assert (
-        Cluster((Node(memory=math.inf),), ((0.0,),), ((1.0,),)).slots(held=3.0)[0] > 1e9
-    )
-    with pytest.raises(
-        ShapeError,
-        match="node 1 cannot hold a single micro-batch: one takes 20 bytes, and the node has 10",
-    ):
-        cluster.slots(held=20.0)
+def test_a_cluster_needs_links_for_all_of_its_nodes():
+    pair = ((0.0, 1.0),) * 2
     with pytest.raises(
         ShapeError, match="latency matrix is for 2 nodes, but there are 1"
     ):
-        Cluster((Node(),), cluster.latency, cluster.bandwidth)
+        Cluster((Node(),), pair, pair)
 
 
 def test_a_slow_node_and_a_long_link_slow_the_simulation_down():

@@ -12,7 +12,8 @@ import pytest
 from penstock import UnitCost, make, simulate
 from penstock.cli.landscape import landscape_page
 from penstock.cost import ModelCost, Network, PartCost, Seconds
-from penstock.cost.waiting import WaitingCost
+from penstock.cost.columns import columns
+from penstock.cost.cost import WaitingCost
 from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import load_torch_csv, read_plan
 from penstock.integrations.advice import (
@@ -215,9 +216,9 @@ def test_the_wait_is_as_long_as_the_message():
     part = PartCost(Seconds(1.0), Seconds(1.0), Seconds(1.0), message=100.0)
     cost = WaitingCost(ModelCost((part, part), Network(0.5, 50.0)))
     schedule = make("1f1b", ranks=2, microbatches=2)
-    lane = schedule.lanes[0]
-    assert cost.pause(schedule, lane[0]) == pytest.approx(0.5 + 100 / 50)
-    assert cost.pause(schedule, lane[-1]) == 0  # the last backward sends nothing
+    pause = columns(schedule, cost).pause[: len(schedule.lanes[0])]
+    assert pause[0] == pytest.approx(0.5 + 100 / 50)
+    assert pause[-1] == 0  # the last backward sends nothing
 
 
 def asked(name: str) -> tuple[Landscape, Question]:

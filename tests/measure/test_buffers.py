@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock import Network
-from penstock.cost.buffers import BufferedMessage
+from penstock.cost.network import BufferedMessage
 from penstock.measure import links
 from penstock.measure.links import BUFFERED_BYTES, measured_buffers, measured_network
 from penstock.runtime import run_threads, spawn

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock import Network, make, simulate
 from penstock.config import ModelConfig
-from penstock.cost.buffers import BufferedMessage
 from penstock.cost.gpus import analytic_profile
+from penstock.cost.network import BufferedMessage
 from penstock.errors import PenstockError
 from penstock.formats import dump_profile, load_profile, read_profile, write_profile
 from penstock.measure.links import (

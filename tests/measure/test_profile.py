@@ -15,7 +15,7 @@ import transformers
 from hugging_face import decoder_sizes
 from penstock import Network, Seconds, make, portfolio, simulate
 from penstock.cost import CorrectedCurve, Profile, ProfileCost, RowProfiles
-from penstock.cost.fit import Fit, fit_curve, fit_formula, least_squares
+from penstock.cost.curve import Fit, fit_curve, fit_formula, least_squares
 from penstock.cost.profile import Point, block
 from penstock.errors import FileError, ShapeError
 from penstock.formats import (
@@ -249,16 +249,20 @@ def test_the_cost_is_what_the_curves_say_with_embedding_first_and_head_last():
             + (8.0 if part == 0 else 0.0)
             + (9_000.0 if part == 3 else 2048.0)
         )
-        assert cost.held(schedule, first) == pytest.approx(256 * held)
+        assert cost.bytes(schedule, first).held == pytest.approx(256 * held)
         assert cost.message(schedule, first) == 256 * 2048
-    assert [cost.weights(schedule, stage) for stage in range(4)] == [
+    assert [cost.weights(schedule, stage).weights for stage in range(4)] == [
         41e6,
         24e6,
         24e6,
         18e6,
     ]
     assert known.update((3, 2, 2, 1)) == pytest.approx((7e-3, 4e-3, 4e-3, 3.5e-3))
-    assert (cost.latency(0, 1), cost.bandwidth(0, 1), cost.serial) == (1e-4, 1e9, True)
+    assert (cost.latency(0, 1), cost.bandwidth(0, 1), cost.network.serial) == (
+        1e-4,
+        1e9,
+        True,
+    )
 
 
 def test_recomputing_keeps_only_the_input_and_repeats_the_forward():
@@ -267,7 +271,7 @@ def test_recomputing_keeps_only_the_input_and_repeats_the_forward():
         known.cost((4, 4), recompute=flag, tokens=1024) for flag in (False, True)
     )
     back, there = Action(Op.B, 0, 0), Action(Op.F, 0, 0)
-    assert again.held(schedule, there) == 1024 * 2048
+    assert again.bytes(schedule, there).held == 1024 * 2048
     more = again.seconds(schedule, back) - plain.seconds(schedule, back)
     assert more == pytest.approx(plain.seconds(schedule, there))
 

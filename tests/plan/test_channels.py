@@ -10,9 +10,8 @@ import pytest
 
 from penstock import ModelCost, Network, PartCost, make, simulate
 from penstock.cost import Seconds
-from penstock.cost.buffers import BufferedMessage
-from penstock.cost.profile import Point, Profile, block
-from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.network import BufferedMessage
+from penstock.cost.profile import Point, Profile, RowProfiles, block
 from penstock.errors import ScheduleError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.schedule import Schedule, schedule_of

@@ -14,9 +14,9 @@ import pytest
 
 from penstock import PartCost, Seconds, UnitCost, lower, needs, simulate, verify
 from penstock.cost import Cluster, Node
-from penstock.cost.allreduce import planned_sum_end, ring_seconds
-from penstock.cost.cities import CITIES
+from penstock.cost.cluster import CITIES
 from penstock.cost.memory import device_bytes
+from penstock.cost.sums import planned_sum_end, ring_seconds
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Action, MicroBatch, Op, Stage

@@ -10,8 +10,7 @@ import pytest
 
 from optimum import optimum
 from penstock.cost import Network
-from penstock.cost.curve import Seconds
-from penstock.cost.fit import Fit
+from penstock.cost.curve import Fit, Seconds
 from penstock.cost.network import Link
 from penstock.cost.profile import Block, Point, Profile, block
 from penstock.errors import ShapeError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock import UnitCost, lower_bound, make, portfolio, simulate
-from penstock.cost.wrapped import NoisyCost
+from penstock.cost.cost import NoisyCost
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.plan import candidate_plan

@@ -9,7 +9,7 @@ import pytest
 
 from penstock import ModelCost, Network, PartCost, UnitCost, lower, make, simulate
 from penstock.cost import NoisyCost, Seconds
-from penstock.cost.buffers import BufferedMessage
+from penstock.cost.network import BufferedMessage
 from penstock.errors import ShapeError
 from penstock.ir import Schedule
 from penstock.ir.action import Action, Op

@@ -23,6 +23,7 @@ from penstock import (
 )
 from penstock.config import ModelConfig
 from penstock.cost import NoisyCost, ProfileCost, memory
+from penstock.cost.columns import columns
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.memory import (
     activation_caps,
@@ -77,9 +78,12 @@ def test_sliced_sequences_carry_keys_and_values_of_all_tokens():
     # on the way back, as many bytes of gradients.
     forward = [6.0, 4.0, 2.0, 0.0]
     backward = [8.0 + 0.0, 8.0 + 2.0, 8.0 + 4.0, 8.0 + 6.0]
-    assert carried_bytes(schedule, cost).tolist() == forward + backward
+    assert (
+        carried_bytes(schedule, columns(schedule, cost).carried).tolist()
+        == forward + backward
+    )
     whole = make("gpipe", ranks=1, microbatches=1)
-    assert not carried_bytes(whole, cost).any()
+    assert not carried_bytes(whole, columns(whole, cost).carried).any()
 
 
 def test_copies_keep_gradients_until_they_are_summed():

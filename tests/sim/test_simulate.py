@@ -38,7 +38,7 @@ def oracle(schedule, cost) -> dict[object, tuple[float, float]]:
     times = {}
 
     def carry(action, source, target):
-        if cost.serial:
+        if cost.network.serial:
             link = links.setdefault((source, target), simpy.Resource(env))
             with link.request() as turn:
                 yield turn
@@ -108,14 +108,14 @@ def test_memory_equals_the_count_of_a_ledger():
             held, most = 0.0, 0.0
             for action in lane:
                 if action.op is Op.F:
-                    held += cost.held(schedule, action)
+                    held += cost.bytes(schedule, action).held
                 most = max(most, held)
                 if action.op in (Op.B, Op.I):
-                    held -= cost.held(schedule, action)
+                    held -= cost.bytes(schedule, action).held
                 if action.op is Op.I:
-                    held += cost.kept(schedule, action)
+                    held += cost.bytes(schedule, action).kept
                 if action.op is Op.W:
-                    held -= cost.kept(schedule, action)
+                    held -= cost.bytes(schedule, action).kept
             assert held == pytest.approx(0.0, abs=1e-9)
             assert timeline.peak_activations[rank] == pytest.approx(most)
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from penstock import make
 from penstock.cost import Cluster
-from penstock.cost.allreduce import planned_sum_end
-from penstock.cost.planned_sum import quickest_sum, ring_plan, rounds_end
-from penstock.cost.sum_bytes import sum_as
+from penstock.cost.profile import sum_as
+from penstock.cost.sums import planned_sum_end, quickest_sum, ring_plan, rounds_end
 from penstock.errors import FileError, ProgramError, ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Plan

@@ -12,9 +12,9 @@ import pytest
 
 from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, simulate
 from penstock.cost import NoisyCost, Profile
-from penstock.cost.allreduce import ring_seconds
+from penstock.cost.cost import GivenSumsCost, PlannedSumsCost
 from penstock.cost.profile import block
-from penstock.cost.wrapped import GivenSumsCost, PlannedSumsCost
+from penstock.cost.sums import ring_seconds
 from penstock.errors import ShapeError
 from penstock.ir.sums import (
     completion,
@@ -180,11 +180,14 @@ def test_gradients_of_a_profile_are_a_quarter_of_its_weights():
     profile = Profile(4, 8, 1, 1.0, embed, layer, head, tied=800.0)
     cost = profile.cost((2, 2))
     schedule = make("1f1b", ranks=2, microbatches=1, copies=2)
-    assert [cost.gradients(schedule, stage) for stage in range(2)] == [400.0, 500.0]
-    assert cost.tied_gradients(schedule) == 200.0
+    assert [cost.weights(schedule, stage).gradients for stage in range(2)] == [
+        400.0,
+        500.0,
+    ]
+    assert cost.tied(schedule).gradients == 200.0
     whole = profile.cost((4,))
     alone = make("1f1b", ranks=1, microbatches=1)
-    assert whole.gradients(alone, 0) == (1600 + 4 * 400 + 2000 - 800) / 4
+    assert whole.weights(alone, 0).gradients == (1600 + 4 * 400 + 2000 - 800) / 4
     assert whole.tied_gradients(alone) == 0.0
 
 

@@ -37,7 +37,7 @@ from penstock.config import Config, is_recording, precision_of
 from penstock.cost import Cluster, PartCost, Profile
 from penstock.cost.cluster import with_memory, with_slots
 from penstock.cost.gpus import analytic_profile, gpu_of
-from penstock.cost.sum_bytes import SUM_SHARES, sum_as
+from penstock.cost.profile import SUM_SHARES, sum_as
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, read_cluster
 from penstock.formats.config_toml import written_keys

@@ -12,8 +12,8 @@ from penstock.cli.options import PRESET_NAMES, ConfigChanges, JsonFlag, given, o
 from penstock.cli.tables import print_json, print_table, progress, tell, write
 from penstock.config import AUTO, Config
 from penstock.cost import Cluster, Profile, RowProfiles
-from penstock.cost.buffers import held_whole
 from penstock.cost.gpus import analytic_profile, gpu_of
+from penstock.cost.network import held_whole
 from penstock.cost.profile import MAX_ERROR, error_warning
 from penstock.errors import ShapeError
 from penstock.formats import config_toml, dump_cluster, dump_row_profiles

@@ -23,8 +23,8 @@ from penstock.cli.options import (
 from penstock.cli.tables import console, print_json, print_table, write
 from penstock.cost import ProfileCost
 from penstock.cost.cluster import Cluster
+from penstock.cost.cost import UnitCost
 from penstock.cost.profile import refuse_error
-from penstock.cost.unit import UnitCost
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats import (
     dump_plan,

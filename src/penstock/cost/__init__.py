@@ -1,15 +1,20 @@
 """Seconds, bytes and links: the numbers that the simulator and the planners work with."""
 
-from penstock.cost.cities import City
-from penstock.cost.cluster import Cluster, Node
-from penstock.cost.cost import Cost
+from penstock.cost.cluster import City, Cluster, Node
+from penstock.cost.cost import (
+    Cost,
+    ModelCost,
+    NoisyCost,
+    PartCost,
+    PausedCost,
+    UnitCost,
+    WrappedCost,
+    finer,
+)
 from penstock.cost.curve import CorrectedCurve, Curve, Seconds
-from penstock.cost.model import ModelCost, PartCost, finer
 from penstock.cost.network import Network
-from penstock.cost.profile import Profile, ProfileCost
-from penstock.cost.row_profiles import RowProfiles
-from penstock.cost.unit import UnitCost
-from penstock.cost.wrapped import NoisyCost, PausedCost, WrappedCost
+from penstock.cost.placed import ProfileCost
+from penstock.cost.profile import Profile, RowProfiles
 
 __all__ = [
     "City",

@@ -13,12 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from math import asin, cos, radians, sin, sqrt
+from typing import NamedTuple, TypeVar
 
-from penstock.cost.cities import CITIES, City
-from penstock.cost.cities import bandwidth as bandwidth_between
-from penstock.cost.cities import latency as latency_between
-from penstock.cost.model import ModelCost, PartCost
+from penstock.cost.cost import ModelCost, PartCost
 from penstock.cost.network import Network
 from penstock.errors import ShapeError, UnknownNameError
 
@@ -123,16 +121,6 @@ class Cluster:
             tuple(parts), self.network(), tuple(node.speed for node in self.nodes)
         )
 
-    def slots(self, held: float = 0.0, weights: float = 0.0) -> tuple[int, ...]:
-        """How many micro-batches each node can hold.
-
-        Each takes `held` bytes, next to `weights` bytes that are always there.
-        """
-        return tuple(
-            _slots(number, node, held, weights)
-            for number, node in enumerate(self.nodes)
-        )
-
 
 def with_memory(cluster: Cluster, memory: float) -> Cluster:
     """Return the cluster with this memory for every node that has neither slots nor memory."""
@@ -163,30 +151,129 @@ def _matrix(
     return tuple(rows)
 
 
-def _slots(number: int, node: Node, held: float, weights: float) -> int:
-    if node.slots is not None:
-        return node.slots
-    if node.memory is None or held <= 0:
-        fact = "has neither slots nor memory"
-        if node.memory is not None:
-            fact = "has a memory, but the bytes of a micro-batch are unknown"
-        raise ShapeError(
-            f"node {number} {fact}\n"
-            "  give its slots, or its memory and the held bytes of the parts"
-        )
-    free = node.memory - weights
-    fit = int(min(free / held * (1 + 1e-12), UNLIMITED_SLOTS))
-    if fit < 1:
-        raise ShapeError(
-            f"node {number} cannot hold a single micro-batch: one takes {held:g} bytes, "
-            f"and the node has {node.memory:g}, less {weights:g} for weights"
-        )
-    return fit
-
-
 def _city(site: str | City) -> City:
     if isinstance(site, City):
         return site
     if site not in CITIES:
         raise UnknownNameError("city", site, CITIES)
     return CITIES[site]
+
+
+EARTH_RADIUS_KM = 6371.0
+FIBRE_KM_PER_SECOND = 200_000.0
+CABLE_DETOUR = 1.5  # length of a cable over the length of the great circle
+MIN_LATENCY = 0.0005  # seconds, for routers and network cards
+TCP_WINDOW_BYTES = 2.5e6
+MAX_BANDWIDTH_BETWEEN_CITIES = 250e6  # bytes per second
+BANDWIDTH_WITHIN_CITY = 2e9  # bytes per second
+
+
+class City(NamedTuple):
+    """A place, in degrees north and east. A fibre between two of them has
+
+    latency    one way: the great circle, 1.5 times as long because of the route that cables take, at two thirds of the
+               speed of light
+    bandwidth  one stream with at most `TCP_WINDOW_BYTES` in flight, so it falls with the round-trip time
+    """
+
+    name: str
+    north: float
+    east: float
+
+
+def distance(one: City, other: City) -> float:
+    """Kilometres along the great circle."""
+    a, b = radians(one.north), radians(other.north)
+    across = (
+        sin((a - b) / 2) ** 2
+        + cos(a) * cos(b) * sin(radians(one.east - other.east) / 2) ** 2
+    )
+    return 2 * EARTH_RADIUS_KM * asin(sqrt(across))
+
+
+def latency_between(one: City, other: City) -> float:
+    """Seconds from one city to the other, one way."""
+    return MIN_LATENCY + CABLE_DETOUR * distance(one, other) / FIBRE_KM_PER_SECOND
+
+
+def bandwidth_between(one: City, other: City) -> float:
+    """Bytes per second of one stream."""
+    if one.name == other.name:
+        return BANDWIDTH_WITHIN_CITY
+    return min(
+        MAX_BANDWIDTH_BETWEEN_CITIES,
+        TCP_WINDOW_BYTES / (2 * latency_between(one, other)),
+    )
+
+
+CITIES = {
+    city.name: city
+    for city in (
+        City("Amsterdam", 52.4, 4.9),
+        City("Athens", 38.0, 23.7),
+        City("Atlanta", 33.7, -84.4),
+        City("Auckland", -36.9, 174.8),
+        City("Bangkok", 13.8, 100.5),
+        City("Beijing", 39.9, 116.4),
+        City("Berlin", 52.5, 13.4),
+        City("Bogota", 4.7, -74.1),
+        City("Boston", 42.4, -71.1),
+        City("Brussels", 50.8, 4.4),
+        City("Buenos Aires", -34.6, -58.4),
+        City("Cairo", 30.0, 31.2),
+        City("Cape Town", -33.9, 18.4),
+        City("Chicago", 41.9, -87.6),
+        City("Dallas", 32.8, -96.8),
+        City("Delhi", 28.6, 77.2),
+        City("Denver", 39.7, -105.0),
+        City("Dubai", 25.2, 55.3),
+        City("Dublin", 53.3, -6.3),
+        City("Frankfurt", 50.1, 8.7),
+        City("Geneva", 46.2, 6.1),
+        City("Helsinki", 60.2, 24.9),
+        City("Hong Kong", 22.3, 114.2),
+        City("Istanbul", 41.0, 29.0),
+        City("Jakarta", -6.2, 106.8),
+        City("Johannesburg", -26.2, 28.0),
+        City("Lagos", 6.5, 3.4),
+        City("Lima", -12.0, -77.0),
+        City("Lisbon", 38.7, -9.1),
+        City("London", 51.5, -0.1),
+        City("Los Angeles", 34.1, -118.2),
+        City("Madrid", 40.4, -3.7),
+        City("Melbourne", -37.8, 145.0),
+        City("Mexico City", 19.4, -99.1),
+        City("Miami", 25.8, -80.2),
+        City("Milan", 45.5, 9.2),
+        City("Montreal", 45.5, -73.6),
+        City("Mumbai", 19.1, 72.9),
+        City("Munich", 48.1, 11.6),
+        City("Nairobi", -1.3, 36.8),
+        City("New York", 40.7, -74.0),
+        City("Osaka", 34.7, 135.5),
+        City("Oslo", 59.9, 10.8),
+        City("Paris", 48.9, 2.4),
+        City("Portland", 45.5, -122.7),
+        City("Prague", 50.1, 14.4),
+        City("Rome", 41.9, 12.5),
+        City("San Francisco", 37.8, -122.4),
+        City("Santiago", -33.4, -70.7),
+        City("Sao Paulo", -23.6, -46.6),
+        City("Seattle", 47.6, -122.3),
+        City("Seoul", 37.6, 127.0),
+        City("Shanghai", 31.2, 121.5),
+        City("Singapore", 1.4, 103.8),
+        City("Sofia", 42.7, 23.3),
+        City("Stockholm", 59.3, 18.1),
+        City("Sydney", -33.9, 151.2),
+        City("Taipei", 25.0, 121.6),
+        City("Tel Aviv", 32.1, 34.8),
+        City("Tokyo", 35.7, 139.7),
+        City("Toronto", 43.7, -79.4),
+        City("Vancouver", 49.3, -123.1),
+        City("Vienna", 48.2, 16.4),
+        City("Warsaw", 52.2, 21.0),
+        City("Washington", 38.9, -77.0),
+        City("Zurich", 47.4, 8.5),
+    )
+}

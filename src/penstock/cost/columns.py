@@ -12,15 +12,15 @@ cost the same. So the cost is asked about one example of each class:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.buffers import busy_seconds
-from penstock.cost.cost import Cost
+from penstock.cost.cost import ActionBytes, Cost
+from penstock.cost.network import busy_seconds
 from penstock.ir.action import BACKWARD, FORWARD, OP_CODES, WEIGHTS, Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
@@ -37,6 +37,8 @@ class Columns:
     seconds: Floats
     gain: Floats  # bytes of activations that an action adds to its rank when it starts
     loss: Floats  # bytes that it frees there when it ends
+    working: Floats  # bytes that exist only while it runs
+    carried: Floats  # bytes of the keys and values of its tokens
     bytes: Floats  # size of its message; 0 if it sends none
     target: Ints  # the rank that receives its message; -1 if it sends none
     link: Ints  # number of the link that its message takes; -1 if it sends none
@@ -73,9 +75,7 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
 def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     table = schedule.table
     classes = _classes(schedule)
-    held = _ask(schedule, classes, cost.held)
-    kept = _ask(schedule, classes, cost.kept)
-    rebuilt = _ask(schedule, classes, cost.rebuilt)
+    held, kept, rebuilt, working, carried = _ask_bytes(schedule, classes, cost)
     loss = _losses(table, held, kept)
     extra = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F left
     spike = np.maximum(rebuilt - extra, 0.0)  # held only while the action runs
@@ -83,11 +83,16 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     message = _ask(schedule, _classes_by_path(schedule, classes), cost.message)
     size = np.where(target >= 0, message, 0.0)
     links = _links(schedule, cost, target, size)
-    send, receive = busy_seconds(cost.buffers, size, links.latency + links.wire)
+    send, receive = busy_seconds(cost.network.buffers, size, links.latency + links.wire)
+    pause = _ask(schedule, classes, cost.pause)
+    if cost.waits:
+        pause = pause + links.latency + links.wire
     return Columns(
         seconds=_ask(schedule, classes, cost.seconds),
         gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
         loss=np.maximum(loss, 0.0) + spike,
+        working=working,
+        carried=carried,
         bytes=size,
         target=target,
         link=links.number,
@@ -95,7 +100,7 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         wire=links.wire,
         send=send,
         receive=receive,
-        pause=_ask(schedule, classes, cost.pause),
+        pause=pause,
         switch=cost.switch,
     )
 
@@ -135,13 +140,6 @@ class CostClasses(NamedTuple):
     of_action: Ints  # the class of each action
 
 
-def example_column(
-    schedule: Schedule, ask: Callable[[Schedule, Action], float]
-) -> Floats:
-    """One quantity of a cost for every action, asked once for each op, stage and token range."""
-    return _ask(schedule, _classes(schedule), ask)
-
-
 def _ask(
     schedule: Schedule, classes: CostClasses, ask: Callable[[Schedule, Action], float]
 ) -> Floats:
@@ -149,6 +147,15 @@ def _ask(
     answers = [ask(schedule, example) for example in classes.examples]
     column: Floats = np.array(answers, dtype=np.float64)[classes.of_action]
     return column
+
+
+def _ask_bytes(
+    schedule: Schedule, classes: CostClasses, cost: Cost
+) -> Iterator[Floats]:
+    """What every action holds, one column for each field of `ActionBytes`."""
+    answers = [cost.bytes(schedule, example) for example in classes.examples]
+    table = np.array(answers, dtype=np.float64).reshape(-1, len(ActionBytes._fields))
+    return (column[classes.of_action] for column in table.T)
 
 
 def _classes(schedule: Schedule) -> CostClasses:

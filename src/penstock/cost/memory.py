@@ -23,7 +23,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from penstock.cost.columns import Columns, columns, example_column, levels
+from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.ir.action import BACKWARD, FORWARD
 from penstock.ir.program import MAX_RECORDED_ACTIONS
@@ -90,8 +90,7 @@ def device_memory(
     costs = columns(schedule, cost)
     held = levels(schedule, costs)
     activations = _peaks(schedule, held)
-    working = example_column(schedule, cost.working)
-    beside = carried_bytes(schedule, cost) + working
+    beside = carried_bytes(schedule, costs.carried) + costs.working
     everything = _peaks(schedule, held + beside)
     if recorded:
         long = np.diff(schedule.table.first) > MAX_RECORDED_ACTIONS
@@ -118,11 +117,11 @@ def weights_of(schedule: Schedule, cost: Cost) -> Floats:
         stage_of[stage.rank, stage.part] = number
     weights = np.zeros(schedule.ranks)
     for (rank, _), number in stage_of.items():
-        weights[rank] += cost.weights(schedule, number)
+        weights[rank] += cost.weights(schedule, number).weights
     last = schedule.parts - 1
     if last == 0:
         return weights
-    tied = cost.tied(schedule)
+    tied = cost.tied(schedule).weights
     for rank in range(schedule.ranks):
         if (rank, 0) in stage_of and (rank, last) in stage_of:
             weights[rank] -= tied
@@ -130,7 +129,7 @@ def weights_of(schedule: Schedule, cost: Cost) -> Floats:
 
 
 # ---------------------------------------------------------------- what slices carry
-def carried_bytes(schedule: Schedule, cost: Cost) -> Floats:
+def carried_bytes(schedule: Schedule, carried: Floats) -> Floats:
     """The bytes that sliced sequences carry from slice to slice, on each action's rank while it runs.
 
     `held` counts the keys and values of the slices so far. Their buffer has all tokens of the
@@ -140,7 +139,7 @@ def carried_bytes(schedule: Schedule, cost: Cost) -> Floats:
     sliced = table.slices[table.microbatch] > 1
     if not sliced.any():
         return np.zeros(len(table))
-    own = np.where(sliced, example_column(schedule, cost.carried), 0.0)
+    own = np.where(sliced, carried, 0.0)
     whole = _of_visit(schedule, np.where(table.kind == FORWARD, own, 0.0))
     is_forward = table.kind == FORWARD
     is_backward = table.kind == BACKWARD
@@ -209,12 +208,12 @@ def _message_bytes(schedule: Schedule, costs: Columns) -> Floats:
 def _sum_bytes(schedule: Schedule, cost: Cost) -> Floats:
     """Copies of the gradients that each rank sums with others; all wait for the end of the step."""
     copies = np.zeros(schedule.ranks)
-    tied = cost.tied_gradients(schedule)
+    tied = cost.tied(schedule).gradients
     stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
     for _, parts, ranks, _ in shared_gradients(schedule, tied > 0):
         size = tied
         if len(parts) == 1:
-            size = cost.gradients(schedule, stage_of_part[parts[0]])
+            size = cost.weights(schedule, stage_of_part[parts[0]]).gradients
         copies[list(ranks)] += size
     return copies
 

@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.cost.curve import Curve, Seconds, sum_curves
-from penstock.cost.fit import Fit
+from penstock.cost.curve import Curve, Fit, Seconds, sum_curves
 from penstock.cost.network import Link
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Point, Profile
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, held_numbers

@@ -13,11 +13,59 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.model import ModelCost, PartCost
-from penstock.cost.profile import Block, LayeredCost, Profile
+from penstock.cost.cost import ModelCost, PartCost, PartsCost
+from penstock.cost.network import Network
+from penstock.cost.profile import Block, Profile
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
-from penstock.partition import balanced_partition
+from penstock.partition import balanced_partition, even_partition
+
+
+@dataclass(frozen=True, slots=True)
+class LayeredCost(PartsCost):
+    """The cost of any schedule by a profile, whose layers are divided as the schedule needs them."""
+
+    profile: Profile
+
+    @property
+    def network(self) -> Network:
+        """The links that were measured."""
+        return self.profile.network
+
+    @property
+    def switch(self) -> float:
+        """How much longer a forward takes right after a backward, as a share of its time."""
+        return self.profile.switch
+
+    @property
+    def handover(self) -> float:
+        """Seconds that a shared processor loses when it goes from one rank to another."""
+        return self.profile.handover
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCost(LayeredCost):
+    """The cost of any schedule by a profile, with the layers divided evenly among its parts.
+
+    Like `UnitCost`, it looks at the schedule that it is asked about. Every
+    sequence has `tokens` tokens, by default as many as in the profile.
+    """
+
+    tokens: int | None = None
+    recompute: bool = False
+    by_parts: dict[int, ModelCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def model(self, schedule: Schedule) -> ModelCost:
+        """The cost of this schedule's own parts."""
+        parts = schedule.parts
+        if parts not in self.by_parts:
+            partition = even_partition(self.profile.layers, parts)
+            tokens = self.profile.tokens if self.tokens is None else self.tokens
+            cost = self.profile.cost(partition, None, self.recompute, tokens)
+            self.by_parts[parts] = cost
+        return self.by_parts[parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +83,7 @@ class PlacedCost(LayeredCost):
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()  # of the ranks, copy by copy; empty if all are 1
-    model_costs: dict[tuple[int, ...], ModelCost] = field(
+    models: dict[tuple[int, ...], ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     # Parts of different placements are often the same; then they share what they know.
@@ -51,55 +99,40 @@ class PlacedCost(LayeredCost):
         """Return the layers of each part of a schedule."""
         if self.partition:
             return self.partition
-        return self._partition(_ranks_of_parts(schedule))
+        ranks = _ranks_of_parts(schedule)
+        count = 1 + max(ranks)
+        # The speed of each rank of a copy is that on the slowest copy: all wait for it.
+        speeds = [min(self.speeds[rank::count], default=1.0) for rank in range(count)]
+        return balance_layers(self.profile, self.tokens, ranks, speeds)
 
     def recomputed_parts(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the parts of a schedule that are computed again in the backward."""
-        return self._recomputed(schedule.parts)
+        first_parts = range(count_of_share(self.recomputed, schedule.parts))
+        return self.recompute or tuple(first_parts)
 
-    def model_cost(self, schedule: Schedule) -> ModelCost:
+    def model(self, schedule: Schedule) -> ModelCost:
         """The cost of this schedule's own parts."""
         for known, cost in self.last:
             if known is schedule:
                 return cost
         ranks = _ranks_of_parts(schedule)
-        if ranks not in self.model_costs:
-            self.model_costs[ranks] = self._model_cost(ranks)
-        self.last[:] = [(schedule, self.model_costs[ranks])]
-        return self.model_costs[ranks]
+        if ranks not in self.models:
+            self.models[ranks] = self._new_model(schedule)
+        self.last[:] = [(schedule, self.models[ranks])]
+        return self.models[ranks]
 
-    def _model_cost(self, ranks: tuple[int, ...]) -> ModelCost:
-        partition = self.partition or self._partition(ranks)
-        again = self._recomputed(len(ranks))
-        last = len(ranks) - 1
+    def _new_model(self, schedule: Schedule) -> ModelCost:
+        again = self.recomputed_parts(schedule)
+        last = schedule.parts - 1
         # The overhead of an action is a pause after it, which is how it was measured.
         profile = replace(self.profile, turn=0.0)
-        kinds = [
-            (layers, number == 0, number == last, number in again)
-            for number, layers in enumerate(partition)
-        ]
-        for kind in kinds:
+        parts = []
+        for number, layers in enumerate(self.partition_of(schedule)):
+            kind = layers, number == 0, number == last, number in again
             if kind not in self.parts:
                 self.parts[kind] = profile.part(*kind)
-        parts = tuple(self.parts[kind] for kind in kinds)
-        return ModelCost(
-            parts, self.profile.network, speeds=self.speeds, tokens=self.tokens
-        )
-
-    def _recomputed(self, parts: int) -> tuple[int, ...]:
-        return self.recompute or tuple(range(count_of_share(self.recomputed, parts)))
-
-    def _partition(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        speeds = self._slowest_speeds(1 + max(ranks))
-        return balance_layers(self.profile, self.tokens, ranks, speeds)
-
-    def _slowest_speeds(self, ranks: int) -> list[float]:
-        """Return the speed of each rank of a copy, on the slowest copy: all wait for it."""
-        return (
-            [min(self.speeds[rank::ranks]) for rank in range(ranks)]
-            if self.speeds
-            else []
-        )
+            parts.append(self.parts[kind])
+        return ModelCost(tuple(parts), self.network, self.speeds, self.tokens)
 
     def updates(self, schedule: Schedule) -> list[float]:
         """Seconds of the optimizer on each rank, and of what else a step does beside its actions."""
@@ -119,8 +152,7 @@ class PlacedCost(LayeredCost):
         About half of what the executor takes for an action lies between its end and the beginning of the action
         that waits for its message.
         """
-        there = LayeredCost.latency(self, source, target)
-        return there + self.profile.turn / 2
+        return PartsCost.latency(self, source, target) + self.profile.turn / 2
 
 
 def balance_layers(

@@ -9,24 +9,18 @@ Seconds and bytes are those of all rows of a micro-batch; bytes are given per to
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from penstock.cost.allreduce import sum_over_network
-from penstock.cost.buffers import BufferedMessage
-from penstock.cost.cost import Cost
-from penstock.cost.curve import Curve, Seconds, sum_curves
-from penstock.cost.fit import Fit, fit_curve
-from penstock.cost.model import ModelCost, PartCost
-from penstock.cost.network import Network, value_of_pair
+from penstock.cost.cost import ModelCost, PartCost
+from penstock.cost.curve import Curve, Fit, Seconds, fit_curve, sum_curves
+from penstock.cost.network import Network
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Op
 from penstock.ir.plan import Facts
-from penstock.ir.schedule import Schedule
-from penstock.partition import even_partition
 
 # The largest relative error of a curve on held-out points with which plans are made.
 # Usual errors are 9 to 25% on a CPU and 1 to 7% on a GPU.
@@ -407,129 +401,6 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LayeredCost(Cost):
-    """The cost of any schedule by a profile, whose layers are divided as the schedule needs them.
-
-    `model_cost` decides how; everything else follows from it.
-    """
-
-    profile: Profile
-
-    @abstractmethod
-    def model_cost(self, schedule: Schedule) -> ModelCost:
-        """The cost of this schedule's own parts."""
-
-    def seconds(self, schedule: Schedule, action: Action) -> float:
-        """How long an action computes."""
-        return self.model_cost(schedule).seconds(schedule, action)
-
-    @property
-    def switch(self) -> float:
-        """How much longer a forward takes right after a backward, as a share of its time."""
-        return self.profile.switch
-
-    def held(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that a forward leaves on its rank."""
-        return self.model_cost(schedule).held(schedule, action)
-
-    def kept(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that an I leaves for its W."""
-        return self.model_cost(schedule).kept(schedule, action)
-
-    def rebuilt(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that a backward recomputes."""
-        return self.model_cost(schedule).rebuilt(schedule, action)
-
-    def message(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of an action's result."""
-        return self.model_cost(schedule).message(schedule, action)
-
-    def weights(self, schedule: Schedule, stage: int) -> float:
-        """Bytes of a stage's weights, gradients and optimizer state."""
-        return self.model_cost(schedule).weights(schedule, stage)
-
-    @property
-    def serial(self) -> bool:
-        """Whether a link carries one message at a time."""
-        return self.profile.network.serial
-
-    @property
-    def channels(self) -> int | None:
-        """How many channels the messages of a rank share."""
-        return self.profile.network.channels
-
-    @property
-    def buffers(self) -> tuple[BufferedMessage, ...]:
-        """How long messages that share channels keep their ranks busy."""
-        return self.profile.network.buffers
-
-    @property
-    def handover(self) -> float:
-        """Seconds that a shared processor loses when it goes from one rank to another."""
-        return self.profile.handover
-
-    def tied(self, schedule: Schedule) -> float:
-        """Bytes of weights that the first and the last part share."""
-        return self.model_cost(schedule).tied(schedule)
-
-    def working(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that exist only while an action runs."""
-        return self.model_cost(schedule).working(schedule, action)
-
-    def carried(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of the keys and values of an action's tokens."""
-        return self.model_cost(schedule).carried(schedule, action)
-
-    def gradients(self, schedule: Schedule, stage: int) -> float:
-        """Bytes of a stage's gradients, without those of tied weights."""
-        return self.model_cost(schedule).gradients(schedule, stage)
-
-    def tied_gradients(self, schedule: Schedule) -> float:
-        """Bytes of the gradients of weights that the first and the last part share."""
-        return self.model_cost(schedule).tied_gradients(schedule)
-
-    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """How long these ranks take to sum `size` bytes of gradients."""
-        return sum_over_network(self.profile.network, ranks, size)
-
-    def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte of a message arrives."""
-        network = self.profile.network
-        return value_of_pair(network.latency, source, target, "latency")
-
-    def bandwidth(self, source: int, target: int) -> float:
-        """Bytes per second."""
-        network = self.profile.network
-        return value_of_pair(network.bandwidth, source, target, "bandwidth")
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileCost(LayeredCost):
-    """The cost of any schedule by a profile, with the layers divided evenly among its parts.
-
-    A planner compares schedules with different numbers of parts under one cost. Like
-    `UnitCost`, this one therefore looks at the schedule that it is asked about. Every
-    sequence has `tokens` tokens, by default as many as in the profile.
-    """
-
-    tokens: int | None = None
-    recompute: bool = False
-    by_parts: dict[int, ModelCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def model_cost(self, schedule: Schedule) -> ModelCost:
-        """The cost of this schedule's own parts."""
-        parts = schedule.parts
-        if parts not in self.by_parts:
-            partition = even_partition(self.profile.layers, parts)
-            tokens = self.profile.tokens if self.tokens is None else self.tokens
-            cost = self.profile.cost(partition, None, self.recompute, tokens)
-            self.by_parts[parts] = cost
-        return self.by_parts[parts]
-
-
 def tile_of(device: str) -> int:
     """Return the number of tokens that slices should be multiples of on a device.
 
@@ -537,3 +408,173 @@ def tile_of(device: str) -> int:
     (128, 1)
     """
     return KERNEL_TILE_TOKENS.get(device, 1)
+
+
+Weighted = Sequence[tuple[float, Block]]
+
+
+@dataclass(frozen=True, slots=True)
+class RowProfiles:
+    """Profiles of one model, measured with different numbers of rows in a micro-batch, in ascending order.
+
+        rows       1       2       3       4       8
+        measured   o-------o---------------o               between two measurements every time and size is linear in
+                                   ^               ^       the rows; beyond them, the nearest one is scaled
+                             interpolated        scaled
+
+    A planner that chooses how many rows go through together needs a profile for each choice, and
+    the times of a layer do not grow in proportion: two rows often take less than twice as long as
+    one.
+    """
+
+    measured: tuple[Profile, ...]
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        if not rows or list(rows) != sorted(set(rows)):
+            raise ShapeError(
+                f"profiles for {list(rows)} rows make no set; "
+                "it takes at least one profile, each with more rows than the one before"
+            )
+        first = self.measured[0]
+        for other in self.measured[1:]:
+            if (other.layers, other.tokens) != (first.layers, first.tokens):
+                raise ShapeError(
+                    f"the profile for {first.rows} rows has {first.layers} layers and "
+                    f"{first.tokens} tokens, but the one for {other.rows} rows has "
+                    f"{other.layers} layers and {other.tokens} tokens; "
+                    "all must be of one model and one length"
+                )
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of rows that were measured."""
+        return tuple(profile.rows for profile in self.measured)
+
+    @property
+    def layers(self) -> int:
+        """The layers of the model."""
+        return self.measured[0].layers
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a sequence."""
+        return self.measured[0].tokens
+
+    @property
+    def network(self) -> Network:
+        """The links between ranks, which do not depend on the rows."""
+        return self.measured[0].network
+
+    @property
+    def worst_error(self) -> float:
+        """The worst error of all measured profiles on held-out points."""
+        return max(profile.worst_error for profile in self.measured)
+
+    def at(self, rows: int) -> Profile:
+        """Return the profile for a number of rows.
+
+        Where it was measured, it is the measured one. Between two measurements all times
+        and sizes are linear in the rows. Beyond them, those of the nearest measurement
+        grow in proportion to the rows.
+        """
+        if rows < 1:
+            raise ShapeError(f"a micro-batch must have at least 1 row, not {rows}")
+        after = bisect_left(self.rows, rows)
+        if after < len(self.measured) and self.rows[after] == rows:
+            return self.measured[after]
+        if after in (0, len(self.measured)):
+            nearest = self.measured[max(after - 1, 0)]
+            return _mix(rows, [(rows / nearest.rows, nearest)])
+        fewer = self.measured[after - 1]
+        more = self.measured[after]
+        share = (rows - fewer.rows) / (more.rows - fewer.rows)
+        return _mix(rows, [(1 - share, fewer), (share, more)])
+
+
+def _mix(rows: int, terms: Sequence[tuple[float, Profile]]) -> Profile:
+    """Return a weighted sum of profiles; what does not grow with the rows is their mean."""
+    total = sum(weight for weight, _ in terms)
+    first = terms[0][1]
+    return replace(
+        first,
+        rows=rows,
+        message=sum(weight * profile.message for weight, profile in terms),
+        embed=_mix_blocks([(weight, profile.embed) for weight, profile in terms]),
+        layer=_mix_blocks([(weight, profile.layer) for weight, profile in terms]),
+        head=_mix_blocks([(weight, profile.head) for weight, profile in terms]),
+        turn=sum(weight * profile.turn for weight, profile in terms) / total,
+        switch=sum(weight * profile.switch for weight, profile in terms) / total,
+    )
+
+
+def _mix_blocks(terms: Weighted) -> Block:
+    total = sum(weight for weight, _ in terms)
+    return Block(
+        _mix_points(terms),
+        F=_mix_fits(terms, Op.F),
+        B=_mix_fits(terms, Op.B),
+        I=_mix_fits(terms, Op.I),
+        W=_mix_fits(terms, Op.W),
+        held=sum(weight * block.held for weight, block in terms),
+        kept=sum(weight * block.kept for weight, block in terms),
+        weights=terms[0][1].weights,
+        update=sum(weight * block.update for weight, block in terms) / total,
+    )
+
+
+def _mix_fits(terms: Weighted, op: Op) -> Fit:
+    """The weighted sum of curves; its errors are the largest ones among them."""
+    fits = [block.fit(op) for _, block in terms]
+    curve = sum_curves((weight, block.fit(op).curve) for weight, block in terms)
+    return Fit(curve, max(fit.worst for fit in fits), max(fit.median for fit in fits))
+
+
+def _mix_points(terms: Weighted) -> tuple[Point, ...]:
+    """The weighted sums of the times at the slices that all blocks have."""
+    by_slice = [_by_slice(block.points) for _, block in terms]
+    mixed = []
+    for point in terms[0][1].points:
+        key = (point.tokens, point.prefix, point.held_out)
+        if not all(key in points for points in by_slice):
+            continue
+        pairs = [
+            (weight, points[key])
+            for (weight, _), points in zip(terms, by_slice, strict=True)
+        ]
+        mixed.append(
+            replace(
+                point,
+                F=sum(weight * each.F for weight, each in pairs),
+                B=sum(weight * each.B for weight, each in pairs),
+                I=sum(weight * each.I for weight, each in pairs),
+                W=sum(weight * each.W for weight, each in pairs),
+            )
+        )
+    return tuple(mixed)
+
+
+def _by_slice(points: Iterable[Point]) -> dict[tuple[int, int, bool], Point]:
+    return {(point.tokens, point.prefix, point.held_out): point for point in points}
+
+
+SUM_ROW = 256  # numbers that share a scale in int8
+# The bytes of a message, compared with those of gradients in float32.
+SUM_SHARES = {
+    "float32": 1.0,
+    "bfloat16": 0.5,
+    "int8": (1 + SCALE_BYTES / SUM_ROW) / 4,
+}
+
+
+def sum_as(parts: Sequence[PartCost], messages: str) -> tuple[PartCost, ...]:
+    """The parts with gradients that are summed in messages of this type."""
+    share = SUM_SHARES[messages]
+    return tuple(
+        replace(
+            part,
+            gradients=part.gradients * share,
+            tied_gradients=part.tied_gradients * share,
+        )
+        for part in parts
+    )

@@ -48,12 +48,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.cost.buffers import BufferedMessage, check_buffers
-from penstock.cost.curve import CorrectedCurve, Curve, Seconds
-from penstock.cost.fit import Fit
-from penstock.cost.network import Network, PerPair
-from penstock.cost.profile import Block, Point, Profile
-from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.curve import CorrectedCurve, Curve, Fit, Seconds
+from penstock.cost.network import BufferedMessage, Network, PerPair, check_buffers
+from penstock.cost.profile import Block, Point, Profile, RowProfiles
 from penstock.formats.fields import (
     HEADER,
     Field,

@@ -16,7 +16,7 @@ A plan may say how a sum is made; without one, the backend sums in its own way:
     direct      ranks, with the share of the numbers that each of them adds up and sends to all others
     two levels  groups of ranks that are near each other: sums in each group, then between the groups
 
-`penstock.cost.allreduce` chooses among them. The runtime sends their messages, in rounds. The numbers
+`penstock.cost.sums` chooses among them. The runtime sends their messages, in rounds. The numbers
 to sum are cut into cells; in each round a rank sends cells to others and receives cells from others,
 and it begins the next round when it has received everything:
 

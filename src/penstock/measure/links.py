@@ -28,9 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cost.buffers import BufferedMessage
-from penstock.cost.fit import least_squares
-from penstock.cost.network import Network, PerPair, slowest_link, value_of_pair
+from penstock.cost.curve import least_squares
+from penstock.cost.network import (
+    BufferedMessage,
+    Network,
+    PerPair,
+    slowest_link,
+    value_of_pair,
+)
 from penstock.cost.sizes import FLOAT32_BYTES
 from penstock.runtime.comm.comm import Comm, exchange
 from penstock.torch_internals import sleep_on_gpu
@@ -253,7 +258,7 @@ def _matrix(
 #     rank 1   rest, and twice the time of the message ├─ receive ─┤
 #
 # If the sender is busy until the receiver comes, the buffers cannot hold a message of this size
-# (`penstock.cost.buffers`).
+# (`penstock.cost.network`).
 
 BUFFERED_BYTES = (1 << 12, 1 << 18, 1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 24)
 

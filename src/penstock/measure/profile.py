@@ -32,10 +32,10 @@ from penstock.cost.profile import (
     Block,
     Point,
     Profile,
+    RowProfiles,
     block,
     tile_of,
 )
-from penstock.cost.row_profiles import RowProfiles
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
 from penstock.ir.plan import Facts

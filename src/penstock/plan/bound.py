@@ -93,7 +93,9 @@ class _Chains:
         self.heads = self.longest(np.zeros(len(table)))
         from_start = longest_tails(schedule, costs)
         self.tails = from_start - costs.seconds
-        self.channels = _channels(schedule, cost.channels, self.costs, from_start)
+        self.channels = _channels(
+            schedule, cost.network.channels, self.costs, from_start
+        )
 
     def longest(self, earliest: Floats) -> Floats:
         """Return when each action can start if it cannot start before `earliest` and its needs have arrived."""

@@ -21,11 +21,9 @@ from typing import Protocol
 import numpy as np
 
 from penstock.cost.columns import columns, levels
-from penstock.cost.cost import Cost
+from penstock.cost.cost import CopiedCost, Cost, NoisyCost, WaitingCost
 from penstock.cost.memory import activation_caps, device_bytes
 from penstock.cost.placed import PlacedCost
-from penstock.cost.waiting import WaitingCost
-from penstock.cost.wrapped import CopiedCost, NoisyCost
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import Schedule, Stage
 from penstock.ir.table import Floats

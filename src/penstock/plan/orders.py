@@ -169,7 +169,7 @@ class OrderSearch:
             Draft(sequential_schedule(stages, microbatches, way), cost) for way in ways
         ]
         self.known = list(registry_orders(stages, microbatches))
-        if cost.channels is not None:
+        if cost.network.channels is not None:
             self.known += sliced_orders(stages, microbatches)
         self.size = self.drafts[0].size
 
@@ -547,7 +547,7 @@ def orders_on_ladder(
         bound = search.bound(rung.caps) if size <= MAX_BOUND_ACTIONS else free
         if cannot_win(bound):
             continue
-        if search.cost.channels is None:
+        if search.cost.network.channels is None:
             yield search.best(rung.caps, work, bound=bound)
             continue
         if highest is None:

@@ -28,16 +28,19 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from penstock.config import ModelConfig, is_recording, precision_of
-from penstock.cost.buffers import least_byte_seconds
 from penstock.cost.cluster import Cluster, Node
-from penstock.cost.cost import Cost
+from penstock.cost.cost import Cost, UnitCost
 from penstock.cost.gpus import Gpu, analytic_profile
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
-from penstock.cost.network import Link, Network, fastest_link, slowest_sum_link
+from penstock.cost.network import (
+    Link,
+    Network,
+    fastest_link,
+    least_byte_seconds,
+    slowest_sum_link,
+)
 from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
-from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
-from penstock.cost.row_profiles import RowProfiles
-from penstock.cost.unit import UnitCost
+from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, RowProfiles, send_as
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
 from penstock.ir.plan import Facts, Plan

@@ -45,8 +45,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from penstock.cost.cost import Cost
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import Cost, UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts

@@ -107,11 +107,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from penstock.cost.cost import UnitCost
 from penstock.cost.curve import seconds_along
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.cost.network import fastest_link
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Profile
-from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
 from penstock.ir.compiled import compile_if_large

@@ -33,7 +33,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action
 from penstock.ir.compiled import many_schedules

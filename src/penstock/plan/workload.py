@@ -26,8 +26,7 @@ from penstock.config import (
     allows_meshes,
     is_recording,
 )
-from penstock.cost.profile import tile_of
-from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.profile import RowProfiles, tile_of
 from penstock.errors import ConfigError, ShapeError
 
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.

@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.cost.profile import SCALE_BYTES
-from penstock.cost.sum_bytes import SUM_ROW
+from penstock.cost.profile import SCALE_BYTES, SUM_ROW
 from penstock.ir.sums import Round, RoundKind, SumPlan, cell_bounds, rounds_of
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.passed_values import quantize, restore

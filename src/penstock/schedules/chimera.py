@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.action import FORWARD, Action
 from penstock.ir.schedule import MicroBatch, Schedule, Stage

@@ -17,7 +17,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import UnitCost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.list_scheduling import defer_weights

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from penstock.cost.columns import columns
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, backward, forward
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import UnitCost
 from penstock.ir.action import BACKWARD, FORWARD, Action
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.list_scheduling import StartLimit, list_schedule

@@ -40,7 +40,7 @@ from itertools import combinations, islice, pairwise
 from math import comb, floor
 from random import Random
 
-from penstock.cost.unit import UnitCost
+from penstock.cost.cost import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.schedules.list_scheduling import list_schedule, oldest_first

@@ -71,7 +71,7 @@ class _Machine:
     ) -> None:
         table = schedule.table
         self.costs = costs = columns(schedule, cost)
-        self.serial = cost.serial
+        self.serial = cost.network.serial
         self.processors = processors
         self.turn = turn
         self.handover = cost.handover

@@ -16,7 +16,7 @@ for what was launched before, and its messages, because a communicator carries o
     rank 2                   ▓▓▓▓▓▓▓ 2B0 ▓▓▓▓▓
 
 A sender goes on before its message has arrived, and a late receiver takes it in less than its whole
-way, as far as the buffers between them hold it (`penstock.cost.buffers`). Without buffers a message
+way, as far as the buffers between them hold it (`penstock.cost.network`). Without buffers a message
 keeps both of its ranks until it has arrived. With two channels, messages to higher ranks and messages
 to lower ranks do not wait for each other. With one, sums of gradients wait for the end of a lane.
 
@@ -98,8 +98,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     >>> simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()).makespan
     33.0
     """
-    if cost.channels is not None:
-        return simulate_in_order(schedule, cost, cost.channels)
+    if cost.network.channels is not None:
+        return simulate_in_order(schedule, cost, cost.network.channels)
     return _simulate(schedule, cost, channels=0)
 
 
@@ -131,7 +131,7 @@ def _simulate(schedule: Schedule, cost: Cost, channels: int) -> Timeline:
         np.full(count, -1, dtype=np.int32),
     )
     order = moments(table, actions.target) if channels else table.order
-    compile_if_large(_run, count)(order, actions, cost.serial, channels, times)
+    compile_if_large(_run, count)(order, actions, cost.network.serial, channels, times)
     return complete_timeline(schedule, cost, costs, times, sums_wait(channels))
 
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.cost.cost import Cost
-from penstock.cost.planned_sum import ring_plan
-from penstock.cost.wrapped import PlannedSumsCost, link_matrices
+from penstock.cost.cost import Cost, PlannedSumsCost
+from penstock.cost.sums import link_matrices, ring_plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import SumPlan, last_backwards, shared_gradients
 from penstock.ir.table import Floats
@@ -62,7 +61,7 @@ def sum_intervals(
 
     A rank begins its sums in the order of `shared_gradients`, one after the other; with `wait`, after its last action.
     """
-    tied_bytes = cost.tied_gradients(schedule)
+    tied_bytes = cost.tied(schedule).gradients
     shared = shared_gradients(schedule, tied_bytes > 0)
     if not shared:
         return
@@ -78,7 +77,7 @@ def sum_intervals(
     for name, parts, ranks, _ in shared:
         size = tied_bytes
         if len(parts) == 1:
-            size = cost.gradients(schedule, stage_of_part[parts[0]])
+            size = cost.weights(schedule, stage_of_part[parts[0]]).gradients
         for rank in ranks:
             for part in parts:
                 number = last.get((part, rank), -1)
@@ -112,9 +111,7 @@ def plan_rings(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
     plans = []
     for interval in sum_intervals(timeline.schedule, cost, timeline.end):
         if interval.bytes > 0:
-            latency, byte = link_matrices(cost, interval.ranks)
-            ring = ring_plan(
-                latency, byte, interval.bytes, interval.ranks, interval.parts
-            )
+            links = link_matrices(interval.ranks, cost.latency, cost.bandwidth)
+            ring = ring_plan(*links, interval.bytes, interval.ranks, interval.parts)
             plans.append(ring)
     return tuple(plans)

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.cluster import Cluster
-from penstock.cost.model import PartCost
-from penstock.cost.wrapped import PlannedSumsCost
+from penstock.cost.cost import PartCost, PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, backward, forward
 from penstock.ir.plan import Facts, Plan
@@ -407,7 +406,7 @@ def paths_plan(
     model: the model that was planned for, if it is known. Its layers are then part of the plan.
     rotation: further plans on the same arrangement, which steps take in turn with the first one.
     full: a plan on the same arrangement for steps that run all parts.
-    sum_messages: the type in which sums of gradients travel, as `penstock.cost.sum_bytes` prices it.
+    sum_messages: the type in which sums of gradients travel, as `penstock.cost.profile` prices it.
     """
     problem = plan.problem
     bound_holds_for = "every plan under these rules"

@@ -18,13 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.cost.cluster import UNLIMITED_SLOTS, Cluster
-from penstock.cost.cost import Cost
+from penstock.cost.cost import Cost, PartCost, PausedCost, PlannedSumsCost, share_of
 from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT, device_memory
-from penstock.cost.model import PartCost, share_of
 from penstock.cost.placed import block_seconds
 from penstock.cost.profile import Profile
-from penstock.cost.wrapped import PausedCost, PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, backward, forward
 from penstock.ir.plan import Facts

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.allreduce import choose_sums
+from penstock.cost.sums import choose_sums
 from penstock.ir.action import BACKWARD, FORWARD
 from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.needs import RULES

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.cost import Cost
+from penstock.cost.cost import Cost, ModelCost, PartsCost
 from penstock.cost.curve import (
     TERMS,
     CorrectedCurve,
@@ -35,8 +35,6 @@ from penstock.cost.curve import (
     seconds_along,
     sum_curves,
 )
-from penstock.cost.model import ModelCost
-from penstock.cost.profile import LayeredCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
 from penstock.ir.compiled import compile_if_large
@@ -349,7 +347,7 @@ def sliced_pipeline(
         )
     whole = MicroBatch(tuple(range(ranks)), tokens)
     probe = sequential_schedule(loop_placement(ranks), [whole])
-    model = cost.model_cost(probe) if isinstance(cost, LayeredCost) else cost
+    model = cost.model(probe) if isinstance(cost, PartsCost) else cost
     assert isinstance(model, ModelCost), "a cost that is made of curves"
     forward, backward = [], []
     for rank in range(ranks):

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from penstock.config import Config
 from penstock.cost import Cost, Profile, RowProfiles
+from penstock.cost.cost import GivenSumsCost
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import slowest_sum_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import enlarge, send_as
-from penstock.cost.wrapped import GivenSumsCost
 from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch

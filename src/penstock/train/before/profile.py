@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from penstock.config import Config, LoraConfig, OptimizerConfig, is_recording
-from penstock.cost.profile import PROCESSORS, Profile
-from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.profile import PROCESSORS, Profile, RowProfiles
 from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file

@@ -14,20 +14,22 @@ can own much: it has received the shares of all others by then, and only sends t
     rank 1 | work . . . . . . [sends the sum of its share, and its part of the others]
 
 The planner of paths takes the quickest of the three for each part, if it may, and the plan says
-how each part is summed (`penstock.cost.planned_sum`). Messages that use the same links at the same
+how each part is summed (`quickest_sum`). Messages that use the same links at the same
 time are not considered. A ring of the backend uses the bandwidth that sums had while all ranks
 summed, where it was measured (`penstock.cost.network.sum_bandwidth`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.network import Network, PerPair, sum_bandwidth, value_of_pair
+from penstock.cost.network import Network, sum_bandwidth, value_of_pair
 from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
+from penstock.ir.sums import CellMessage, SumKind, SumPlan, cell_shares, rounds_of
 from penstock.ir.table import Floats, Ints
 
 SHARE_BISECTIONS = 40
@@ -104,19 +106,30 @@ def sum_over_network(network: Network, ranks: Sequence[int], size: float) -> flo
     latency, bandwidth = network.latency, sum_bandwidth(network)
     if not isinstance(latency, tuple) and not isinstance(bandwidth, tuple):
         return even_ring_seconds(len(ranks), latency, bandwidth, size)
-    hops = _matrix(latency, ranks, "latency")
-    with np.errstate(divide="ignore"):
-        byte = 1.0 / _matrix(bandwidth, ranks, "bandwidth")
-    return ring_seconds(hops, byte, size)
+
+    def hop(source: int, target: int) -> float:
+        return value_of_pair(latency, source, target, "latency")
+
+    def speed(source: int, target: int) -> float:
+        return value_of_pair(bandwidth, source, target, "bandwidth")
+
+    return ring_seconds(*link_matrices(ranks, hop, speed), size)
 
 
-def _matrix(value: PerPair, ranks: Sequence[int], quantity: str) -> Floats:
-    """One number for each pair of these ranks."""
-    if not isinstance(value, tuple):
-        return np.full((len(ranks), len(ranks)), value)
-    value_of_pair(value, max(ranks), max(ranks), quantity)  # refuses unknown ranks
-    rows = [[value[a][b] for b in ranks] for a in ranks]
-    return np.array(rows, dtype=np.float64)
+def link_matrices(
+    ranks: Sequence[int],
+    latency: Callable[[int, int], float],
+    bandwidth: Callable[[int, int], float],
+) -> tuple[Floats, Floats]:
+    """The seconds of a message and of each of its bytes between these ranks, by (source, target)."""
+    hop = np.zeros((len(ranks), len(ranks)))
+    byte = np.zeros((len(ranks), len(ranks)))
+    for i, a in enumerate(ranks):
+        for j, b in enumerate(ranks):
+            if a != b:
+                hop[i, j] = latency(a, b)
+                byte[i, j] = 1.0 / bandwidth(a, b)
+    return hop, byte
 
 
 def planned_sum_end(
@@ -367,3 +380,111 @@ def _fill_choices(  # noqa: PLR0915
                 end = least
                 kinds[part, number] = DIRECT
         ends[part] = end
+
+
+def quickest_sum(
+    latency: Floats,
+    byte: Floats,
+    size: float,
+    ready: Sequence[float],
+    ranks: Sequence[int],
+    parts: Sequence[int],
+) -> SumPlan:
+    """The sum of `size` bytes whose end `planned_sum_end` computes.
+
+    The two matrices have the seconds of a message and of each of its bytes between these ranks,
+    and each rank has its gradients `ready` at its own time.
+
+    >>> import numpy as np
+    >>> link = np.ones((3, 3))
+    >>> plan = quickest_sum(0.5 * link, 0.01 * link, 600.0, [0.0, 0.0, 9.0], [4, 5, 6], [1])
+    >>> plan.kind.value, [round(share, 2) for share in plan.shares]
+    ('direct', [0.23, 0.23, 0.54])
+    """
+    choice = choose_sum(latency, byte, size, ready)
+    kind = int(choice.kinds[0, 0])
+    if kind == RING:
+        return ring_plan(latency, byte, size, ranks, parts)
+    if kind == DIRECT:
+        shares = choice.shares[0] / choice.shares[0].sum()
+        return SumPlan(
+            tuple(parts), SumKind.DIRECT, tuple(ranks), tuple(shares.tolist())
+        )
+    members: dict[int, list[int]] = {}
+    for rank, group in zip(ranks, choice.groups[0].tolist(), strict=True):
+        members.setdefault(group, []).append(rank)
+    groups = tuple(tuple(members[group]) for group in sorted(members))
+    return SumPlan(
+        tuple(parts),
+        SumKind.TWO_LEVELS,
+        tuple(rank for group in groups for rank in group),
+        groups=groups,
+        whole=kind == WHOLE_GROUPS,
+    )
+
+
+def ring_plan(
+    latency: Floats,
+    byte: Floats,
+    size: float,
+    ranks: Sequence[int],
+    parts: Sequence[int],
+) -> SumPlan:
+    """The ring that goes from each rank to the nearest one that is left, as its price assumes."""
+    order = ring_order(latency, byte, size)
+    return SumPlan(tuple(parts), SumKind.RING, tuple(ranks[place] for place in order))
+
+
+def rounds_end(
+    plan: SumPlan,
+    latency: Floats,
+    byte: Floats,
+    size: float,
+    ready: Sequence[float],
+    ranks: Sequence[int],
+) -> float:
+    """When the rounds of a planned sum of `size` bytes end, message by message.
+
+    The matrices and the times are those of `ranks`, in their order.
+    """
+    place = {rank: number for number, rank in enumerate(ranks)}
+    shares = cell_shares(plan)
+
+    def arrival(source: int, message: CellMessage, now: float) -> float:
+        """When a message arrives that leaves now."""
+        link = place[source], place[message.peer]
+        bytes_sent = size * sum(shares[cell] for cell in message.cells)
+        return now + float(latency[link] + byte[link] * bytes_sent)
+
+    now = {rank: ready[place[rank]] for rank in plan.ranks}
+    rounds = {rank: rounds_of(plan, rank) for rank in plan.ranks}
+    ended = dict.fromkeys(plan.ranks, 0)  # rounds
+    arrivals: dict[tuple[int, int], deque[float]] = {}  # of messages under way, by link
+
+    def begin_round(rank: int) -> None:
+        """Send all messages of the next round of a rank, if it has one."""
+        if ended[rank] < len(rounds[rank]):
+            for message in rounds[rank][ended[rank]].sends:
+                queue = arrivals.setdefault((rank, message.peer), deque())
+                queue.append(arrival(rank, message, now[rank]))
+
+    def end_round(rank: int) -> bool:
+        """Receive all messages of the round of a rank, and begin the next; False if one is missing."""
+        if ended[rank] == len(rounds[rank]):
+            return False
+        links = [(peer, rank) for peer, _, _ in rounds[rank][ended[rank]].receives]
+        if not all(arrivals.get(link) for link in links):
+            return False
+        for link in links:
+            now[rank] = max(now[rank], arrivals[link].popleft())
+        ended[rank] += 1
+        begin_round(rank)
+        return True
+
+    for rank in plan.ranks:
+        begin_round(rank)
+    goes_on = True
+    while goes_on:
+        moves = [end_round(rank) for rank in plan.ranks]
+        goes_on = any(moves)
+    return max(now.values())
