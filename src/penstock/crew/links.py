@@ -143,13 +143,14 @@ class GlooComm(ProcessComm):
         """Wait until these ranks are connected."""
         return gloo_group(store, group.index(rank), len(group), self.time_limit)
 
-    def create_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def create_group(
+        self,
+        group: tuple[int, ...],
+        purpose: str = "group",
+        device: torch.device | None = None,
+    ) -> dist.ProcessGroup | None:
         """Connect some ranks of this generation; None if this rank is not among them."""
-        return self.connect(group, self.rank) if self.rank in group else None
-
-    def create_second_group(self) -> dist.ProcessGroup:
-        """Connect all ranks of this generation once more."""
-        return self.connect(self.everyone, self.rank, "second group")
+        return self.connect(group, self.rank, purpose) if self.rank in group else None
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a group."""
@@ -684,9 +685,8 @@ class WireComm(GlooComm):
     def make_group(
         self, store: Store, group: tuple[int, ...], rank: int
     ) -> dist.ProcessGroup:
-        """Connect to all ranks; smaller groups use the same connections."""
-        if self.links is None:
-            self.links = self.make_links(store, len(group), rank)
+        """Connect to all ranks."""
+        self.links = self.make_links(store, len(group), rank)
         made: Any = WireGroup(self.links, group)
         return cast(dist.ProcessGroup, made)  # It has the methods that are used.
 
@@ -727,10 +727,18 @@ class WireComm(GlooComm):
         """Whether to stop waiting for other ranks."""
         return self.broken() or time.monotonic() > self.connect_end
 
-    def create_second_group(self) -> dist.ProcessGroup:
-        """Use the same connections; messages of this group are matched among themselves."""
+    def create_group(
+        self,
+        group: tuple[int, ...],
+        purpose: str = "group",
+        device: torch.device | None = None,
+    ) -> dist.ProcessGroup | None:
+        """Use the same connections; messages of the second group are matched among themselves."""
+        if self.rank not in group:
+            return None
         assert self.links is not None
-        made: Any = WireGroup(self.links, self.everyone, SECOND_MESSAGES)
+        messages = MESSAGES if purpose == "group" else SECOND_MESSAGES
+        made: Any = WireGroup(self.links, group, messages)
         return cast(dist.ProcessGroup, made)
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:

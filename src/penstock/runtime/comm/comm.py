@@ -36,7 +36,6 @@ class Pending(Protocol):
         Raises `StuckError` if it takes too long, and `PeerLostError` if it cannot finish
         because another rank is gone.
         """
-        ...
 
 
 class Arriving(Protocol):
@@ -48,74 +47,50 @@ class Arriving(Protocol):
         A `Comm` that can do so lets it arrive in `into`, a contiguous tensor of its shape and type, and
         returns that one.
         """
-        ...
 
 
 class Comm(Protocol):
-    """One rank's connection to the other ranks."""
+    """One rank's connection to the other ranks. A connection may have nothing to set up, and nothing to reuse."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        ...
-
-    @property
-    def window(self) -> int:
-        """Bytes of receives that may be posted earlier than the program has them.
-
-        With 0, every receive is posted exactly where the program has it.
-        """
-        ...
-
-    @property
-    def reads_in_order(self) -> bool:
-        """Whether a send reads its tensor in the order of the stream that computes.
-
-        Then work that is launched after `send` may write to the tensor, before `wait` has returned.
-        """
-        ...
-
-    @property
-    def channels(self) -> int | None:
-        """How many channels carry the messages of a rank in order; None if messages do not wait for each other."""
-        ...
+    rank: int  # the number of this rank
+    ranks: int
+    # Bytes of receives that may be posted earlier than the program has them. With 0, every receive is posted exactly
+    # where the program has it.
+    window: int = 0
+    # Whether a send reads its tensor in the order of the stream that computes. Then work that is launched after `send`
+    # may write to the tensor, before `wait` has returned.
+    reads_in_order: bool = False
+    # How many channels carry the messages of a rank in order; None if messages do not wait for each other.
+    channels: int | None = None
 
     def send(self, tensor: Tensor, target: int) -> Pending:
         """Start sending a tensor to a rank."""
-        ...
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
     ) -> Arriving:
         """Start receiving the next tensor from a rank; its shape and type must match."""
-        ...
 
     def give_back(self, tensor: Tensor) -> None:
         """Return a received tensor that nobody reads any more, so its memory can be reused."""
-        ...
+        return
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Set up the groups that `add` will use; all ranks pass the same list."""
-        ...
+        return
 
     def reserve(self, program: Program, sizes: Sequence[int]) -> None:
         """Make room for a program's messages; all ranks pass the same arguments.
 
         `sizes` has the bytes of the largest message for each unit of the program.
         """
-        ...
+        return
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Start summing a tensor over a group of ranks, in place.
 
         All ranks of the group must start their sums in the same order.
         """
-        ...
 
     def second_connection(self) -> Comm:
         """A second connection to the same ranks, which another thread may use.
@@ -124,11 +99,9 @@ class Comm(Protocol):
         ranks must call this; every call returns the same connection. Raises RunError if the
         backend cannot have two.
         """
-        ...
 
     def barrier(self) -> None:
         """Wait until all ranks have reached this point."""
-        ...
 
 
 def exchange(comm: Comm, fact: Any) -> list[Any]:

@@ -39,7 +39,7 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.lane import lane_turns
 from penstock.ir.program import Program, links_of
-from penstock.runtime.comm.comm import NCCL, ON_GPU
+from penstock.runtime.comm.comm import NCCL, ON_GPU, Comm
 from penstock.runtime.comm.ipc import IpcGroup, RingShape, fit_ring
 from penstock.torch_internals import Store, sleep_until_done
 
@@ -94,7 +94,7 @@ class Guard(Protocol):
         ...
 
 
-class ProcessComm:
+class ProcessComm(Comm):
     """This process's connection to the ranks of a process group, by default all ranks.
 
     Received tensors land on `device`: by default this rank's GPU under NCCL, else the CPU.
@@ -110,11 +110,14 @@ class ProcessComm:
     ) -> None:
         world = group or dist.group.WORLD
         assert world is not None
-        self._rank = world.rank()
-        self._ranks = world.size()
+        self.rank = world.rank()
+        self.ranks = world.size()
         self.name = name
         self.patience = patience
         self.on_gpu = self.uses_gpus()
+        self.window = 0 if self.on_gpu else RECEIVE_WINDOW_BYTES
+        # The copies of our own backend are on the stream that computes.
+        self.reads_in_order = isinstance(world, IpcGroup)
         self.wire = torch.device("cpu")
         if self.on_gpu:
             self.wire = torch.device("cuda", torch.cuda.current_device())
@@ -122,16 +125,19 @@ class ProcessComm:
         # Called directly, because dist.isend and dist.irecv look the group up and check
         # it for every message.
         self.world = world
-        self.everyone = tuple(range(self._ranks))
+        self.everyone = tuple(range(self.ranks))
         self.is_subgroup = group is not None
         # Under NCCL: the groups of the messages to higher and to lower ranks, apart from sums.
         self.upward: dist.ProcessGroup | None = None
         self.downward: dist.ProcessGroup | None = None
         self.on_nccl = self.on_gpu and dist.get_backend() == NCCL
-        if self.on_nccl and self._ranks > 1:
-            self.upward = self.downward = self.create_message_group()
+        if self.on_nccl and self.ranks > 1:
+            self.channels = 1
+            self.upward = self.create_group(self.everyone, device=self.wire)
+            self.downward = self.upward
             if self._least_cores() >= CORES_TO_SEPARATE:
-                self.downward = self.create_message_group()
+                self.channels = 2
+                self.downward = self.create_group(self.everyone, device=self.wire)
         self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # The store through which the ranks tell each other about errors, if it is not the
         # one of the default process group. Nobody but the launcher keeps it then.
@@ -143,8 +149,8 @@ class ProcessComm:
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
         self.prepared = {self.everyone}
         # The number of the last message, by target and by source, and of the last sum.
-        self.sent = [0] * self._ranks
-        self.requested = [0] * self._ranks
+        self.sent = [0] * self.ranks
+        self.requested = [0] * self.ranks
         self.sums = 0
         # The tag of a shape, to which the number of the message is added.
         self.tags: dict[BufferKind, int] = {}
@@ -158,26 +164,6 @@ class ProcessComm:
         self.spare: dict[BufferKind, list[Tensor]] = {}
         self.waiting: _Work | None = None  # what this rank waits for now
         self.set_guard(None)
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self._ranks
-
-    @property
-    def window(self) -> int:
-        """Bytes of receives that may be posted earlier than the program has them."""
-        return 0 if self.on_gpu else RECEIVE_WINDOW_BYTES
-
-    @property
-    def reads_in_order(self) -> bool:
-        """True for our own backend, whose copies are on the stream that computes."""
-        return isinstance(self.world, IpcGroup)
 
     def set_guard(self, guard: Guard | None, extra_seconds: float = 0.0) -> None:
         """Ask this guard when a wait fails, or nobody if it is None.
@@ -215,32 +201,25 @@ class ProcessComm:
         """Whether tensors travel from GPU to GPU."""
         return dist.get_backend() in ON_GPU
 
-    def create_message_group(self) -> dist.ProcessGroup:
-        """Connect all ranks once more, over one communicator of NCCL that carries messages."""
-        created = dist.new_group(
-            dist.get_process_group_ranks(self.world),
-            use_local_synchronization=self.is_subgroup,
-            device_id=self.wire,  # otherwise every pair would get its own
-        )
-        assert isinstance(created, dist.ProcessGroup)
-        return created
+    def create_group(
+        self,
+        group: tuple[int, ...],
+        purpose: str = "group",
+        device: torch.device | None = None,
+    ) -> dist.ProcessGroup | None:
+        """Connect some ranks of this group; None if this rank is not among them.
 
-    def create_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Connect some ranks of this group; None if this rank is not among them."""
+        Groups of the same ranks for different purposes do not meet each other. With a `device`, they have one
+        communicator of NCCL; otherwise every pair would get its own for messages.
+        """
         # The rank in the default group of each rank of this group.
         numbers = dist.get_process_group_ranks(self.world)
-        members = [numbers[rank] for rank in group]
-        created = dist.new_group(members, use_local_synchronization=self.is_subgroup)
-        return created if isinstance(created, dist.ProcessGroup) else None
-
-    def create_second_group(self) -> dist.ProcessGroup:
-        """Connect all ranks once more."""
         created = dist.new_group(
-            dist.get_process_group_ranks(self.world),
+            [numbers[rank] for rank in group],
             use_local_synchronization=self.is_subgroup,
+            device_id=device,
         )
-        assert isinstance(created, dist.ProcessGroup)
-        return created
+        return created if isinstance(created, dist.ProcessGroup) else None
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a process group."""
@@ -267,9 +246,9 @@ class ProcessComm:
         code = fold(0, numbers) % CONTROL_SUM_MODULUS
         sums = torch.tensor([code, code * code], dtype=torch.int64)
         self.add(sums, self.everyone).wait()
-        if int(sums[1]) * self._ranks != int(sums[0]) ** 2:
+        if int(sums[1]) * self.ranks != int(sums[0]) ** 2:
             raise RunError(
-                f"the ranks prepare different groups; rank {self._rank} prepares {groups}"
+                f"the ranks prepare different groups; rank {self.rank} prepares {groups}"
             )
 
     def reserve(self, program: Program, sizes: Sequence[int]) -> None:
@@ -283,10 +262,10 @@ class ProcessComm:
         into: dict[int, RingShape] = {}
         out: dict[int, RingShape] = {}
         for peer in self.everyone:
-            current = group.shape(peer, self._rank)
-            into[peer] = fit_ring(lanes[self._rank], peer, sizes, current)
-            current = group.shape(self._rank, peer)
-            out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
+            current = group.shape(peer, self.rank)
+            into[peer] = fit_ring(lanes[self.rank], peer, sizes, current)
+            current = group.shape(self.rank, peer)
+            out[peer] = fit_ring(lanes[peer], self.rank, sizes, current)
         group.reserve(into, out)
 
     def _least_cores(self) -> int:
@@ -308,22 +287,15 @@ class ProcessComm:
             if (source, target) in self.opened:
                 continue
             self.opened.add((source, target))
-            if self._rank not in (source, target):
+            if self.rank not in (source, target):
                 continue
             number = torch.ones(1, device=self.wire)
             group = self.channel(source, target)
-            if self._rank == source:
+            if self.rank == source:
                 group.send([number], target, 0).wait()
             else:
                 group.recv([number], source, 0).wait()
             torch.cuda.synchronize()
-
-    @property
-    def channels(self) -> int | None:
-        """How many communicators carry the messages of a rank in order; None if messages do not wait for each other."""
-        if self.upward is None:
-            return None
-        return 1 if self.upward is self.downward else 2
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """The process group of the messages from one rank to another."""
@@ -338,7 +310,7 @@ class ProcessComm:
         dtype = raw.dtype
         self.recent[target].append((turn, shape, dtype))
         try:
-            channel = self.channel(self._rank, target)
+            channel = self.channel(self.rank, target)
             work = channel.send([raw], target, self.tag(turn, shape, dtype))
         except RuntimeError as error:
             message = PendingMessage("send", (target,), turn, shape, dtype)
@@ -356,7 +328,7 @@ class ProcessComm:
             return _RingReceive(self, self.world, message)
         buffer = self.buffer(shape, dtype)
         try:
-            channel = self.channel(source, self._rank)
+            channel = self.channel(source, self.rank)
             work = channel.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
             message = PendingMessage("receive", (source,), turn, shape, dtype)
@@ -410,7 +382,8 @@ class ProcessComm:
                 "  plan with `penstock paths --sums ring`, remove `sums` from the plan, or use run.device=cpu"
             )
         if self.second is None:
-            group = self.create_second_group()
+            group = self.create_group(self.everyone, "second group")
+            assert group is not None
             self.beside.append(group)
             self.second = SecondComm(self.patience, self.wire, group, self.name)
         return self.second
@@ -477,7 +450,7 @@ class ProcessComm:
         late = "Timed out waiting" in cause or "Operation timed out" in cause
         if self.guard is not None:
             return self.guard.explain(message, late, cause)
-        waits = f"rank {self._rank} waits {message}"
+        waits = f"rank {self.rank} waits {message}"
         if late:
             return StuckError(f"{waits} for more than {self.patience:g} s")
         return PeerLostError(f"{waits}, but the connection is lost\n\n{cause}")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PeerLostError, StuckError
-from penstock.ir.program import Program
+from penstock.runtime.comm.comm import Comm
 
 Returned = TypeVar("Returned")
-Mailboxes: TypeAlias = dict[tuple[int, int], queue.SimpleQueue[Tensor]]
 LOOK_SECONDS = 0.1  # how often a waiting thread looks whether another rank has failed
 
 
@@ -25,7 +24,7 @@ class _Sum:
     """A sum that collects its parts; the last rank adds them in the order of the ranks."""
 
     parts: dict[int, Tensor] = field(default_factory=dict)
-    ready: threading.Event = field(default_factory=threading.Event)
+    total: Future[Tensor] = field(default_factory=Future)
 
 
 class Hub:
@@ -35,102 +34,85 @@ class Hub:
         self.ranks = ranks
         self.patience = patience
         self.lock = threading.Lock()
-        # A mailbox for each pair of source and target, and another set for a second connection.
-        self.mail = _mailboxes(ranks)
-        self.mail_apart = _mailboxes(ranks)
+        # Messages of which one end has come so far, by connection, source, target and number.
+        self.messages: dict[Hashable, Future[Tensor]] = {}
         # Unfinished sums, by group and by number within the group.
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}
         self.gate = threading.Barrier(ranks)
         self.failed: int | None = None  # the first rank that has failed
 
+    def meet(self, message: Hashable) -> Future[Tensor]:
+        """Where the two ends of a message meet, whichever comes first."""
+        with self.lock:
+            known = self.messages.pop(message, None)
+            if known is None:
+                known = self.messages[message] = Future()
+        return known
 
-def _mailboxes(ranks: int) -> Mailboxes:
-    """A mailbox for each pair of source and target."""
-    pairs = itertools.permutations(range(ranks), 2)
-    return {pair: queue.SimpleQueue() for pair in pairs}
 
+class ThreadComm(Comm):
+    """One thread's connection to the other threads of a `Hub`.
 
-class ThreadComm:
-    """One thread's connection to the other threads of a `Hub`."""
+    It has nothing to set up. A receive gets the sender's tensor itself, whose memory stays the sender's.
+    """
 
-    def __init__(self, hub: Hub, rank: int, mail: Mailboxes | None = None) -> None:
+    def __init__(self, hub: Hub, rank: int, connection: int = 1) -> None:
         self.hub = hub
-        self._rank = rank
-        self.mail = hub.mail if mail is None else mail
+        self.rank = rank
+        self.ranks = hub.ranks
+        self.connection = connection
         self.second: ThreadComm | None = None
-        self.sums_started: dict[tuple[int, ...], int] = {}  # by group
-        # Messages from a source go to the receives in the order in which those were
-        # started, whatever the order in which they are waited for.
-        self.receives_started = [0] * hub.ranks  # by source
-        self.messages_taken = [0] * hub.ranks  # by source
-        self.early: dict[tuple[int, int], Tensor] = {}  # taken for a later receive
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.hub.ranks
-
-    @property
-    def window(self) -> int:
-        """Zero: posting a receive early gains nothing between threads."""
-        return 0
-
-    @property
-    def reads_in_order(self) -> bool:
-        """False: the other thread reads the tensor itself, at any time."""
-        return False
-
-    @property
-    def channels(self) -> int | None:
-        """None: messages do not wait for each other."""
-        return None
+        self.started: Counter[Hashable] = Counter()  # by link of messages, or by group
 
     def send(self, tensor: Tensor, target: int) -> _ThreadSend:
-        """Put the tensor itself into the target's mailbox."""
-        self.mail[self._rank, target].put(tensor)
+        """Hand the tensor itself to the target."""
+        self._next_message(self.rank, target).set_result(tensor)
         return _ThreadSend()
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
     ) -> _ThreadReceive:
         """Start receiving the next tensor from a rank."""
-        self.receives_started[source] += 1
-        return _ThreadReceive(self, source, self.receives_started[source], shape)
+        message = self._next_message(source, self.rank)
+        return _ThreadReceive(self, source, message, shape)
 
-    def prepare(self, groups: list[tuple[int, ...]]) -> None:
-        """Do nothing: groups need no setup."""
-
-    def reserve(self, program: Program, sizes: Sequence[int]) -> None:
-        """Do nothing: mailboxes have no size limit."""
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Do nothing: the memory belongs to the sender."""
+    def _next_message(self, source: int, target: int) -> Future[Tensor]:
+        """The next message of a link, in the order in which its sends and its receives are started."""
+        link = (self.connection, source, target)
+        self.started[link] += 1
+        return self.hub.meet((link, self.started[link]))
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _ThreadSum:
         """Start a sum over a group, in the order of the ranks, so it is reproducible."""
-        number = self.sums_started.get(group, 0)
-        self.sums_started[group] = number + 1
+        self.started[group] += 1
+        number = self.started[group]
         with self.hub.lock:
             whole = self.hub.sums.setdefault((group, number), _Sum())
-            whole.parts[self._rank] = tensor
+            whole.parts[self.rank] = tensor
             if len(whole.parts) == len(group):
                 total = torch.stack([whole.parts[rank] for rank in group]).sum(0)
                 for part in whole.parts.values():
                     part.copy_(total)
                 del self.hub.sums[group, number]
-                whole.ready.set()
-        return _ThreadSum(self, whole.ready)
+                whole.total.set_result(total)
+        return _ThreadSum(self, whole.total)
 
     def second_connection(self) -> ThreadComm:
-        """A second connection, with mailboxes of its own."""
+        """A second connection, whose messages have numbers of their own."""
         if self.second is None:
-            self.second = ThreadComm(self.hub, self._rank, self.hub.mail_apart)
+            self.second = ThreadComm(self.hub, self.rank, self.connection + 1)
         return self.second
+
+    def wait_for(self, awaited: Future[Tensor], what: str) -> Tensor:
+        """Block until a tensor is there, or another rank has failed."""
+        remaining = self.hub.patience
+        while True:
+            try:
+                return awaited.result(min(LOOK_SECONDS, remaining))
+            except TimeoutError:
+                remaining -= LOOK_SECONDS
+                if remaining <= 0 or self.hub.failed is not None:
+                    raise self.failed_wait(what) from None
 
     def barrier(self) -> None:
         """Wait until all threads have reached this point."""
@@ -141,7 +123,7 @@ class ThreadComm:
 
     def failed_wait(self, what: str) -> PeerLostError | StuckError:
         """The error to raise when waiting for something has failed."""
-        waits = f"rank {self._rank} waits for {what}"
+        waits = f"rank {self.rank} waits for {what}"
         if self.hub.failed is not None:
             return PeerLostError(f"{waits}, but rank {self.hub.failed} has failed")
         return StuckError(f"{waits} for more than {self.hub.patience:g} s")
@@ -156,30 +138,16 @@ class _ThreadSend:
 
 @dataclass(frozen=True, slots=True)
 class _ThreadReceive:
-    """A receive of one message, which has a number among those of its source."""
+    """A receive of one message."""
 
     comm: ThreadComm
     source: int
-    number: int
+    message: Future[Tensor]
     shape: tuple[int, ...]
 
     def wait(self, into: Tensor | None = None) -> Tensor:
         """Block until the tensor is there, or its sender has failed."""
-        comm = self.comm
-        remaining = comm.hub.patience
-        mailbox = comm.mail[self.source, comm.rank]
-        while (self.source, self.number) not in comm.early:
-            try:
-                tensor = mailbox.get(timeout=min(LOOK_SECONDS, remaining))
-            except queue.Empty:
-                remaining -= LOOK_SECONDS
-                if remaining <= 0 or comm.hub.failed is not None:
-                    what = f"a tensor from rank {self.source}"
-                    raise comm.failed_wait(what) from None
-                continue
-            comm.messages_taken[self.source] += 1
-            comm.early[self.source, comm.messages_taken[self.source]] = tensor
-        tensor = comm.early.pop((self.source, self.number))
+        tensor = self.comm.wait_for(self.message, f"a tensor from rank {self.source}")
         shape = tuple(tensor.shape)
         assert shape == self.shape, f"{shape} came where {self.shape} was expected"
         return tensor
@@ -190,15 +158,11 @@ class _ThreadSum:
     """A sum that is ready once the last rank of its group has joined."""
 
     comm: ThreadComm
-    ready: threading.Event
+    total: Future[Tensor]
 
     def wait(self) -> None:
         """Block until the sum is ready, or a rank has failed."""
-        remaining = self.comm.hub.patience
-        while not self.ready.wait(min(LOOK_SECONDS, remaining)):
-            remaining -= LOOK_SECONDS
-            if remaining <= 0 or self.comm.hub.failed is not None:
-                raise self.comm.failed_wait("a sum over replicas")
+        self.comm.wait_for(self.total, "a sum over replicas")
 
 
 def run_threads(
