@@ -22,14 +22,13 @@ from statistics import mean, stdev
 from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats.config_toml import CONFIG_FILE, read_config
-from penstock.models import layer_count, shift_labels, split, token_loss, valid_tokens
+from penstock.models import layer_count, split, token_loss, valid_tokens
 from penstock.models.slice import Carry
 from penstock.runtime import Batch, batch_of
 from penstock.schedules.skip import PartPath, skips_of
@@ -39,8 +38,8 @@ from penstock.train.after.generate import (
     continues_texts,
     open_trained,
 )
-from penstock.train.data.corpus import Corpus, open_corpus
-from penstock.train.data.loader import Deal, Loader, starts_in
+from penstock.train.data.corpus import Corpus, Ticket, open_corpus
+from penstock.train.data.loader import Deal, Loader, read_rows
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.job import corpus_of, validation_of, with_kept_files
@@ -255,21 +254,18 @@ class TextBatches:
         """Make the batches again from the first one on."""
         whole = min(self.sequences, self.corpus.held_out)
         for begin in range(0, whole, self.rows):
-            count = min(self.rows, whole - begin)
-            loader = Loader(self.corpus, Deal(count, 1), seed=0)
-            yield loader.batch_of(range(begin, begin + count))
+            yield _batch(self.corpus, range(begin, min(begin + self.rows, whole)))
         if self.sequences > whole:
-            yield self._rest(whole)
+            rest = self.corpus.tokens[whole * self.corpus.length :]
+            yield _batch(replace(self.corpus, tokens=rest, length=len(rest) - 1), [0])
 
-    def _rest(self, whole: int) -> Batch:
-        """The last sequence, which is shorter."""
-        corpus = self.corpus
-        words = corpus.tokens[whole * corpus.length :].astype(np.int64)
-        tokens = torch.from_numpy(words)[None]
-        starts = None if corpus.end is None else starts_in(tokens, corpus.end)
-        labels = shift_labels(tokens, starts)
-        own = () if starts is None else (starts[:, :-1],)
-        return batch_of((tokens[:, :-1],), (labels[:, :-1],), starts=own)
+
+def _batch(corpus: Corpus, numbers: Iterable[int]) -> Batch:
+    """A batch of these sequences as one micro-batch."""
+    rows = read_rows(corpus, [Ticket(number) for number in numbers], seed=0)
+    starts = () if rows.starts is None else (rows.starts,)
+    named = () if rows.types is None else ({"types": rows.types},)
+    return batch_of((rows.tokens,), (rows.labels,), starts=starts, named=named)
 
 
 def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:

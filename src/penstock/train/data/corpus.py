@@ -99,9 +99,9 @@ class Corpus:
         return self.end is not None or self.separate
 
     @property
-    def has_segments(self) -> bool:
-        """Whether its rows are segments of text for a Bert, and not conversations."""
-        return self.marks is not None and self.masking is not None
+    def even(self) -> bool:
+        """Whether every token of every sequence has a label that counts."""
+        return self.end is None and self.marks is None and self.masking is None
 
     def sequence(self, number: int) -> TokenArray:
         """Return a sequence and the token after it, which is the label of the last one."""

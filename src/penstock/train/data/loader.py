@@ -14,9 +14,9 @@ The work is counted in integers, so that every rank finds the same cuts without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.chat import BEGINS, LEARNED, SECOND
 from penstock.train.data.corpus import Corpus, Ticket
+from penstock.train.data.masking import Masking
 
 LoaderState: TypeAlias = dict[str, int | str]
 FILLER = Ticket(-1)  # a row that does not count
@@ -88,6 +89,76 @@ def starts_in(tokens: Tensor, end: int) -> Tensor:
     return torch.nn.functional.pad(after[:, :-1], (1, 0)).cummax(1).values
 
 
+class Rows(NamedTuple):
+    """Sequences as columns, each (rows, tokens): what a model reads, and what it has to say."""
+
+    tokens: Tensor
+    labels: Tensor
+    starts: Tensor | None  # of each token's document, if documents are kept apart
+    types: Tensor | None  # of the segments; None if all are of type 0
+
+    @property
+    def counted(self) -> int:
+        """How many labels count."""
+        return int((self.labels != IGNORED_LABEL).sum())
+
+
+def read_rows(corpus: Corpus, tickets: Sequence[Ticket], seed: int) -> Rows:
+    """Read sequences. A filler has the tokens of the first one held out, and no labels that count.
+
+    A sequence has one more token than it uses: the label of its last one.
+    """
+    fillers = [ticket == FILLER for ticket in tickets]
+    numbers = [corpus.trained if one == FILLER else one.sequence for one in tickets]
+    tokens = _stack(corpus.sequence, numbers, corpus.length)
+    learned = starts = types = None
+    if corpus.end is not None:
+        starts = starts_in(tokens, corpus.end)
+    if corpus.marks is not None:
+        marks = _stack(corpus.sequence_marks, numbers, corpus.length)
+        learned = (marks & int(LEARNED)) > 0
+        if corpus.separate:
+            begins = (marks & int(BEGINS)) > 0
+            starts = (begins * torch.arange(begins.shape[1])).cummax(1).values
+        if corpus.typed:
+            types = ((marks & int(SECOND)) > 0).long()
+    labels = shift_labels(tokens, starts)
+    if corpus.masking is not None:
+        tokens, labels = _mask(corpus.masking, tokens, tickets, seed)
+    elif learned is not None:
+        labels[:, :-1].masked_fill_(~learned[:, 1:], IGNORED_LABEL)
+    labels[fillers] = IGNORED_LABEL
+    return Rows(
+        tokens[:, :-1],
+        labels[:, :-1],
+        None if starts is None else starts[:, :-1],
+        None if types is None else types[:, :-1],
+    )
+
+
+def _stack(
+    read: Callable[[int], NDArray[Any]], numbers: Sequence[int], length: int
+) -> Tensor:
+    """Some sequences with the token after each."""
+    rows = np.array([read(number) for number in numbers], dtype=np.int64)
+    return torch.from_numpy(rows.reshape(-1, length + 1))
+
+
+def _mask(
+    masking: Masking, tokens: Tensor, tickets: Sequence[Ticket], seed: int
+) -> tuple[Tensor, Tensor]:
+    """Sequences as a model sees them, and as labels the words that it has to guess."""
+    seen = tokens.clone()
+    labels = torch.full_like(tokens, IGNORED_LABEL)
+    for row, ticket in enumerate(tickets):
+        if ticket != FILLER:
+            words = tokens[row, :-1]
+            masked, chosen = masking.mask(words.numpy(), seed, *ticket)
+            seen[row, :-1] = torch.from_numpy(masked)
+            labels[row, :-1] = words.where(torch.from_numpy(chosen), IGNORED_LABEL)
+    return seen, labels
+
+
 @dataclass(frozen=True, slots=True)
 class DocumentCutter:
     """Cuts the micro-batches of each step so that their slices take the same time, for the documents they hold."""
@@ -140,22 +211,9 @@ class Loader:
         """Read the batches of the next step already, while a GPU still computes another one."""
         if self.prepared is not None and self.prepared[0] == self.seen:
             return
-        passes = [self._numbers(turn) for turn in range(self.deal.passes)]
-        valid = self._valid(number for numbers in passes for number in numbers)
-        batches = [self._batch(self._own(numbers), valid) for numbers in passes]
-        self.prepared = (self.seen, batches)
-
-    def _own(self, numbers: list[Ticket]) -> list[Ticket]:
-        """The sequences of a pass that belong to this shard."""
-        each = self.deal.each
-        return numbers[self.deal.shard * each : (self.deal.shard + 1) * each]
-
-    def _numbers(self, turn: int) -> list[Ticket]:
-        each = self.deal.each * self.deal.shards
-        first = self.seen + turn * each
-        return [
-            self.corpus.ticket(place, self.seed) for place in range(first, first + each)
-        ]
+        places = range(self.seen, self.seen + self.deal.sequences)
+        tickets = [self.corpus.ticket(place, self.seed) for place in places]
+        self.prepared = (self.seen, self._batches(tickets))
 
     def evaluation(self, batches: int) -> list[Batch]:
         """Return passes over held-out sequences, as many as `batches` steps have, or all.
@@ -164,182 +222,68 @@ class Loader:
         labels do not count fill up the last pass. The losses of all passes add up to the
         mean over all sequences. Without held-out sequences there are no passes.
         """
-        each = self.deal.each * self.deal.shards
-        count = self.examined(batches)
-        if not count:
-            return []
         first = self.corpus.trained
-        numbers = [Ticket(number) for number in range(first, first + count)]
-        valid = self._valid(numbers)
-        passes = [numbers[begin : begin + each] for begin in range(0, count, each)]
-        passes[-1] += [FILLER] * (each - len(passes[-1]))
-        return [self._batch(self._own(members), valid) for members in passes]
-
-    def batch_of(self, sequences: Iterable[int]) -> Batch:
-        """Return a batch of these sequences, one pass of this shard."""
-        tickets = [Ticket(number) for number in sequences]
-        return self._batch(tickets, self._valid(tickets))
+        numbers = range(first, first + self.examined(batches))
+        return self._batches([Ticket(number) for number in numbers])
 
     def examined(self, batches: int) -> int:
         """Count the held-out sequences that an evaluation of `batches` batches reads."""
         return min(batches * self.deal.sequences, self.corpus.held_out)
 
-    def _batch(self, numbers: list[Ticket], valid: int) -> Batch:
-        """One pass. Micro-batches that this rank does not read have only a shape."""
-        rows = self.deal.rows
-        microbatches = range(self.deal.microbatches)
-        wanted = microbatches if self.deal.wanted is None else self.deal.wanted
-        zero = torch.zeros((), dtype=torch.long, device=self.device)
-        blank = (zero.expand(rows, self.corpus.length),) * 3
-        read: list[Ticket] = []
-        for number in sorted(wanted):
-            read += numbers[number * rows : (number + 1) * rows]
-        columns = self._rows(read) if read else ()
-        split = (torch.split(column, rows) for column in columns)
-        found = iter(zip(*split, strict=True))
-        dealt = [next(found) if number in wanted else blank for number in microbatches]
-        inputs, labels, starts = zip(*dealt, strict=True)
-        if not self.corpus.apart:
-            even = self.corpus.marks is None and self.corpus.masking is None
-            counts = () if even else self._counts(numbers)
-            return Batch(inputs, labels, valid, counts=counts)
-        cuts = self._cuts(numbers)
-        counts = self._counts(numbers)
-        named = self._named(numbers)
-        return Batch(inputs, labels, valid, starts, cuts, counts, named)
-
-    def _named(self, numbers: list[Ticket]) -> tuple[dict[str, Tensor], ...]:
-        """The types of the segments in each micro-batch of a pass; empty if all are of type 0."""
-        if not self.corpus.typed:
-            return ()
-        types = self._used(((self._marks(numbers) & int(SECOND)) > 0).long())
-        return tuple({"types": own} for own in torch.split(types, self.deal.rows))
-
-    def _counts(self, numbers: list[Ticket]) -> tuple[int, ...]:
-        """The labels that count in each micro-batch of a pass, also in those that this rank does not read."""
-        rows = self.deal.rows
-        counts = []
-        for number in range(self.deal.microbatches):
-            own = numbers[number * rows : (number + 1) * rows]
-            counts.append(self._labels(one for one in own if one != FILLER))
-        return tuple(counts)
-
-    def _cuts(self, numbers: list[Ticket]) -> tuple[tuple[int, ...], ...]:
-        """The cuts of all micro-batches of a pass, which every rank must know; empty without a cutter."""
-        if self.cutter is None:
-            return ()
-        rows = self.deal.rows
-        cuts = []
-        for number in range(self.deal.microbatches):
-            own = numbers[number * rows : (number + 1) * rows]
-            cuts.append(self.cutter.cut(number, self._starts(own)))
-        return tuple(cuts)
-
-    def _starts(self, numbers: Sequence[Ticket]) -> Tensor:
-        """The start of each token's document in some sequences."""
-        starts = self._all_starts(numbers, self._tokens(numbers))
-        assert starts is not None
-        return starts[:, :-1]
-
-    def _all_starts(self, numbers: Sequence[Ticket], tokens: Tensor) -> Tensor | None:
-        """The start of each stored token's document in some sequences; None if documents are not kept apart."""
-        if not self.corpus.apart:
-            return None
-        if self.corpus.end is not None:
-            return starts_in(tokens, self.corpus.end)
-        begins = (self._marks(numbers) & int(BEGINS)) > 0
-        return (begins * torch.arange(begins.shape[1])).cummax(1).values
-
-    def _valid(self, numbers: Iterable[Ticket]) -> int:
-        """Count the labels by whose number a loss is divided."""
-        return max(self._labels(numbers), 1)
-
-    def _labels(self, numbers: Iterable[Ticket]) -> int:
-        """Count the labels of these sequences, without the last word of each document."""
-        end = self.corpus.end
-        labels = 0
-        for ticket in numbers:
-            if self.corpus.masking is not None:
-                labels += int(self._chosen(ticket).sum())
-                continue
-            if self.corpus.marks is not None:  # answers
-                marks = self.corpus.sequence_marks(ticket.sequence)
-                labels += int((marks[1:] & LEARNED).sum())
-                continue
-            labels += self.corpus.length
-            if end is not None:
-                words = self.corpus.sequence(ticket.sequence)[:-1]
-                labels -= int((words == end).sum())
-        return labels
-
-    def _rows(self, numbers: Sequence[Ticket]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, labels and document starts of some sequences.
-
-        A sequence has one more token than it uses: the label of its last one.
-        """
-        tokens = self._tokens(numbers)
-        starts = self._all_starts(numbers, tokens)
-        if self.corpus.masking is not None:
-            tokens, labels = self._masked(numbers, tokens)
-        else:
-            labels = shift_labels(tokens, starts)
-        if self.corpus.marks is not None and not self.corpus.has_segments:
-            learned = (self._marks(numbers)[:, 1:] & int(LEARNED)) > 0
-            labels[:, :-1].masked_fill_(~learned, IGNORED_LABEL)
-        labels[[number == FILLER for number in numbers]] = IGNORED_LABEL
-        columns = [tokens, labels] if starts is None else [tokens, labels, starts]
-        used = self._used(torch.stack(columns))
-        return used[0], used[1], used[0] if starts is None else used[2]
-
-    def _chosen(self, ticket: Ticket) -> NDArray[np.bool_]:
-        """Which words of a sequence a model has to guess."""
-        assert self.corpus.masking is not None
-        words = self.corpus.sequence(ticket.sequence)[:-1].astype(np.int64)
-        return self.corpus.masking.chosen(words, self.seed, *ticket)
-
-    def _masked(
-        self, numbers: Sequence[Ticket], tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Some sequences as a model sees them, and as labels the words that it has to guess."""
-        masking = self.corpus.masking
-        assert masking is not None
-        seen = tokens.clone()
-        labels = torch.full_like(tokens, IGNORED_LABEL)
-        for row, ticket in enumerate(numbers):
-            if ticket == FILLER:
-                continue
-            words = self.corpus.sequence(ticket.sequence)[:-1].astype(np.int64)
-            chosen = torch.from_numpy(self._chosen(ticket))
-            labels[row, :-1] = tokens[row, :-1].where(chosen, IGNORED_LABEL)
-            masked = masking.masked(words, self.seed, *ticket)
-            seen[row, :-1] = torch.from_numpy(masked)
-        return seen, labels
-
-    def _tokens(self, numbers: Sequence[Ticket]) -> Tensor:
-        """The stored tokens of some sequences; a filler has those of the first one held out."""
-        sequences = [self.corpus.sequence(one) for one in self._stored(numbers)]
-        return torch.from_numpy(np.stack(sequences).astype(np.int64))
-
-    def _marks(self, numbers: Sequence[Ticket]) -> Tensor:
-        """The marks of the stored tokens of some sequences."""
-        marks = [self.corpus.sequence_marks(one) for one in self._stored(numbers)]
-        return torch.from_numpy(np.stack(marks))
-
-    def _stored(self, numbers: Sequence[Ticket]) -> list[int]:
-        """The sequences to read; a filler reads the first one held out."""
-        return [
-            self.corpus.trained if one == FILLER else one.sequence for one in numbers
+    def _batches(self, tickets: list[Ticket]) -> list[Batch]:
+        """Batches of these sequences, one per pass; a loss is divided by the labels of all of them, on all shards."""
+        labels = len(tickets) * self.corpus.length
+        each = self.deal.each
+        every = each * self.deal.shards
+        tickets = tickets + [FILLER] * (-len(tickets) % every)
+        first = self.deal.shard * each
+        batches = [
+            self._batch(tickets[begin : begin + each])
+            for begin in range(first, len(tickets), every)
         ]
+        if not self.corpus.even:
+            labels = sum(sum(batch.counts) for batch in batches)
+            for place, ticket in enumerate(tickets):
+                if place // each % self.deal.shards != self.deal.shard:
+                    labels += read_rows(self.corpus, [ticket], self.seed).counted
+        return [replace(batch, valid=max(labels, 1)) for batch in batches]
 
-    def _used(self, rows: Tensor) -> Tensor:
-        """Rows without their last column, on the loader's device.
+    def _batch(self, tickets: list[Ticket]) -> Batch:
+        """One pass of this shard. Micro-batches that this rank does not read have only a shape."""
+        rows = self.deal.rows
+        numbers = range(self.deal.microbatches)
+        wanted = numbers if self.deal.wanted is None else sorted(self.deal.wanted)
+        places = [number * rows + row for number in wanted for row in range(rows)]
+        if self.corpus.even:
+            tickets = [tickets[place] for place in places]
+            places = list(range(len(tickets)))
+        read = read_rows(self.corpus, tickets, self.seed)
+        columns = torch.stack([one for one in read[:3] if one is not None])
+        moved = self._move(columns[:, places])
+        found = zip(*(torch.split(column, rows) for column in moved), strict=True)
+        zero = torch.zeros((), dtype=torch.long, device=self.device)
+        blank = (zero.expand(rows, self.corpus.length),) * len(columns)
+        dealt = [next(found) if number in wanted else blank for number in numbers]
+        inputs, labels, *starts = zip(*dealt, strict=True)
+        if self.corpus.even:
+            return Batch(inputs, labels, 0)
+        counted = (read.labels != IGNORED_LABEL).sum(1).view(-1, rows).sum(1)
+        counts = tuple(counted.tolist())
+        batch = replace(Batch(inputs, labels, 0, *starts), counts=counts)
+        if self.cutter is not None and read.starts is not None:
+            cuts = map(self.cutter.cut, numbers, torch.split(read.starts, rows))
+            batch = replace(batch, cuts=tuple(cuts))
+        if read.types is not None:
+            types = torch.split(self._move(read.types), rows)
+            batch = replace(batch, named=tuple({"types": own} for own in types))
+        return batch
 
-        The host does not wait for a GPU, which may still update the weights.
-        """
-        used = rows[..., :-1].contiguous()
+    def _move(self, rows: Tensor) -> Tensor:
+        """Rows on the loader's device. The host does not wait for a GPU, which may still update the weights."""
+        rows = rows.contiguous()
         if self.device.type == "cuda":
-            used = used.pin_memory()
-        return used.to(self.device, non_blocking=True)
+            rows = rows.pin_memory()
+        return rows.to(self.device, non_blocking=True)
 
     # ------------------------------------------------------------ stopping and going on
     def state(self) -> LoaderState:

@@ -61,27 +61,21 @@ class Masking:
     share: float
     spared: tuple[int, ...] = ()  # words that are never chosen, such as the end
 
-    def chosen(
+    def mask(
         self, words: NDArray[np.int64], seed: int, sequence: int, epoch: int
-    ) -> NDArray[np.bool_]:
-        """Say which words of a sequence have to be guessed."""
-        draws = _draws(seed, sequence, epoch, len(words), kind=0)
-        return (draws < self.share) & ~np.isin(words, self.spared)
-
-    def masked(
-        self, words: NDArray[np.int64], seed: int, sequence: int, epoch: int
-    ) -> NDArray[np.int64]:
-        """Return the words that a model sees."""
-        chosen = self.chosen(words, seed, sequence, epoch)
-        fate = _draws(seed, sequence, epoch, len(words), kind=1)
-        others = _draws(seed, sequence, epoch, len(words), kind=2) * self.vocab
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the words of a sequence as a model sees them, and which of them have to be guessed."""
+        draws, fate, others = (
+            _draws(seed, sequence, epoch, len(words), kind) for kind in range(3)
+        )
+        chosen = (draws < self.share) & ~np.isin(words, self.spared)
         seen = words.copy()
         seen[chosen & (fate < MASKED_SHARE)] = self.word
         replaced = (
             chosen & (fate >= MASKED_SHARE) & (fate < MASKED_SHARE + RANDOM_SHARE)
         )
-        seen[replaced] = others[replaced].astype(seen.dtype)
-        return seen
+        seen[replaced] = (others * self.vocab)[replaced].astype(seen.dtype)
+        return seen, chosen
 
 
 def _draws(
