@@ -27,11 +27,16 @@ from penstock.config import DataConfig, MixtureSource
 from penstock.models import Llama, LlamaConfig
 from penstock.train.after.evaluate import TextBatches, evaluate_ablation
 from penstock.train.data.cache import encode_dataset
-from penstock.train.data.corpus import Corpus, describe_use, open_text, open_validation
+from penstock.train.data.corpus import (
+    Corpus,
+    describe_use,
+    find_prompt,
+    open_text,
+    open_validation,
+)
 from penstock.train.data.files import source_files
 from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
 from penstock.train.data.masking import masking_of
-from penstock.train.data.prompt import find_prompt
 from penstock.train.data.stream import TextStream
 from penstock.train.data.tokenizer import tokenizer_of
 

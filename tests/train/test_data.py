@@ -656,7 +656,6 @@ def test_a_cache_is_for_all_who_may_read_files(tmp_path):
 def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
     """Pieces are made small here, so that a few megabytes are many of them."""
     cut_into_pieces(monkeypatch, 1 << 15)
-    monkeypatch.setattr(chat, "BYTES_AT_ONCE", 1 << 15)
     monkeypatch.setattr(chat, "POOL", 16)
     line = json.dumps({"prompt": "why? " * 40, "completion": "because " * 60}) + "\n"
     name = "a.txt" if kind == "text" else "a.jsonl"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.config import DataConfig
-from penstock.train.data.corpus import cut_corpus, open_corpus
-from penstock.train.data.prompt import find_prompt, read_prompt
+from penstock.train.data.corpus import cut_corpus, find_prompt, open_corpus, read_prompt
 from penstock.train.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,

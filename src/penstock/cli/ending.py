@@ -14,8 +14,7 @@ from penstock.train.after.report import (
     render_report,
     summarize_run,
 )
-from penstock.train.data.corpus import describe_use
-from penstock.train.data.prompt import read_prompt
+from penstock.train.data.corpus import describe_use, read_prompt
 from penstock.train.history import read_rows
 from penstock.view.numbers import write_time
 

@@ -15,8 +15,8 @@ from penstock.config import Config
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import apply_changes, read_config
 from penstock.train.after.report import render_report, summarize_run
+from penstock.train.data.corpus import read_prompt
 from penstock.train.data.files import plain_texts
-from penstock.train.data.prompt import read_prompt
 from penstock.train.data.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:

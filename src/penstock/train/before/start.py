@@ -66,9 +66,8 @@ from penstock.train.checkpoints.checkpoint import (
 )
 from penstock.train.checkpoints.place import fetch_newest, remote_checkpoints
 from penstock.train.data.chat import keep_template
-from penstock.train.data.corpus import Corpus
+from penstock.train.data.corpus import PROMPT, Corpus, find_prompt
 from penstock.train.data.files import ProgressBytes, source_files
-from penstock.train.data.prompt import PROMPT, find_prompt
 from penstock.train.data.tokenizer import (
     keep_tokenizer,
     tokenizer_of,

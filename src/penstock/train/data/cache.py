@@ -20,9 +20,9 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +31,29 @@ import numpy as np
 from penstock.config import BYTE_TOKENIZER, DataConfig, names_a_file
 from penstock.errors import FileError
 from penstock.train.data.chat import (
+    FIELDS,
     Conversation,
     Tally,
-    encode_records,
+    conversations,
     find_template,
     pack_rows,
     padding_row,
+    pieces_of,
 )
 from penstock.train.data.files import (
     ENCODED,
-    DatasetTexts,
     EncodedPiece,
-    Record,
-    Texts,
+    ProgressBytes,
+    conversations_of,
+    encode,
+    encode_examples,
+    file_records,
     refuse_others,
     source_files,
+    text_pieces,
+    watched,
 )
-from penstock.train.data.masking import RowLayout, bert_words, pad_rows, segment_rows
+from penstock.train.data.masking import bert_words, pad_rows, segment_rows
 from penstock.train.data.tokenizer import (
     Tokenizer,
     TokenType,
@@ -173,7 +179,7 @@ def fill_cache(
     note: Path,
     data: DataConfig,
     tokenizer: Tokenizer,
-    texts: Texts,
+    encoded: Iterator[EncodedPiece],
     vocab: int = 0,
 ) -> None:
     """Write the cache under another name and rename it; the note makes it complete.
@@ -183,17 +189,16 @@ def fill_cache(
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
         part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
-        facts: dict[str, object] = {"encoding": encoding_of(data)}
+        facts: dict[str, object] = {}
         if data.instructions:
-            facts |= _write_conversations(part, row, texts.records(), data, tokenizer)
+            pieces = _conversations(encoded, data, tokenizer, facts)
         elif data.segments:
-            words = bert_words(tokenizer, data.segments)
-            dtype = token_type(words.vocab)
-            layout = RowLayout(words, data.segments, data.tokens, dtype)
-            facts |= _write_segments(part, row, texts.encoded(), layout, data.separate)
+            pieces = _segments(encoded, data, tokenizer)
         else:
             dtype = token_type(max(vocab, tokenizer.vocab))
-            facts |= _write_tokens(part, texts.encoded(), tokenizer.end, dtype)
+            pieces = _plain_text(encoded, tokenizer.end, dtype, facts)
+        written = _write(part, row, pieces)
+        facts = {"encoding": encoding_of(data), **written, **facts}
         part.replace(row)
         note_part = part.with_suffix(".note.part")  # Other processes may write theirs.
         note_part.write_text(json.dumps(facts), encoding="utf-8")
@@ -205,36 +210,63 @@ def fill_cache(
         ) from None
 
 
-def _write_tokens(
-    file: Path, encoded: Iterable[EncodedPiece], end_word: int | None, dtype: TokenType
-) -> dict[str, object]:
-    """Write tokens with an end word after each document; return what to note down."""
-    end = np.asarray([] if end_word is None else [end_word], dtype)
-    digest = hashlib.sha256()
+def _plain_text(
+    encoded: Iterable[EncodedPiece],
+    end_word: int | None,
+    dtype: TokenType,
+    facts: dict[str, object],
+) -> Iterator[Conversation]:
+    """Yield tokens without marks, with an end word after each document."""
+    unmarked = np.zeros(0, dtype=np.uint8)
+    end: Any = np.asarray([] if end_word is None else [end_word], dtype)
     text_tokens = 0
-    all_tokens = 0
     text_bytes = 0
-    with file.open("xb") as opened:
-        try:
-            for piece in encoded:
-                words = piece.words.astype(dtype, copy=False)
-                text_tokens += len(words)
-                text_bytes += piece.text_bytes
-                for array in (words, end) if piece.ends else (words,):
-                    opened.write(array.data)
-                    digest.update(array.data)
-                    all_tokens += len(array)
-            if not text_tokens:
-                raise FileError(EMPTY_TEXT)
-        except BaseException:
-            file.unlink()
-            raise
-    return {
-        "width": end.itemsize,
-        "tokens": all_tokens,
-        "digest": digest.hexdigest()[:16],
-        "bytes": text_bytes,
-    }
+    for piece in encoded:
+        words: Any = piece.words.astype(dtype, copy=False)
+        text_tokens += len(piece.words)
+        text_bytes += piece.text_bytes
+        yield Conversation(words, unmarked)
+        if piece.ends:
+            yield Conversation(end, unmarked)
+    if not text_tokens:
+        raise FileError(EMPTY_TEXT)
+    facts["bytes"] = text_bytes
+
+
+def _conversations(
+    encoded: Iterable[EncodedPiece],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    facts: dict[str, object],
+) -> Iterator[Conversation]:
+    """Yield rows of conversations, and the token after the last row, which needs one."""
+    tally = Tally()
+    padding = tokenizer.end or 0
+    found = conversations(encoded, data.tokens, tally)
+    yield from pack_rows(found, data.tokens, padding)
+    if not tally.learned:
+        raise FileError(
+            f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
+            f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
+        )
+    yield padding_row(1, padding, token_type(tokenizer.vocab))
+    facts["conversations"] = asdict(tally)
+
+
+def _segments(
+    encoded: Iterable[EncodedPiece], data: DataConfig, tokenizer: Tokenizer
+) -> Iterator[Conversation]:
+    """Yield rows of segments for a Bert, and the token after the last row."""
+    words = bert_words(tokenizer, data.segments)
+    found = segment_rows(encoded, words, data.segments, data.tokens)
+    fill = pack_rows if data.separate else pad_rows
+    rows = 0
+    for row in fill(found, data.tokens, words.padding):
+        rows += 1
+        yield row
+    if not rows:
+        raise FileError(EMPTY_TEXT)
+    yield padding_row(1, words.padding, token_type(words.vocab))
 
 
 def file_of_marks(row: Path) -> Path:
@@ -242,84 +274,45 @@ def file_of_marks(row: Path) -> Path:
     return row.with_suffix(".marks")
 
 
-def _write_conversations(
-    part: Path,
-    row: Path,
-    records: Iterable[Record],
-    data: DataConfig,
-    tokenizer: Tokenizer,
-) -> dict[str, object]:
-    """Write rows of conversations and, beside them, their marks; return what to note down."""
-    tally = Tally()
-    padding = tokenizer.end or 0
-    encoded = encode_records(
-        records, tokenizer, find_template(data), data.tokens, tally
-    )
-    rows = pack_rows(encoded, data.tokens, padding)
-
-    def complain() -> None:
-        if not tally.learned:
-            raise FileError(
-                f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
-                f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
-            )
-
-    last = padding_row(1, padding, token_type(tokenizer.vocab))
-    facts = _write_rows(part, row, rows, last, complain)
-    return {**facts, "conversations": asdict(tally)}
-
-
-def _write_segments(
-    part: Path,
-    row: Path,
-    encoded: Iterable[EncodedPiece],
-    layout: RowLayout,
-    packed: bool,
-) -> dict[str, object]:
-    """Write rows of segments for a Bert and, beside them, their marks; return what to note down."""
-    examples = segment_rows(encoded, layout)
-    padding = layout.words.padding
-    fill = pack_rows if packed else pad_rows
-    rows = fill(examples, layout.length, padding)
-    return _write_rows(part, row, rows, padding_row(1, padding, layout.dtype))
-
-
-def _write_rows(
-    part: Path,
-    row: Path,
-    rows: Iterable[Conversation],
-    last: Conversation,
-    complain: Callable[[], None] = lambda: None,
-) -> dict[str, object]:
-    """Write rows and, beside them, their marks. The `last` token comes after the last row, which needs one.
-
-    `complain` may raise an error once all rows are made.
-    """
+def _write(part: Path, row: Path, pieces: Iterable[Conversation]) -> dict[str, object]:
+    """Write tokens and, beside them, their marks if they have any; return what to note down."""
     digest = hashlib.sha256()
-    tokens = 0
     part_of_marks = part.with_suffix(".marks.part")
     try:
         with part.open("xb") as words_file, part_of_marks.open("xb") as marks_file:
-            for packed in chain(rows, (last,)):
-                words_file.write(packed.words.data)
-                marks_file.write(packed.marks.data)
-                digest.update(packed.words.data)
-                digest.update(packed.marks.data)
-                tokens += packed.tokens
-        complain()
-        if tokens == last.tokens:
-            raise FileError(EMPTY_TEXT)
-        part_of_marks.replace(file_of_marks(row))
+            for words, marks in pieces:
+                words_file.write(words.data)
+                marks_file.write(marks.data)
+                digest.update(words.data)
+                digest.update(marks.data)
+        facts: dict[str, object] = {
+            "width": words.itemsize,
+            "tokens": part.stat().st_size // words.itemsize,
+            "digest": digest.hexdigest()[:16],
+        }
+        if len(marks):
+            facts["marked"] = True
+            part_of_marks.replace(file_of_marks(row))
     except BaseException:
         part.unlink(missing_ok=True)
-        part_of_marks.unlink(missing_ok=True)
         raise
-    return {
-        "width": last.words.itemsize,
-        "tokens": tokens,
-        "digest": digest.hexdigest()[:16],
-        "marked": True,
-    }
+    finally:
+        part_of_marks.unlink(missing_ok=True)
+    return facts
+
+
+# ---------------------------------------------------------------- what is encoded
+def encode_files(
+    files: Sequence[Path], data: DataConfig, tokenizer: Tokenizer, watch: ProgressBytes
+) -> Iterator[EncodedPiece]:
+    """Yield the words of every piece of text, or of every conversation in pieces."""
+    if data.instructions:
+        records = watched(files, partial(file_records, fields=FIELDS), watch)
+        pieces = pieces_of(records, find_template(data))
+    else:
+        read = partial(text_pieces, field=data.field, cut=tokenizer.cut)
+        pieces = watched(files, read, watch)
+    return encode(pieces, data, tokenizer)
 
 
 def encode_dataset(
@@ -330,13 +323,17 @@ def encode_dataset(
     `data` says how text becomes tokens. The name of the file is a digest of its content. Tokens that a dataset brings
     along must be below `vocab`, or else below the number of the tokenizer's words.
     """
-    refuse_others(dataset)
     tokenizer = tokenizer_of(data.tokenizer)
     vocab = max(vocab, tokenizer.vocab)
-    texts = DatasetTexts(dataset, data, tokenizer, vocab)
+    refuse_others(dataset)
+    if data.instructions:
+        pieces = pieces_of(conversations_of(dataset), find_template(data))
+        encoded = encode(pieces, data, tokenizer)
+    else:
+        encoded = encode_examples(dataset, data, tokenizer, vocab)
     note = folder / f"dataset-{uuid.uuid4().hex}{ENCODED}"
     row = note.with_suffix(".bin")
-    fill_cache(row, note, data, tokenizer, texts, vocab)
+    fill_cache(row, note, data, tokenizer, encoded, vocab)
     digest = json.loads(note.read_text(encoding="utf-8"))["digest"]
     final = folder / f"dataset-{digest}{ENCODED}"
     for source, target in (

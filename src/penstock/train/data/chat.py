@@ -21,7 +21,6 @@ import re
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,11 +29,10 @@ from numpy.typing import NDArray
 
 from penstock.config import DataConfig, names_a_file
 from penstock.errors import FileError, RunError
-from penstock.train.data.files import Record
+from penstock.train.data.files import EncodedPiece, Piece, Record, few
 from penstock.train.data.tokenizer import (
     TOKENIZER_CONFIG,
     TokenArray,
-    Tokenizer,
     read_json,
     words_beside,
 )
@@ -45,31 +43,22 @@ BEGINS = np.uint8(2)
 SECOND = np.uint8(4)  # in the second segment of a pair (`penstock.train.data.masking`)
 
 TEMPLATE = "chat_template.jinja"  # beside a tokenizer.json
+FIELDS = ("messages", "prompt", "completion")  # of conversations in files
 ANSWERING = "assistant"  # the role whose turns are learned
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 POOL = 512  # conversations among which the next one of a row is chosen
-BYTES_AT_ONCE = 1 << 22  # encoded together
 
 
-class Segment(NamedTuple):
-    """A piece of a conversation's text that is learned, or not learned, as a whole."""
-
-    text: str
-    learned: bool
-    ends: bool = False  # whether the end word follows
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(NamedTuple):
     """The tokens of a conversation and their marks."""
 
     words: TokenArray
     marks: Marks
 
-    @property
-    def tokens(self) -> int:
-        """The number of its tokens."""
-        return len(self.words)
+
+def join(pieces: Sequence[Conversation]) -> Conversation:
+    """Put tokens one after the other, with their marks."""
+    return Conversation(*map(np.concatenate, zip(*pieces, strict=True)))
 
 
 @dataclass(slots=True)
@@ -90,8 +79,8 @@ class ChatTemplate:
     text: str
     special: Mapping[str, str] = field(default_factory=dict)
 
-    def segments(self, messages: Sequence[Any], where: str) -> list[Segment]:
-        """Write messages as one text, cut where the turns of the assistant begin and end."""
+    def write(self, messages: Sequence[Any], where: str) -> list[tuple[str, bool]]:
+        """Write messages as one text, cut into what is not learned and what is: the turns of the assistant."""
         if GENERATION.search(self.text):
             text, spans = self._render(
                 messages, where, return_assistant_tokens_mask=True
@@ -103,14 +92,12 @@ class ChatTemplate:
                 for number, message in enumerate(messages)
                 if message["role"] == ANSWERING
             ]
-        segments = []
+        texts = []
         place = 0
         for begin, end in spans:
-            segments.append(Segment(text[place:begin], learned=False))
-            segments.append(Segment(text[begin:end], learned=True))
+            texts += [(text[place:begin], False), (text[begin:end], True)]
             place = end
-        segments.append(Segment(text[place:], learned=False))
-        return [segment for segment in segments if segment.text]
+        return [*texts, (text[place:], False)]
 
     def _span(
         self, messages: Sequence[Any], number: int, text: str, where: str
@@ -198,9 +185,29 @@ def _read_text(file: Path) -> str:
         ) from None
 
 
-# ---------------------------------------------------------------- from records to tokens
-def segments_of(record: Record, template: ChatTemplate | None) -> list[Segment]:
-    """Return the text of a record in segments: its messages, or its prompt and completion."""
+# ---------------------------------------------------------------- from records to conversations
+def pieces_of(
+    records: Iterable[Record], template: ChatTemplate | None
+) -> Iterator[Piece]:
+    """Yield conversations in pieces, each of which is learned, or not learned, as a whole.
+
+    Each is encoded alone, as a model gets the prompt that it is to answer.
+    """
+    for record in records:
+        texts = _texts_of(record, template)
+        for number, (text, learned) in enumerate(texts, start=1):
+            yield Piece(
+                text.encode("utf-8", "replace"),
+                number == len(texts),
+                record.read,
+                record.where,
+                learned=learned,
+                closed=learned and record.content.get("messages") is None,
+            )
+
+
+def _texts_of(record: Record, template: ChatTemplate | None) -> list[tuple[str, bool]]:
+    """The texts of a record, and whether each is learned: of its messages, or its prompt and completion."""
     content = record.content
     if content.get("messages") is not None:
         messages = _checked_messages(content["messages"], record.where)
@@ -210,22 +217,18 @@ def segments_of(record: Record, template: ChatTemplate | None) -> list[Segment]:
                 f"  name one in data.template, or a data.tokenizer with a {TEMPLATE} beside it; "
                 "lines with `prompt` and `completion` need none"
             )
-        return template.segments(messages, record.where)
-    texts = [content.get(key) for key in ("prompt", "completion")]
-    if not all(isinstance(text, str) for text in texts):
-        for key, text in zip(("prompt", "completion"), texts, strict=True):
+        return template.write(messages, record.where)
+    pair = [content.get(key) for key in ("prompt", "completion")]
+    if not all(isinstance(text, str) for text in pair):
+        for key, text in zip(("prompt", "completion"), pair, strict=True):
             if text is not None and not isinstance(text, str):
                 raise FileError(f"{record.where}: `{key}` is not text: {text!r}")
-        known = ", ".join(map(repr, list(content)[:8])) or "nothing"
         raise FileError(
-            f"{record.where}: there are neither `messages` nor the texts `prompt` and `completion`; it has {known}\n"
-            "  set data.instructions=false to train on plain text"
+            f"{record.where}: there are neither `messages` nor the texts `prompt` and `completion`; "
+            f"it has {few(content)}\n  set data.instructions=false to train on plain text"
         )
-    prompt, completion = map(str, texts)
-    return [
-        Segment(prompt, learned=False),
-        Segment(completion, learned=True, ends=True),
-    ]
+    prompt, completion = map(str, pair)
+    return [(prompt, False), (completion, True)]
 
 
 def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
@@ -244,72 +247,27 @@ def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
     return messages
 
 
-def encode_records(
-    records: Iterable[Record],
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    length: int,
-    tally: Tally,
+def conversations(
+    encoded: Iterable[EncodedPiece], length: int, tally: Tally
 ) -> Iterator[Conversation]:
     """Yield conversations of at most `length` tokens; those with nothing to learn are left out."""
-    waiting: list[list[Segment]] = []
-    size = 0
-    where = ""
-    for record in records:
-        segments = segments_of(record, template)
-        where = record.where
-        waiting.append(segments)
-        size += sum(len(segment.text) for segment in segments)
-        if size >= BYTES_AT_ONCE:
-            yield from _encode(waiting, tokenizer, length, tally, where)
-            waiting = []
-            size = 0
-    yield from _encode(waiting, tokenizer, length, tally, where)
-
-
-def _encode(
-    texts: Sequence[Sequence[Segment]],
-    tokenizer: Tokenizer,
-    length: int,
-    tally: Tally,
-    where: str,
-) -> Iterator[Conversation]:
-    """Encode each segment alone, as a model gets the prompt that it is to answer."""
-    raws = [
-        segment.text.encode("utf-8", "replace")
-        for segments in texts
-        for segment in segments
-    ]
-    encoded = iter(tokenizer.encode_all(raws, where))
-    for segments in texts:
-        pieces: list[Any] = []
-        for segment in segments:
-            piece: Any = next(encoded)
-            if segment.ends and tokenizer.end is not None:
-                piece = np.append(piece, piece.dtype.type(tokenizer.end))
-            pieces.append(piece)
-        tally.conversations += 1
-        if not pieces:
-            tally.left_out += 1
+    pieces: list[Conversation] = []
+    for piece in encoded:
+        marks = np.full(len(piece.words), LEARNED * piece.learned, dtype=np.uint8)
+        pieces.append(Conversation(piece.words, marks))
+        if not piece.ends:
             continue
-        words: TokenArray = np.concatenate(pieces)
-        marks = np.concatenate(
-            [
-                np.full(len(piece), LEARNED * segment.learned, dtype=np.uint8)
-                for piece, segment in zip(pieces, segments, strict=True)
-            ]
-        )
-        if len(words) > length:
-            tally.cut += 1
-            words = words[:length]
-            marks = marks[:length]
+        words, marks = join(pieces)
+        pieces = []
+        marks = marks[:length]
         marks[:1] = BEGINS  # Nothing comes before the first token to predict it from.
         learned = int((marks & LEARNED).sum())
-        if not learned:
-            tally.left_out += 1
-            continue
+        tally.conversations += 1
+        tally.cut += len(words) > length
         tally.learned += learned
-        yield Conversation(words, marks)
+        tally.left_out += not learned
+        if learned:
+            yield Conversation(words[:length], marks)
 
 
 # ---------------------------------------------------------------- rows
@@ -322,7 +280,9 @@ def pack_rows(
     """
     coming = iter(conversations)
     pool: list[Conversation] = []
-    tokens = attrgetter("tokens")
+
+    def tokens(one: Conversation) -> int:
+        return len(one.words)
 
     def refill() -> None:
         while len(pool) < POOL and (one := next(coming, None)) is not None:
@@ -334,14 +294,11 @@ def pack_rows(
         room = length
         while pool and room and (place := bisect_right(pool, room, key=tokens)):
             row.append(pool.pop(place - 1))
-            room -= row[-1].tokens
+            room -= tokens(row[-1])
             refill()
         if room:
             row.append(padding_row(room, padding, row[0].words.dtype))
-        yield Conversation(
-            np.concatenate([one.words for one in row]),
-            np.concatenate([one.marks for one in row]),
-        )
+        yield join(row)
 
 
 def padding_row(tokens: int, word: int, dtype: Any) -> Conversation:

@@ -37,20 +37,20 @@ from penstock.config import DataConfig, MixtureSource
 from penstock.errors import FileError
 from penstock.train.data.cache import (
     cache_files,
+    encode_files,
     file_of_marks,
     fill_cache,
     is_complete_cache,
     tokenizer_name,
 )
-from penstock.train.data.chat import Marks, Tally
+from penstock.train.data.chat import LEARNED, Marks, Tally
 from penstock.train.data.files import (
     ENCODED,
-    FileTexts,
     ProgressBytes,
     source_files,
 )
 from penstock.train.data.masking import Masking
-from penstock.train.data.tokenizer import TokenArray, tokenizer_of
+from penstock.train.data.tokenizer import TokenArray, Tokenizer, tokenizer_of
 from penstock.view.numbers import short
 
 
@@ -87,11 +87,6 @@ class Corpus:
     def token_count(self) -> int:
         """The number of tokens."""
         return len(self.tokens)
-
-    @property
-    def text_source(self) -> Corpus:
-        """The corpus that stands for the others where several are mixed."""
-        return self
 
     @property
     def apart(self) -> bool:
@@ -153,7 +148,9 @@ def open_corpus(
             raise FileError(
                 f"the encoded dataset {note} is damaged, or {row.name} beside it is missing\n  encode it again"
             )
-        fill_cache(row, note, data, tokenizer, FileTexts(files, data, tokenizer, watch))
+        fill_cache(
+            row, note, data, tokenizer, encode_files(files, data, tokenizer, watch)
+        )
     return read_corpus(row, note, data, tokenizer.end)
 
 
@@ -188,7 +185,10 @@ def open_validation(
 ) -> Corpus | None:
     """Open the text of data.validation, all of which counts as held out; None without any."""
     own = validation_data(data)
-    return None if own is None else all_held_out(open_corpus(own, cache, watch))
+    if own is None:
+        return None
+    corpus = open_corpus(own, cache, watch)
+    return replace(corpus, trained=0, held_out=corpus.trained)
 
 
 def validation_data(data: DataConfig) -> DataConfig | None:
@@ -198,11 +198,6 @@ def validation_data(data: DataConfig) -> DataConfig | None:
     return replace(
         data, sources=data.validation, validation=(), mixture=(), held_out=0.0
     )
-
-
-def all_held_out(corpus: Corpus) -> Corpus:
-    """Return a corpus all of whose sequences are held out."""
-    return replace(corpus, trained=0, held_out=corpus.trained)
 
 
 def cut_corpus(
@@ -291,17 +286,12 @@ class MixedCorpus(Corpus):
         """The tokens of all sources."""
         return sum(source.token_count for source in self.sources)
 
-    @property
-    def text_source(self) -> Corpus:
-        """The source with the largest weight."""
-        return self.sources[int(np.argmax(self.quotas))]
-
     def ticket(self, position: int, seed: int) -> Ticket:
         """Return which sequence comes at a position, in which epoch of its source."""
         block, place = divmod(position, BLOCK)
-        order = _block_order(seed, block, self.quotas)
-        number = int(order.sources[place])
-        drawn = block * self.quotas[number] + int(order.ranks[place])
+        sources, ranks = _block_order(seed, block, self.quotas)
+        number = int(sources[place])
+        drawn = block * self.quotas[number] + int(ranks[place])
         own = self.sources[number].ticket(drawn, seed)
         first = sum(source.trained for source in self.sources[:number])
         return Ticket(first + own.sequence, own.epoch)
@@ -334,8 +324,8 @@ class MixedCorpus(Corpus):
         """Say how much of each source was read with the first `seen` sequences."""
         blocks, rest = divmod(seen, BLOCK)
         counts = blocks * np.array(self.quotas)
-        order = _block_order(seed, blocks, self.quotas)
-        counts += np.bincount(order.sources[:rest], minlength=len(self.quotas))
+        order, _ = _block_order(seed, blocks, self.quotas)
+        counts += np.bincount(order[:rest], minlength=len(self.quotas))
         return [
             SourceUse(
                 name, quota / BLOCK, int(count) * self.length, int(count) / one.trained
@@ -346,22 +336,18 @@ class MixedCorpus(Corpus):
         ]
 
 
-class BlockOrder(NamedTuple):
-    """The source of each place in a block, and how many places of the same source come before it."""
-
-    sources: NDArray[np.int64]
-    ranks: NDArray[np.int64]
-
-
 @lru_cache(maxsize=16)
-def _block_order(seed: int, block: int, quotas: tuple[int, ...]) -> BlockOrder:
+def _block_order(
+    seed: int, block: int, quotas: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The source of each place in a block, and how many places of the same source come before it."""
     members = np.repeat(np.arange(len(quotas)), quotas)
     raw = np.random.Philox(key=seed, counter=[0, 0, block, 1]).random_raw(BLOCK)
     sources = members[np.argsort(raw, kind="stable")]
     ranks = np.zeros(BLOCK, dtype=np.int64)
     for number, quota in enumerate(quotas):
         ranks[sources == number] = np.arange(quota)
-    return BlockOrder(sources, ranks)
+    return sources, ranks
 
 
 @lru_cache(maxsize=4)
@@ -471,3 +457,70 @@ def describe_use(use: Sequence[SourceUse]) -> list[str]:
         f"{short(one.epochs, 3)} epochs"
         for one in use
     ]
+
+
+# ---------------------------------------------------------------- the beginning of a text, for a sample
+# The model has not seen the document, and it is a text of the kind that the model has learned to write. A run keeps the
+# words in its folder, so that a sample needs no corpus.
+
+PROMPT = "prompt.txt"  # in the folder of a run
+MAX_PROMPT_TOKENS = 64
+MAX_QUESTION_TOKENS = 512
+MAX_PROMPT_CHARACTERS = 24
+
+
+def find_prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """The first words of the first document that begins in the held-out text.
+
+    If no document begins there, the first words of a line of the held-out text. Of a conversation it is everything
+    before the first answer.
+    """
+    if isinstance(corpus, MixedCorpus):  # the source with the largest weight
+        corpus = corpus.sources[int(np.argmax(corpus.quotas))]
+    if corpus.marks is not None:
+        return _first_question(corpus, corpus.marks, tokenizer)
+    begin = min(corpus.trained * corpus.length, len(corpus.tokens) - 1)
+    tokens = corpus.tokens[begin : begin + corpus.held_out * corpus.length + 1]
+    if tokenizer.end is not None:
+        ends = (tokens == tokenizer.end).nonzero()[0]
+        if len(ends) and ends[0] + 1 < len(tokens):
+            tokens = tokens[int(ends[0]) + 1 :]
+            return _first_words(_decode(tokens, tokenizer))
+    text = _decode(tokens, tokenizer)
+    return _first_words(text.partition("\n")[2]) or _first_words(text)
+
+
+def _first_question(corpus: Corpus, marks: Marks, tokenizer: Tokenizer) -> str:
+    """The text before the first answer of a conversation, a held-out one if there is any."""
+    begin = corpus.trained * corpus.length if corpus.held_out else 0
+    answer = int((marks[begin : begin + corpus.length] & LEARNED).argmax())
+    question = corpus.tokens[begin : begin + answer][-MAX_QUESTION_TOKENS:]
+    return tokenizer.decode(question.tolist())
+
+
+def _decode(tokens: TokenArray, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(tokens[:MAX_PROMPT_TOKENS].tolist())
+
+
+def _first_words(text: str) -> str:
+    """The first words of the first line of a text, within a few characters.
+
+    >>> _first_words("The quick brown fox jumps over the lazy dog")
+    'The quick brown fox'
+    >>> _first_words("  import os")
+    'import os'
+    """
+    lines = text.replace("\x00", " ").strip().splitlines()
+    line = lines[0] if lines else ""
+    if len(line) > MAX_PROMPT_CHARACTERS:
+        cut = line[: MAX_PROMPT_CHARACTERS + 1].rpartition(" ")[0]
+        line = cut or line[:MAX_PROMPT_CHARACTERS]
+    return line.rstrip("\ufffd ")
+
+
+def read_prompt(path: Path) -> str:
+    """The prompt of a run, given its folder or one of its checkpoints; empty if there is none."""
+    for folder in (path, path.parent.parent):
+        if (folder / PROMPT).is_file():
+            return (folder / PROMPT).read_text(encoding="utf-8")
+    return ""

@@ -21,11 +21,11 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, Protocol
+from typing import IO, Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -53,7 +53,7 @@ DATASET_DICT = "dataset_dict.json"  # written by the library `datasets`
 
 PIECE_BYTES = 1 << 22  # encoded at once
 
-FIELDS = ("messages", "prompt", "completion")  # of conversations
+ITEM_BYTES = 256  # of memory that a piece needs besides its text
 
 DATASET = "the dataset"  # its name in errors
 
@@ -166,7 +166,14 @@ def _files_of(source: str, endings: tuple[str, ...], split: str) -> list[Path]:
             f"cannot read {source}: there is no such file or folder\n  see data.sources"
         )
     if (path / DATASET_DICT).is_file():
-        path = _split_of(path, split)
+        # DatasetDict.save_to_disk wrote it; the other splits are for tests, not for training.
+        splits = sorted(one.name for one in path.iterdir() if one.is_dir())
+        if split not in splits:
+            raise FileError(
+                f"the dataset {path} has no split {split!r}; it has {', '.join(splits)}\n"
+                "  name another one in data.split"
+            )
+        path /= split
     files = sorted(_walk(path, endings, everything=True))
     if not files:
         raise FileError(
@@ -174,17 +181,6 @@ def _files_of(source: str, endings: tuple[str, ...], split: str) -> list[Path]:
             "  name another folder in data.sources, or more endings in data.endings"
         )
     return files
-
-
-def _split_of(folder: Path, split: str) -> Path:
-    """One split of a folder that DatasetDict.save_to_disk wrote; the others are for tests, not for training."""
-    if (folder / split).is_dir():
-        return folder / split
-    known = sorted(one.name for one in folder.iterdir() if one.is_dir())
-    raise FileError(
-        f"the dataset {folder} has no split {split!r}; it has {', '.join(known)}\n"
-        "  name another one in data.split"
-    )
 
 
 def _walk(
@@ -207,7 +203,7 @@ def _walk(
 class Record(NamedTuple):
     """A line of JSON, a row of a table or an example of a dataset, and its place."""
 
-    content: Mapping[str, Any]
+    content: Any
     where: str
     read: int = 0  # bytes of the file that have been read
 
@@ -217,9 +213,14 @@ class Piece(NamedTuple):
 
     text: bytes
     ends: bool  # whether the document ends with this piece
-    place: int  # bytes of the file that have been read
+    read: int  # bytes of the file that have been read
     where: str  # its file, and its line or row there
     before: int = 0  # bytes of the document before this piece
+    learned: bool = False  # in a conversation
+    closed: bool = False  # whether the end word of the tokenizer belongs to this piece
+
+
+P = TypeVar("P", Record, Piece)
 
 
 class EncodedPiece(NamedTuple):
@@ -228,65 +229,28 @@ class EncodedPiece(NamedTuple):
     words: TokenArray
     ends: bool  # whether the document ends with this piece
     text_bytes: int = 0  # 0 if there was no text, only tokens
+    learned: bool = False  # in a conversation
 
 
 CutText = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may not yet
 
 
-class Texts(Protocol):
-    """What is encoded: the files of a config, or a dataset of the user's own."""
-
-    def records(self) -> Iterator[Record]:
-        """Yield conversations, for data.instructions."""
-        ...
-
-    def encoded(self) -> Iterator[EncodedPiece]:
-        """Yield the words of every piece of text."""
-        ...
-
-
 # ---------------------------------------------------------------- files
-@dataclass(frozen=True, slots=True)
-class FileTexts:
-    """The texts of files."""
-
-    files: list[Path]
-    data: DataConfig
-    tokenizer: Tokenizer
-    watch: ProgressBytes
-
-    def records(self) -> Iterator[Record]:
-        """Yield the records of all files."""
-        for file, tell in _each(self.files, self.watch):
-            told = 0
-            for record in _file_records(file, FIELDS):
-                if record.read - told >= PIECE_BYTES:
-                    told = record.read
-                    tell(told)
-                yield record
-
-    def encoded(self) -> Iterator[EncodedPiece]:
-        """Encode all files, piece by piece."""
-        for file, tell in _each(self.files, self.watch):
-            pieces = text_pieces(file, self.data.field, self.tokenizer.cut)
-            yield from _encode_pieces(pieces, self.data, self.tokenizer, tell)
-
-
-def _each(
-    files: Iterable[Path], watch: ProgressBytes
-) -> Iterator[tuple[Path, Callable[[int], None]]]:
-    """Yield each file with a function that tells how much of it has been read."""
-    sizes = {file: file.stat().st_size for file in files}
-    total = sum(sizes[file] for file in files)
-    before = 0
-    for file in files:
-
-        def tell(place: int, before: int = before) -> None:
-            watch(before + place, total)
-
-        yield file, tell
-        before += sizes[file]
-        watch(before, total)
+def watched(
+    files: Sequence[Path], read: Callable[[Path], Iterator[P]], watch: ProgressBytes
+) -> Iterator[P]:
+    """Yield what is in files, and say every few megabytes how much has been read."""
+    sizes = [file.stat().st_size for file in files]
+    begin = 0
+    for file, size in zip(files, sizes, strict=True):
+        told = 0
+        for one in read(file):
+            yield one
+            if one.read - told >= PIECE_BYTES:
+                told = one.read
+                watch(begin + told, sum(sizes))
+        begin += size
+        watch(begin, sum(sizes))
 
 
 def plain_texts(
@@ -294,15 +258,12 @@ def plain_texts(
 ) -> Iterator[str]:
     """Yield all text of a config, in pieces that fit into memory and end with a line."""
     files = [file for part in data.parts for file in source_files(part)]
-    for file, tell in _each(files, watch):
-        for piece in text_pieces(file, data.field, _cut_at_line):
-            tell(piece.place)
-            yield piece.text.decode("utf-8", "replace")
-
-
-def _cut_at_line(text: bytes) -> int:
-    """Words do not go over the end of a line, so a text can be cut there."""
-    return text.rfind(b"\n") + 1
+    # Words do not go over the end of a line, so a text can be cut there.
+    read = partial(
+        text_pieces, field=data.field, cut=lambda text: text.rfind(b"\n") + 1
+    )
+    for piece in watched(files, read, watch):
+        yield piece.text.decode("utf-8", "replace")
 
 
 def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
@@ -310,7 +271,7 @@ def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
     if file.suffix == ENCODED:
         raise FileError(f"{file} holds tokens, not text")
     if _kind(file) in RECORDS:
-        for record in _file_records(file, (field,), text=True):
+        for record in file_records(file, (field,), text=True):
             text = _text_of(record, field)
             place = record.read
             yield from cut_up(BytesIO(text), cut, lambda: place, record.where)  # noqa: B023
@@ -382,7 +343,7 @@ def _check_text(piece: Piece, file: Path) -> None:
 
 
 # ---------------------------------------------------------------- lines of JSON and rows of tables
-def _file_records(
+def file_records(
     file: Path, fields: Sequence[str], text: bool = False
 ) -> Iterator[Record]:
     """Yield the objects of a .jsonl file, or the rows of a table with those of these columns that it has.
@@ -454,10 +415,11 @@ def _columns(file: Path, schema: Any, fields: Sequence[str], text: bool) -> list
     """Those of these columns that a table has; a column of texts must hold text."""
     found = [field for field in fields if field in schema.names]
     if not found:
-        known = ", ".join(map(repr, schema.names[:8])) or "nothing"
         wanted = " or ".join(map(repr, fields))
         hint = "\n  name the column in data.field" if text else ""
-        raise FileError(f"{file} has no column {wanted}; it has {known}{hint}")
+        raise FileError(
+            f"{file} has no column {wanted}; it has {few(schema.names)}{hint}"
+        )
     kind = str(schema.field(found[0]).type)
     if text and kind not in ("string", "large_string", "string_view"):
         raise FileError(
@@ -487,9 +449,8 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
 def _text_of(record: Record, field: str) -> bytes:
     entry, where = record.content, record.where
     if field not in entry:
-        known = ", ".join(map(repr, list(entry)[:8])) or "nothing"
         raise FileError(
-            f"{where}: this line has no text under {field!r}; it has {known}\n"
+            f"{where}: this line has no text under {field!r}; it has {few(entry)}\n"
             "  name the field in data.field"
         )
     text = entry[field]
@@ -502,84 +463,78 @@ def _text_of(record: Record, field: str) -> bytes:
 
 
 # ---------------------------------------------------------------- datasets
-@dataclass(frozen=True, slots=True)
-class DatasetTexts:
-    """The texts, tokens or conversations of a dataset."""
+def _examples(dataset: Iterable[Any]) -> Iterator[Record]:
+    for number, one in enumerate(dataset):
+        yield Record(one, f"example {number} of {DATASET}")
 
-    dataset: Iterable[Any]
-    data: DataConfig
-    tokenizer: Tokenizer
-    vocab: int
 
-    def records(self) -> Iterator[Record]:
-        """Yield conversations."""
-        for number, one in enumerate(self.dataset):
-            where = f"example {number} of {DATASET}"
-            if not isinstance(one, Mapping):
-                raise FileError(
-                    f"{where} is not a mapping with `messages`, or with `prompt` and `completion`, "
-                    f"but {_in_words(one)}\n  set data.instructions=false to train on plain text"
-                )
-            yield Record(one, where)
-
-    def encoded(self) -> Iterator[EncodedPiece]:
-        """Encode texts, or take tokens as they are; the first example says which of them they are."""
-        examples = self._examples()
-        first = next(examples, None)
-        if first is None:
-            return
-        examples = chain((first,), examples)
-        if isinstance(first[1], str):
-            pieces = self._pieces(examples)
-            yield from _encode_pieces(pieces, self.data, self.tokenizer)
-        else:
-            yield from self._tokens(examples)
-
-    def _examples(self) -> Iterator[tuple[str, Any]]:
-        """Yield the value of each example and its place; those without a value are left out."""
-        field = self.data.field
-        for number, one in enumerate(self.dataset):
-            where = f"example {number} of {DATASET}"
-            value = one
-            if isinstance(one, Mapping):
-                if field not in one:
-                    known = ", ".join(map(repr, list(one)[:8])) or "nothing"
-                    raise FileError(
-                        f"{where} has no {field!r}; it has {known}\n  name the field in data.field"
-                    )
-                value = one[field]
-            if value is not None:
-                yield where, value
-
-    def _pieces(self, examples: Iterable[tuple[str, Any]]) -> Iterator[Piece]:
-        """The texts, of which long ones come in pieces."""
-        for where, text in examples:
-            if not isinstance(text, str):
-                raise FileError(
-                    f"{where} is not text, as those before, but {_in_words(text)}"
-                )
-            raw = BytesIO(text.encode("utf-8", "replace"))
-            yield from cut_up(raw, self.tokenizer.cut, int, where)
-
-    def _tokens(self, examples: Iterable[tuple[str, Any]]) -> Iterator[EncodedPiece]:
-        """The tokens of each example. The word that ends a document follows unless it is there already."""
-        if self.data.segments:
+def conversations_of(dataset: Iterable[Any]) -> Iterator[Record]:
+    """Yield the conversations of a dataset."""
+    for record in _examples(dataset):
+        if not isinstance(record.content, Mapping):
             raise FileError(
-                f"data.segments = {self.data.segments} cuts texts into sentences, but {DATASET} brings tokens\n"
-                "  hand over texts, or set data.segments=0"
+                f"{record.where} is not a mapping with `messages`, or with `prompt` and `completion`, "
+                f"but {_in_words(record.content)}\n  set data.instructions=false to train on plain text"
             )
-        dtype = token_type(self.vocab)
-        for where, value in examples:
-            words = _numbers(value, where)
-            if len(words) and not 0 <= words.min() <= words.max() < self.vocab:
-                wrong = words[(words < 0) | (words >= self.vocab)][0]
+        yield record
+
+
+def encode_examples(
+    dataset: Iterable[Any], data: DataConfig, tokenizer: Tokenizer, vocab: int
+) -> Iterator[EncodedPiece]:
+    """Encode texts, or take tokens as they are; the first example says which of them they are."""
+    values = _values(dataset, data.field)
+    first = next(values, None)
+    if first is None:
+        return
+    values = chain((first,), values)
+    if isinstance(first.content, str):
+        pieces = chain.from_iterable(_cut_example(one, tokenizer) for one in values)
+        yield from encode(pieces, data, tokenizer)
+        return
+    if data.segments:
+        raise FileError(
+            f"data.segments = {data.segments} cuts texts into sentences, but {DATASET} brings tokens\n"
+            "  hand over texts, or set data.segments=0"
+        )
+    for one in values:
+        yield _check_tokens(one, tokenizer, vocab)
+
+
+def _values(dataset: Iterable[Any], field: str) -> Iterator[Record]:
+    """Yield the value of each example; those without a value are left out."""
+    for record in _examples(dataset):
+        value = record.content
+        if isinstance(value, Mapping):
+            if field not in value:
                 raise FileError(
-                    f"{where} has the token {wrong}, but the model has {self.vocab} words\n"
-                    "  data.tokenizer must be the one that made the tokens, or model.vocab large enough"
+                    f"{record.where} has no {field!r}; it has {few(value)}\n  name the field in data.field"
                 )
-            if len(words) and words[-1] == self.tokenizer.end:
-                words = words[:-1]
-            yield EncodedPiece(words.astype(dtype), ends=True)
+            value = value[field]
+        if value is not None:
+            yield record._replace(content=value)
+
+
+def _cut_example(example: Record, tokenizer: Tokenizer) -> Iterator[Piece]:
+    text, where, _ = example
+    if not isinstance(text, str):
+        raise FileError(f"{where} is not text, as those before, but {_in_words(text)}")
+    raw = BytesIO(text.encode("utf-8", "replace"))
+    return cut_up(raw, tokenizer.cut, int, where)
+
+
+def _check_tokens(example: Record, tokenizer: Tokenizer, vocab: int) -> EncodedPiece:
+    """The tokens of an example. The word that ends a document follows unless it is there already."""
+    words = _numbers(example.content, example.where)
+    if len(words) and not 0 <= words.min() <= words.max() < vocab:
+        wrong = words[(words < 0) | (words >= vocab)][0]
+        raise FileError(
+            f"{example.where} has the token {wrong}, but the model has {vocab} words\n"
+            "  data.tokenizer must be the one that made the tokens, or model.vocab large enough"
+        )
+    if len(words) and words[-1] == tokenizer.end:
+        words = words[:-1]
+    return EncodedPiece(words.astype(token_type(vocab)), ends=True)
 
 
 def refuse_others(dataset: object) -> None:
@@ -589,9 +544,8 @@ def refuse_others(dataset: object) -> None:
             f"{str(dataset)[:40]!r} is not a dataset but a text or a path\n  name files in data.sources"
         )
     if isinstance(dataset, Mapping):
-        names = ", ".join(map(repr, list(dataset)[:8]))
         raise FileError(
-            f"the dataset is a mapping from names ({names}), perhaps to its splits\n"
+            f"the dataset is a mapping from names ({few(dataset)}), perhaps to its splits\n"
             "  hand over one of them, such as dataset['train']"
         )
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
@@ -613,32 +567,34 @@ def _numbers(value: object, where: str) -> Any:
     return words
 
 
+def few(names: Iterable[str]) -> str:
+    """The first of some names."""
+    return ", ".join(map(repr, islice(names, 8))) or "nothing"
+
+
 def _in_words(value: object) -> str:
     """A value in a few words."""
     return f"{type(value).__name__}: {str(value)[:40]}"
 
 
 # ---------------------------------------------------------------- encoding
-def _encode_pieces(
-    pieces: Iterable[Piece],
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    tell: Callable[[int], None] = lambda place: None,
+def encode(
+    pieces: Iterable[Piece], data: DataConfig, tokenizer: Tokenizer
 ) -> Iterator[EncodedPiece]:
-    """Encode many short pieces together."""
-    waiting: list[Piece] = []
-    count = 0  # bytes of these pieces
-    begin = 0  # where they begin in the file
+    """Yield the words of every piece of text; many short pieces are encoded together."""
+    if data.segments:
+        pieces = chain.from_iterable(map(_sentences, pieces))
+    some: list[Piece] = []
+    room = PIECE_BYTES
     for piece in pieces:
-        waiting += _sentences(piece) if data.segments else [piece]
-        count += len(piece.text)
-        if max(count, piece.place - begin) >= PIECE_BYTES:
-            yield from _encode_together(waiting, tokenizer)
-            tell(piece.place)
-            waiting = []
-            count = 0
-            begin = piece.place
-    yield from _encode_together(waiting, tokenizer)
+        some.append(piece)
+        room -= len(piece.text) + ITEM_BYTES
+        if room <= 0:
+            yield from _encode_together(some, tokenizer)
+            some = []
+            room = PIECE_BYTES
+    if some:
+        yield from _encode_together(some, tokenizer)
 
 
 def _sentences(piece: Piece) -> list[Piece]:
@@ -667,15 +623,17 @@ def split_sentences(text: bytes) -> list[bytes]:
 def _encode_together(
     pieces: list[Piece], tokenizer: Tokenizer
 ) -> Iterator[EncodedPiece]:
-    where = pieces[-1].where if pieces else ""
+    texts = [piece.text for piece in pieces]
     try:
-        encoded = tokenizer.encode_all([piece.text for piece in pieces], where)
+        encoded: list[Any] = [*tokenizer.encode_all(texts, pieces[-1].where)]
     except FileError:
         for piece in pieces:
             _check_utf8(piece)  # This error also names the line.
         raise
     for piece, words in zip(pieces, encoded, strict=True):
-        yield EncodedPiece(words, piece.ends, len(piece.text))
+        end = tokenizer.end if piece.closed else None
+        ended = words if end is None else np.append(words, words.dtype.type(end))
+        yield EncodedPiece(ended, piece.ends, len(piece.text), piece.learned)
 
 
 def _check_utf8(piece: Piece) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +32,11 @@ from penstock.train.data.chat import (
     BEGINS,
     SECOND,
     Conversation,
-    Marks,
+    join,
     padding_row,
 )
 from penstock.train.data.files import EncodedPiece
-from penstock.train.data.tokenizer import TokenArray, Tokenizer, TokenType
+from penstock.train.data.tokenizer import TokenArray, Tokenizer, token_type
 
 USUAL_NAMES = {
     "mask_token": ("[MASK]", "<mask>"),
@@ -141,33 +141,19 @@ def _special_word(tokenizer: Tokenizer, key: str) -> int | None:
 
 
 # ---------------------------------------------------------------- rows of segments
-class RowLayout(NamedTuple):
-    """How rows are made: the words at their borders, how many segments, and how many tokens."""
-
-    words: BertWords
-    segments: int
-    length: int
-    dtype: TokenType
-
-    @property
-    def room(self) -> int:
-        """The tokens of a row that are text."""
-        room = self.length - 1 - self.segments
-        if room < self.segments:
-            raise FileError(
-                f"data.tokens = {self.length} is too short for {self.segments} segments with their borders\n"
-                f"  give at least {1 + 2 * self.segments}"
-            )
-        return room
-
-
 def segment_rows(
-    sentences: Iterable[EncodedPiece], layout: RowLayout
+    sentences: Iterable[EncodedPiece], words: BertWords, segments: int, length: int
 ) -> Iterator[Conversation]:
-    """Yield one example after the other, without padding."""
-    for number, texts in enumerate(_fill_rows(sentences, layout.room)):
-        segments = _draw_pair(texts, number) if layout.segments == 2 else [_join(texts)]
-        yield _framed(segments, layout)
+    """Yield one example of at most `length` tokens after the other, without padding."""
+    room = length - 1 - segments
+    if room < segments:
+        raise FileError(
+            f"data.tokens = {length} is too short for {segments} segments with their borders\n"
+            f"  give at least {1 + 2 * segments}"
+        )
+    for number, texts in enumerate(_fill_rows(sentences, room)):
+        own = _draw_pair(texts, number) if segments == 2 else [_join(texts)]
+        yield _framed(own, words)
 
 
 def _fill_rows(
@@ -207,15 +193,17 @@ def _join(texts: Sequence[Any]) -> TokenArray:
     return joined
 
 
-def _framed(segments: Sequence[TokenArray], layout: RowLayout) -> Conversation:
+def _framed(segments: Sequence[TokenArray], special: BertWords) -> Conversation:
     """Put the words of the borders around segments, and mark the tokens of the second one."""
-    words = [np.asarray([layout.words.begin], layout.dtype)]
-    border = np.asarray([layout.words.border], layout.dtype)
-    marks: list[Marks] = [np.asarray([BEGINS])]
+    dtype = token_type(special.vocab)
+    begin: Any = np.asarray([special.begin], dtype)
+    border = np.asarray([special.border], dtype)
+    pieces = [Conversation(begin, np.asarray([BEGINS]))]
     for number, segment in enumerate(segments):
-        words += [segment.astype(layout.dtype), border]
-        marks.append(np.full(len(segment) + 1, SECOND * number, dtype=np.uint8))
-    return Conversation(np.concatenate(words), np.concatenate(marks))
+        words: TokenArray = np.append(segment.astype(dtype), border)
+        marks = np.full(len(words), SECOND * number, dtype=np.uint8)
+        pieces.append(Conversation(words, marks))
+    return join(pieces)
 
 
 def pad_rows(
@@ -223,6 +211,5 @@ def pad_rows(
 ) -> Iterator[Conversation]:
     """Fill up every example to a row of its own. The padding is a document that the example does not see."""
     for one in examples:
-        rest = padding_row(length - one.tokens, padding, one.words.dtype)
-        words: TokenArray = np.concatenate([one.words, rest.words])
-        yield Conversation(words, np.concatenate([one.marks, rest.marks]))
+        rest = padding_row(length - len(one.words), padding, one.words.dtype)
+        yield join([one, rest])

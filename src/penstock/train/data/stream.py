@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.train.data.files import refuse_others
+from penstock.train.data.files import few, refuse_others
 from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 
 StreamState = dict[str, Any]
@@ -55,7 +55,9 @@ class TextStream:
                 f"a {type(dataset).__name__} cannot go back to where a stream was\n"
                 "  hand over a list, a Dataset or an IterableDataset, or train with `fit`, which reads it once"
             )
-        self.dataset = dataset
+        self.dataset: Any = dataset
+        # A dataset that streams knows its place itself.
+        self.knows = hasattr(dataset, "state_dict")
         self.tokens = tokens
         self.rows = rows
         self.field = field
@@ -69,20 +71,23 @@ class TextStream:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches up to the end of the dataset."""
-        needed = self.rows * self.tokens + 1  # and the label of the last token
         if not self._resumes:
             self.examples = 0
             self._rewind()
         self._resumes = False
-        yield from self._batches(needed)
-        for example in self._rest():
+        yield from self._batches()
+        rest = self.dataset
+        if not self.knows:
+            rest = map(rest.__getitem__, range(self.examples, len(rest)))
+        for example in rest:
             self.examples += 1
             self.left += self._encode(example)
-            yield from self._batches(needed)
+            yield from self._batches()
         self.epoch += 1
 
-    def _batches(self, needed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches as long as there are enough tokens; the last token begins the next one."""
+        needed = self.rows * self.tokens + 1  # and the label of the last token
         while len(self.left) >= needed:
             words = torch.tensor(self.left[:needed])
             del self.left[: needed - 1]
@@ -98,9 +103,8 @@ class TextStream:
             )
         text = example.get(self.field)
         if text is None and self.field not in example:
-            known = ", ".join(map(repr, list(example)[:8])) or "nothing"
             raise FileError(
-                f"example {self.examples - 1} has no {self.field!r}; it has {known}\n"
+                f"example {self.examples - 1} has no {self.field!r}; it has {few(example)}\n"
                 "  name another field"
             )
         if text is None:
@@ -116,25 +120,13 @@ class TextStream:
     # ------------------------------------------------------------ the place in the dataset
     def _rewind(self) -> None:
         """Begin a new epoch; a dataset that shuffles does so again."""
-        dataset: Any = self.dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(self.epoch)
-
-    def _rest(self) -> Iterator[str | Mapping[str, Any]]:
-        """The examples that were not read yet."""
-        dataset: Any = self.dataset
-        if hasattr(dataset, "state_dict"):  # It knows its place.
-            yield from dataset
-            return
-        for number in range(self.examples, len(dataset)):
-            yield dataset[number]
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
 
     def state_dict(self) -> StreamState:
         """Return everything that is needed to go on after the last batch."""
-        dataset: Any = self.dataset
-        own = dataset.state_dict() if hasattr(dataset, "state_dict") else None
         return {
-            "dataset": own,
+            "dataset": self.dataset.state_dict() if self.knows else None,
             "epoch": self.epoch,
             "examples": self.examples,
             "left": list(self.left),
@@ -143,9 +135,7 @@ class TextStream:
 
     def load_state_dict(self, state: StreamState) -> None:
         """Go on where another stream of the same dataset was."""
-        dataset: Any = self.dataset
-        knows = hasattr(dataset, "state_dict")
-        if knows != (state.get("dataset") is not None):
+        if self.knows != (state.get("dataset") is not None):
             raise RunError(
                 "the state is that of another kind of dataset: one of the two is streamed, the other is not"
             )
@@ -157,6 +147,6 @@ class TextStream:
         self.examples = int(state["examples"])
         self.left = list(state["left"])
         self._rewind()
-        if knows:
-            dataset.load_state_dict(state["dataset"])
+        if self.knows:
+            self.dataset.load_state_dict(state["dataset"])
         self._resumes = True

@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,53 +52,11 @@ def token_type(vocab: int) -> TokenType:
     return np.uint16 if vocab <= 1 << 16 else np.uint32
 
 
-class Tokenizer(Protocol):
-    """What the data needs of a tokenizer."""
-
-    @property
-    def vocab(self) -> int:
-        """The number of words."""
-        ...
-
-    @property
-    def end(self) -> int | None:
-        """The word that stands between two documents; None if there is none."""
-        ...
-
-    def cut(self, raw: bytes) -> int:
-        """Return where the beginning of a text may be cut in two; 0 if it may not.
-
-        Encoding both sides alone must give the words of the whole.
-        """
-        ...
-
-    def encode(self, raw: bytes, source: str) -> TokenArray:
-        """Return the words of a document; `source` is its name in errors."""
-        ...
-
-    def encode_all(self, raws: Sequence[bytes], source: str) -> list[TokenArray]:
-        """Encode several documents at once."""
-        ...
-
-    def decode(self, words: Sequence[int]) -> str:
-        """Return words as text, with a mark for bytes that are not text."""
-        ...
-
-    @property
-    def named(self) -> Mapping[str, str]:
-        """Special words by their names, such as bos_token, as the files beside the tokenizer say."""
-        ...
-
-    def number(self, words: Iterable[str]) -> int | None:
-        """Return the number of the first of these words that there is."""
-        ...
-
-
 class ByteTokenizer:
     """Uses every byte as a word."""
 
     vocab = 256
-    end = 0
+    end: int | None = 0
     named: Mapping[str, str] = MappingProxyType({})
 
     def cut(self, raw: bytes) -> int:
@@ -168,7 +126,9 @@ class FileTokenizer:
         numbers = self.theirs.get_vocab(with_added_tokens=True).values()
         self.vocab = int(max(numbers, default=-1)) + 1
         self.path = Path(path)
+        # Special words by their names, such as bos_token.
         self.named = dict(words_beside(self.path))
+        # The word that stands between two documents; None if there is none.
         self.end = self._find_end()
 
     def cut(self, raw: bytes) -> int:
@@ -257,6 +217,9 @@ class FileTokenizer:
                 if pattern.search(name):
                     return int(number)
         return int(next(iter(special))) if len(special) == 1 else None
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def not_text(source: str, place: int) -> FileError:
