@@ -9,16 +9,32 @@ from penstock.errors import ShapeError
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Sizes of a Llama.
-
-    The MLP has `inner` features; `theta` is the base of the rotary frequencies.
-    """
+class _CommonSizes:
+    """What every family has."""
 
     vocab: int
     width: int
     layers: int
     heads: int
+
+    def _check(self, eps: float = 1.0, **others: int) -> None:
+        """Refuse sizes below 1, `others` among them, heads that do not divide the width, and an eps of 0 or less."""
+        require_sizes(
+            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
+        )
+        require_sizes(1, **others)
+        require_multiple("width", self.width, "heads", self.heads)
+        if eps <= 0:
+            raise ShapeError(f"eps must be above 0, not {eps}")
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig(_CommonSizes):
+    """Sizes of a Llama.
+
+    The MLP has `inner` features; `theta` is the base of the rotary frequencies.
+    """
+
     kv_heads: int
     inner: int
     theta: float = 10000.0
@@ -26,11 +42,7 @@ class LlamaConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
-        )
-        require_sizes(1, kv_heads=self.kv_heads, inner=self.inner)
-        require_multiple("width", self.width, "heads", self.heads)
+        self._check(kv_heads=self.kv_heads, inner=self.inner)
         require_multiple("heads", self.heads, "kv_heads", self.kv_heads)
         require_multiple(
             "width / heads", self.head_width, "2 (rotary positions turn pairs)", 2
@@ -47,34 +59,24 @@ class LlamaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GPTConfig:
+class GPTConfig(_CommonSizes):
     """Sizes of a GPT.
 
     The MLP has `inner` features (GPT-2: 4 * width), a sequence at most `positions`
     tokens.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
     inner: int
     positions: int
     eps: float = 1e-5
     tied: bool = True
 
     def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
-        )
-        require_sizes(1, inner=self.inner, positions=self.positions)
-        require_multiple("width", self.width, "heads", self.heads)
-        if self.eps <= 0:
-            raise ShapeError(f"eps must be above 0, not {self.eps}")
+        self._check(self.eps, inner=self.inner, positions=self.positions)
 
 
 @dataclass(frozen=True, slots=True)
-class BertConfig:
+class BertConfig(_CommonSizes):
     """Sizes of a Bert.
 
     The MLP has `inner` features, a sequence at most `positions` tokens, and there are
@@ -83,10 +85,6 @@ class BertConfig:
     look-ups.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
     inner: int
     positions: int
     types: int = 2
@@ -95,13 +93,9 @@ class BertConfig:
     padding: int | None = 0
 
     def __post_init__(self) -> None:
-        require_sizes(
-            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
+        self._check(
+            self.eps, inner=self.inner, positions=self.positions, types=self.types
         )
-        require_sizes(1, inner=self.inner, positions=self.positions, types=self.types)
-        require_multiple("width", self.width, "heads", self.heads)
-        if self.eps <= 0:
-            raise ShapeError(f"eps must be above 0, not {self.eps}")
         if self.padding is not None and not 0 <= self.padding < self.vocab:
             raise ShapeError(
                 f"padding must be None or a token from 0 to {self.vocab - 1}, not {self.padding}"

@@ -220,7 +220,7 @@ def test_a_list_of_the_commands_imports_none_of_them():
     code = (
         "import sys; from typer.testing import CliRunner; from penstock.cli.app import app; "
         "assert CliRunner().invoke(app, ['--help']).exit_code == 0; "
-        "assert not {'numpy', 'penstock.plan', 'penstock.view', 'penstock.cli.train'} & set(sys.modules)"
+        "assert not {'numpy', 'penstock.plan', 'penstock.view', 'penstock.cli.model'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

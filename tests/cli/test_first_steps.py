@@ -17,7 +17,7 @@ import penstock
 from penstock import REGISTRY, make
 from penstock.cli.app import app
 from penstock.config import Config, find_settings
-from penstock.config.words import OTHER_WORDS
+from penstock.config.checks import OTHER_WORDS
 from penstock.errors import ConfigError, UnknownNameError, nearest_name
 from penstock.formats.config_toml import load_config
 from penstock.schedules import OTHER_NAMES

@@ -105,7 +105,10 @@ def test_torchtitan_parses_the_options_and_places_the_stages_as_planned(
     placed = [
         list(
             peer._get_pp_rank_to_stage_indices_mapping(
-                rank, plan.ranks, parallelism.pipeline_parallel_schedule, plan.parts
+                rank,
+                plan.ranks,
+                parallelism.pipeline_parallel_schedule,
+                plan.schedule.parts,
             )
         )
         for rank in range(plan.ranks)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
-from penstock.cli.forecast import describe_placement, describe_step, hint
+from penstock.cli.run import describe_placement, describe_step, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
 from penstock.cost.gpus import analytic_profile

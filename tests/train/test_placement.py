@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.cli.forecast import describe_placement
+from penstock.cli.run import describe_placement
 from penstock.config import (
     Config,
     DataConfig,

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
-from penstock.cli.landscape import landscape_page
+from penstock.cli.landscape import LandscapePage
 from penstock.plan.pricing import unit_question
 from penstock.plan.search import search
 from penstock.plan.space import Limits
 from penstock.view import Series, page, report_page
-from penstock.view.report import render_landscape
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -408,9 +407,7 @@ def test_the_page_of_a_plan_fits_a_window_and_opens_its_list_of_misfits(
     question = unit_question(2, 3, UnitCost(comm=0.05), 2.0, Limits(2, 2))
     landscape = search(question.workload, question.pricing, question.limits)
     file = browser.folder / "plan.html"
-    file.write_text(
-        render_landscape(landscape_page(landscape, question)), encoding="utf-8"
-    )
+    file.write_text(LandscapePage(landscape, question).html(), encoding="utf-8")
     browser.driver.get(file.as_uri())
     assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
     assert browser.ask("document.querySelectorAll('.heat td.chosen').length") == 1

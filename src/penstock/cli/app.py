@@ -65,7 +65,7 @@ COMMANDS = {
         "Run a command whose processes share one GPU, each with an equal part of it.",
     ),
     "train": (
-        "train:train_command",
+        "model:train_command",
         "Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.",
     ),
     "join": (
@@ -73,27 +73,27 @@ COMMANDS = {
         "Join a run of `penstock train` on another machine as one more worker.",
     ),
     "init": (
-        "train:init_command",
+        "model:init_command",
         "Write a config with a comment on every value.",
     ),
     "export": (
-        "trained_model:export_command",
+        "model:export_command",
         "Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.",
     ),
     "generate": (
-        "trained_model:generate_command",
+        "model:generate_command",
         "Let a trained model continue a text, with all layers or, to be faster, with some of them.",
     ),
     "report": (
-        "trained_model:report_command",
+        "model:report_command",
         "Write the page of a run: its curves, and the predicted timeline of a step above the measured one.",
     ),
     "eval": (
-        "trained_model:eval_command",
+        "model:eval_command",
         "Measure the perplexity of a trained model, with all parts and with some left out.",
     ),
     "tokenizer": (
-        "trained_model:tokenizer_command",
+        "model:tokenizer_command",
         "Train a tokenizer (byte pairs) on the text of a config, for data.tokenizer.",
     ),
     "doctor": (

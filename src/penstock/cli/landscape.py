@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from html import escape
 from itertools import pairwise
 from math import isfinite, isnan
-
-from rich.status import Status
 
 from penstock.cli.tables import console, print_table
 from penstock.ir.timeline import Timeline
@@ -33,10 +32,10 @@ from penstock.plan.space import skipped_share
 from penstock.plan.workload import Cell
 from penstock.schedules.coverage import visits_all_parts
 from penstock.view.chart import Dot, Front
+from penstock.view.element import framed
 from penstock.view.numbers import (
     FORWARDS,
     MICROBATCHES,
-    Scale,
     count_of,
     name_size,
     name_time,
@@ -45,24 +44,37 @@ from penstock.view.numbers import (
     time_scale,
     write_range,
 )
-from penstock.view.report import HeatCell, HeatMap, LandscapePage, Mark, TextTable
+from penstock.view.report import (
+    CSS,
+    PAGE_CSS,
+    HeatCell,
+    HeatMap,
+    front_section,
+    heading,
+    heat_section,
+    list_of,
+    paragraphs,
+    soft,
+    table,
+    timeline_section,
+)
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
 
-def show_progress(status: Status | None) -> Callable[[SearchProgress], None]:
-    """Return a function that shows the progress of a search in a terminal."""
+def show_progress(
+    show_text: Callable[[str], None],
+) -> Callable[[SearchProgress], None]:
+    """Return a function that shows the progress of a search as a text."""
 
     def show(progress: SearchProgress) -> None:
-        if status is None:
-            return
         text = f"planning: {progress.doing}"
         if progress.best < float("inf"):
             gap = ""
             if progress.bound:
                 gap = f", at most {progress.best / progress.bound - 1:.1%} above the optimum"
             text += f" (best so far {progress.best:.4g}{gap})"
-        status.update(text)
+        show_text(text)
 
     return show
 
@@ -305,14 +317,6 @@ GROUP_NAMES = (
     "fixed order with split backwards",
     "fixed order",
 )
-MARKS = {
-    MapFinding.FOUND: Mark.VALUE,
-    MapFinding.TOO_LARGE: Mark.TOO_LARGE,
-    MapFinding.TOO_SLOW: Mark.TOO_SLOW,
-    MapFinding.OPEN: Mark.OPEN,
-}
-
-
 ANALYTIC = (
     "The profile is analytic: a formula for the device gave the times and sizes, and "
     "nothing was measured. Measure the model on the device before you rely on small differences."
@@ -328,57 +332,53 @@ ROWS_NOTE = (
 )
 
 
-def landscape_page(landscape: Landscape, question: Question) -> LandscapePage:
-    """Return everything that the page of a search shows."""
-    words = _Words(landscape, question)
-    front_rows = front(landscape.rows)
-    misfits = list(words.misfits())
-    heads = ("", "plan", f"peak, {words.size_unit}", f"step, {words.time_unit}")
-    return LandscapePage(
-        title=f"Plan: {words.title(landscape.best)}",
-        facts=words.facts(),
-        sentences=list(words.sentences()),
-        warning=ANALYTIC if question.analytic else "",
-        reasons=[words.reason(rival) for rival in rivals(landscape)],
-        heat_sentences=words.heat_sentences(),
-        heat_maps=words.heat_maps(),
-        front=words.front(front_rows),
-        front_table=TextTable(heads, words.front_table(front_rows), ON_FRONT),
-        timelines=words.timelines(),
-        best=words.best_plans(),
-        misfits=TextTable(MISFIT_HEADS, misfits, words.misfit_title(len(misfits))),
-    )
+class LandscapePage:
+    """The page of a search: its texts, with common units, and its HTML."""
 
+    def __init__(self, landscape: Landscape, question: Question) -> None:
+        best = landscape.best.candidate
+        units = question.units
+        workload = question.workload
+        self.landscape = landscape
+        self.question = question
+        self.best = best
+        self.has_bound = landscape.bound > 0 and isfinite(landscape.gap)
+        # The tokens of a step; 0 if a step is not in seconds.
+        self.tokens = workload.tokens * workload.batch * units.seconds
+        # The units of all numbers in tables and figures.
+        self.times = time_scale(best.step, units)
+        self.sizes = size_scale(best.peak, units)
+        self.rates = rate_scale(self.tokens / best.step)
+        self.time_unit = self.times.unit or FORWARDS[1]
+        self.size_unit = self.sizes.unit or MICROBATCHES[1]
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """The texts of one page, with common units."""
+    def html(self) -> str:
+        """Return the text of the page, without its empty sections."""
+        title = f"Plan: {self.title(self.landscape.best)}"
+        body = [heading(title, self.facts())]
+        if self.question.analytic:
+            body.append(f'<div class="warning">{paragraphs([ANALYTIC])}</div>')
+        body.append(f'<div class="card">{paragraphs(self.sentences())}</div>')
+        reasons = self.reasons()
+        if reasons:
+            card = f'<div class="card">{list_of(reasons)}</div>'
+            body.append(f"<h2>Why it won</h2>\n{card}")
+        body += heat_section(self.heat_maps(), self.heat_sentence())
+        body += front_section(self.front(), self.front_table())
+        body += timeline_section(self.timelines())
+        hidden = len(self.landscape.rows) - MAX_TABLE_ROWS
+        more = f" {hidden:,} more plans fit." if hidden > 0 else ""
+        best = table(*self.best_plans()) + soft(ROWS_NOTE + more)
+        body.append(f'<h2>The best plans</h2>\n<div class="card best">{best}</div>')
+        misfits = list(self.misfits())
+        if misfits:
+            summary = f"<summary>{escape(self.misfit_title())}</summary>"
+            details = summary + table(MISFIT_HEADS, misfits)
+            body.append("<h2>What has no plan</h2>")
+            body.append(f'<details class="card" id="misfits">{details}</details>')
+        return framed(title, CSS + PAGE_CSS, "\n".join(body))
 
-    landscape: Landscape
-    question: Question
-
-    # ------------------------------------------------------------ units
-    @property
-    def times(self) -> Scale:
-        """The unit of all times in tables and figures."""
-        return time_scale(self.landscape.best.candidate.step, self.question.units)
-
-    @property
-    def sizes(self) -> Scale:
-        """The unit of all sizes in tables and figures."""
-        return size_scale(self.landscape.best.candidate.peak, self.question.units)
-
-    @property
-    def rates(self) -> Scale:
-        """The unit of all speeds."""
-        return rate_scale(self.tokens / self.landscape.best.candidate.step)
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of a step; 0 if a step is not in seconds."""
-        workload = self.question.workload
-        return workload.tokens * workload.batch * self.question.units.seconds
-
+    # ------------------------------------------------------------ numbers and names
     def time(self, seconds: float) -> str:
         """Write a time."""
         return name_time(seconds, self.question.units)
@@ -387,16 +387,6 @@ class _Words:
         """Write a size; in the units of the papers, in micro-batches."""
         return name_size(size, self.question.units)
 
-    @property
-    def size_unit(self) -> str:
-        """The name of the unit of sizes."""
-        return self.sizes.unit or MICROBATCHES[1]
-
-    @property
-    def time_unit(self) -> str:
-        """The name of the unit of times."""
-        return self.times.unit or FORWARDS[1]
-
     def title(self, row: Row) -> str:
         """Name a plan, with its cell if there are several."""
         return row_title(row, self.landscape)
@@ -404,28 +394,23 @@ class _Words:
     # ------------------------------------------------------------ what won
     def facts(self) -> list[tuple[str, str]]:
         """Return the numbers at the top."""
-        best = self.landscape.best.candidate
-        facts = [("step", self.time(best.step))]
+        landscape = self.landscape
+        facts = [("step", self.time(self.best.step))]
         if self.tokens:
-            facts.append(("speed", self.rates.quantity(self.tokens / best.step)))
-        facts.append(("bubble", f"{best.bubble:.1%}"))
-        facts.append(("fullest device", self.size(best.peak)))
+            facts.append(("speed", self.rates.quantity(self.tokens / self.best.step)))
+        facts.append(("bubble", f"{self.best.bubble:.1%}"))
+        facts.append(("fullest device", self.size(self.best.peak)))
         if self.has_bound:
-            facts.append(("bound of the space", self.time(self.landscape.bound)))
-            facts.append(("gap to the bound", f"{self.landscape.gap:.1%}"))
-        facts.append(("plans compared", f"{len(self.landscape.rows):,}"))
-        if len(self.landscape.cells) > 1:
-            facts.append(("divisions", f"{len(self.landscape.cells):,}"))
+            facts.append(("bound of the space", self.time(landscape.bound)))
+            facts.append(("gap to the bound", f"{landscape.gap:.1%}"))
+        facts.append(("plans compared", f"{len(landscape.rows):,}"))
+        if len(landscape.cells) > 1:
+            facts.append(("divisions", f"{len(landscape.cells):,}"))
         return facts
-
-    @property
-    def has_bound(self) -> bool:
-        """Whether the bound says anything."""
-        return self.landscape.bound > 0 and isfinite(self.landscape.gap)
 
     def sentences(self) -> Iterator[str]:
         """Say what won, how good it is, and where the times come from."""
-        best = self.landscape.best.candidate
+        best = self.best
         memory = self.question.workload.memory
         speed = ""
         if self.tokens:
@@ -475,37 +460,38 @@ class _Words:
         if self.landscape.interrupted:
             yield "The search was stopped early. This is the best plan so far."
 
+    def reasons(self) -> list[str]:
+        """Compare the best plan with the best one of every other kind."""
+        return [self.reason(rival) for rival in rivals(self.landscape)]
+
     def reason(self, rival: Rival) -> str:
         """Compare the best plan with the best one of another kind."""
         other = rival.row.candidate
         excess = rival.excess(self.landscape)
-        kinds = _join(rival.kinds)
-        if abs(excess) < SAME_TIME:
-            verdict = "the same time"
-        else:
+        verdict = "the same time"
+        if abs(excess) >= SAME_TIME:
             verdict = f"{abs(excess):.1%} {'more' if excess > 0 else 'less'}"
         sentence = (
-            f"The best plan {kinds} is {self.title(rival.row)}: its step takes "
+            f"The best plan {_join(rival.kinds)} is {self.title(rival.row)}: its step takes "
             f"{self.time(other.step)}, {verdict}, with a bubble of {other.bubble:.1%} "
             f"and {self.size(other.peak)} on the fullest device."
         )
-        best = self.landscape.best.candidate
-        if excess < SAME_TIME and best.noisy < other.noisy:
+        if excess < SAME_TIME and self.best.noisy < other.noisy:
             sentence += (
                 f" If all times vary by a tenth, its step takes {self.time(other.noisy)}, "
-                f"and that of the chosen plan {self.time(best.noisy)}."
+                f"and that of the chosen plan {self.time(self.best.noisy)}."
             )
         return sentence
 
     # ------------------------------------------------------------ heat maps
-    def heat_sentences(self) -> list[str]:
+    def heat_sentence(self) -> str:
         """Explain the numbers of the maps."""
         what = f"Time of a step of the best plan in each place, in {self.time_unit}."
         if self.tokens:
             what = f"Speed of the best plan in each place, in {self.rates.unit}."
-        if len(self.landscape.cells) == 1:
-            return [what]
-        return [f"{what} A second line in a cell: micro-batches x sequences of each."]
+        if len(self.landscape.cells) > 1:
+            what += " A second line in a cell: micro-batches x sequences of each."
+        return what
 
     def heat_maps(self) -> list[HeatMap]:
         """Return the maps: over copies and ranks if there are several, and over placements."""
@@ -560,25 +546,24 @@ class _Words:
 
     def place(self, place: MapPlace, slowest: float) -> HeatCell:
         """Return a place as a map shows it; `slowest` is the step of the slowest plan of all maps."""
-        mark = MARKS[place.finding]
         if place.row is not None:
             candidate = place.row.candidate
             cell = place.row.cell
-            best = self.landscape.best.candidate
             note = f"{cell.microbatches} x {cell.rows}"
             if len(self.landscape.cells) == 1:
                 note = f"bubble {candidate.bubble:.1%}"
-            level = _colour_level(candidate.step, best.step, slowest)
+            level = _colour_level(candidate.step, self.best.step, slowest)
             text = self.merit(candidate.step)
             tip = self.tip(place.row)
-            return HeatCell(mark, text, note, tip, level, candidate is best)
+            chosen = candidate is self.best
+            return HeatCell("value", text, note, tip, level, chosen)
         if place.finding is MapFinding.TOO_SLOW:
             tip = f"cannot win: no plan takes less than {self.time(place.bound)}"
-            return HeatCell(mark, self.merit(place.bound), "at best", tip)
+            return HeatCell("slow", self.merit(place.bound), "at best", tip)
         if place.finding is MapFinding.TOO_LARGE:
             short = place.reason.split(" (")[0].split(":")[0]
-            return HeatCell(mark, "✕", short, place.reason)
-        return HeatCell(mark, "-", "", place.reason)
+            return HeatCell("large", "✕", short, place.reason)
+        return HeatCell("open", "-", "", place.reason)
 
     def merit(self, step: float) -> str:
         """Write the speed of a step, or its time if the tokens are unknown."""
@@ -596,8 +581,9 @@ class _Words:
         )
 
     # ------------------------------------------------------------ the front
-    def front(self, on_front: tuple[Row, ...]) -> Front:
+    def front(self) -> Front:
         """Return the figure of time over memory."""
+        on_front = front(self.landscape.rows)
         places = {id(row): place for place, row in enumerate(on_front, start=1)}
         labels = {id(row): label for label, row in reversed(self.shown_rows())}
         dots = [
@@ -622,17 +608,19 @@ class _Words:
             self.question.workload.memory,
         )
 
-    def front_table(self, on_front: tuple[Row, ...]) -> list[tuple[str, ...]]:
-        """Return the rows of the front, numbered as in the figure."""
-        return [
+    def front_table(self) -> str:
+        """Return the table of the front, numbered as in the figure."""
+        heads = ("", "plan", f"peak, {self.size_unit}", f"step, {self.time_unit}")
+        rows = [
             (
                 str(place),
                 self.title(row),
                 self.sizes.number(row.candidate.peak, 3),
                 self.times.number(row.candidate.step),
             )
-            for place, row in enumerate(on_front, start=1)
+            for place, row in enumerate(front(self.landscape.rows), start=1)
         ]
+        return soft(ON_FRONT) + table(heads, rows)
 
     # ------------------------------------------------------------ timelines
     def shown_rows(self) -> list[tuple[str, Row]]:
@@ -662,18 +650,15 @@ class _Words:
         return drawn
 
     # ------------------------------------------------------------ tables
-    def best_plans(self) -> TextTable:
-        """Return the table of the best plans, with a note on its columns and on the rows that are left out."""
+    def best_plans(self) -> tuple[list[str], list[list[str]]]:
+        """Return the heads and the rows of the table of the best plans."""
         heads = ["", "plan", "order", f"step, {self.time_unit}"]
         if self.tokens:
             heads.append(self.rates.unit)
         heads += ["bubble", f"peak, {self.size_unit}", "gap of its order"]
         heads.append(f"step ±10%, {self.time_unit}")
         best = self.landscape.rows[:MAX_TABLE_ROWS]
-        rows = [self.cells(place, row) for place, row in enumerate(best, start=1)]
-        hidden = len(self.landscape.rows) - MAX_TABLE_ROWS
-        more = f" {hidden:,} more plans fit." if hidden > 0 else ""
-        return TextTable(heads, rows, ROWS_NOTE + more)
+        return heads, [self.cells(place, row) for place, row in enumerate(best, 1)]
 
     def cells(self, place: int, row: Row) -> list[str]:
         """Return a row of the table."""
@@ -691,7 +676,7 @@ class _Words:
             self.times.number(noisy) if isfinite(noisy) else "",
         ]
 
-    def misfit_title(self, count: int) -> str:
+    def misfit_title(self) -> str:
         """Say how many cells and schedules do not fit."""
         reasons = [one.reason for one in self.landscape.cells if one.reason]
         late = reasons.count(CANNOT_WIN)
@@ -705,7 +690,7 @@ class _Words:
             for number, noun, what in kinds
             if number
         ]
-        return _join(parts) if count else ""
+        return _join(parts)
 
     def misfits(self) -> Iterator[tuple[str, str, str]]:
         """Yield the divisions and schedules that have no plan, with the reasons."""

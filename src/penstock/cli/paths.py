@@ -20,7 +20,6 @@ from penstock.cli.options import (
     option,
     refuse,
 )
-from penstock.cli.path_results import PathResults, json_facts, table_rows
 from penstock.cli.plan import profiles_of
 from penstock.cli.tables import (
     INTERRUPTED,
@@ -43,7 +42,9 @@ from penstock.formats import dump_plan, read_cluster
 from penstock.formats.config_toml import written_keys
 from penstock.plan.paths import (
     PathPlan,
+    Rotation,
     Rules,
+    StepPair,
     best_pair,
     even_parts,
     full_steps,
@@ -52,6 +53,7 @@ from penstock.plan.paths import (
     rotate,
     rule_faults,
 )
+from penstock.plan.paths.planner import planned_sums_of
 from penstock.plan.paths.problem import ModelParts, choose_data_nodes, model_parts
 from penstock.plan.paths.rotation import DEFAULT_RECOVERY_MOVES, full_pipeline, replan
 from penstock.plan.paths.rules import raise_rule_faults, rules_from
@@ -62,6 +64,7 @@ from penstock.plan.pricing import basis_of
 from penstock.plan.workload import USABLE_SHARE, Fixed, Workload, parse_bytes
 from penstock.train.own_models import config_of
 from penstock.train.placement import decide_placement
+from penstock.view.numbers import write_time
 
 if TYPE_CHECKING:
     from penstock.train.weights import Sizes  # loads torch
@@ -321,14 +324,14 @@ def paths_command(
     if output is not None:
         written = paths_plan(plan, question.model, others, full_step, step.sum_messages)
         write(output, dump_plan(written), quiet=json)
-    found = PathResults(plan, full, full_step, rotation)
+    found = (plan, full, full_step, rotation)
     if json:
-        print_json({**json_facts(found), "stopped": interrupt.stopped})
+        print_json({**_json_facts(*found), "stopped": interrupt.stopped})
     else:
         if question.basis:
             print_plain(f"planned {question.basis}")
         note = "interrupted: this is the best plan so far" * interrupt.stopped
-        print_table(("", "planned paths"), table_rows(found), note)
+        print_table(("", "planned paths"), _table_rows(*found), note)
     if interrupt.stopped:
         raise ShownInterrupt(INTERRUPTED)
 
@@ -496,3 +499,100 @@ def _profile_of(
     )
     profiles, origin = profiles_of(given_profile, workload, decide_placement(config, 1))
     return profiles.at(rows), origin
+
+
+# ---------------------------------------------------------------- what was found
+def _json_facts(
+    plan: PathPlan,
+    full: PathPlan | None,
+    full_step: PathPlan | None,
+    rotation: Rotation | None,
+) -> dict[str, object]:
+    """Return the results as JSON has them; None stands for a search that was not made.
+
+    `full` has an arrangement of its own, to compare with; `full_step` is on that of the plan.
+    """
+    return {
+        "makespan": plan.makespan,
+        "lower_bound": plan.bound,
+        "gap": plan.gap,
+        "search_seconds": plan.seconds,
+        "simulations": plan.simulations,
+        "cut_short": plan.cut_short,
+        "full_pipeline": None if full is None else full.makespan,
+        "full_pipeline_cut_short": None if full is None else full.cut_short,
+        "full_step": None if full_step is None else full_step.makespan,
+        "mean_step": None if full_step is None else StepPair(plan, full_step).mean,
+        "full_step_cut_short": None if full_step is None else full_step.cut_short,
+        "rotation": [] if rotation is None else [p.makespan for p in rotation.plans],
+        "nodes": [list(nodes) for nodes in plan.partitions],
+    }
+
+
+def _table_rows(
+    plan: PathPlan,
+    full: PathPlan | None,
+    full_step: PathPlan | None,
+    rotation: Rotation | None,
+) -> list[tuple[str, str]]:
+    """Return the results as the table shows them."""
+    passes = plan.problem.passes
+    timed = "a step" if passes == 1 else f"a pass, of {passes} in a step"
+    rows = [
+        (timed, write_time(plan.makespan)),
+        ("no plan takes less than", write_time(plan.bound)),
+        ("gap", f"{plan.gap:.1%}"),
+        ("search", _describe_search(plan)),
+    ]
+    if full is not None:
+        saved = 1 - plan.makespan / full.makespan
+        comparison = f"{write_time(full.makespan)}: planned paths take {saved:.1%} less"
+        rows.append(("a step that skips nothing", comparison))
+        rows.append(("search for it", _describe_search(full)))
+    period = plan.problem.rules.full
+    if full_step is not None:
+        mean = StepPair(plan, full_step).mean
+        step = f"{write_time(full_step.makespan)} with these nodes for the parts"
+        if full_step.cut_short:
+            step += ", cut short"
+        rows.append(("a step with all parts", step))
+        name = f"with all parts every {period} steps"
+        rows.append((name, f"{write_time(mean)} per step on average"))
+    if rotation is not None:
+        rows.append(("paths in turn", _describe_rotation(rotation)))
+    if plan.problem.has_sums:
+        rows.append(("sums of gradients", _describe_sums(plan)))
+    for part, nodes in enumerate(plan.partitions):
+        held = "nodes " + " ".join(map(str, nodes)) if nodes else "on no node: skipped"
+        rows.append((f"part {part}", held))
+    return rows
+
+
+def _describe_sums(plan: PathPlan) -> str:
+    """Describe how gradients are summed, and how long a step waits for that."""
+    timeline = plan.timeline
+    waited = timeline.makespan - float(timeline.end.max())
+    kinds = [sum_.kind.value for sum_ in planned_sums_of(plan)]
+    how = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+    return f"{how or 'rings'}; they end {write_time(waited)} after the last backward"
+
+
+def _describe_rotation(rotation: Rotation) -> str:
+    """Describe how many sets of paths there are, and what they leave out."""
+    count = len(rotation.plans)
+    text = f"{count} sets, the slowest {write_time(rotation.makespan)}"
+    if count == 1:
+        text = "a single set, so nothing changes from step to step"
+        if not rotation.left_out:
+            text += ": it meets all sets of parts"
+        elif not rotation.cut_short:
+            text += ": no further set is as fast (--slack allows slower ones)"
+    if rotation.left_out:
+        text += f"; {len(rotation.left_out)} sets of parts are on no path"
+    return f"{text}, cut short" if rotation.cut_short else text
+
+
+def _describe_search(plan: PathPlan) -> str:
+    """Describe the work of a search, and whether it was cut short."""
+    work = f"{plan.simulations:,} moves in {write_time(plan.seconds, digits=2)}"
+    return f"{work}, cut short" if plan.cut_short else work

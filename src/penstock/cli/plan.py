@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.advice import show_counsel
 from penstock.cli.landscape import (
+    LandscapePage,
+    describe_range,
     landscape_facts,
-    landscape_page,
+    note_unused,
     print_landscape,
     show_progress,
 )
@@ -28,7 +29,14 @@ from penstock.cli.options import (
     refuse,
 )
 from penstock.cli.schedule import price_of
-from penstock.cli.tables import print_json, progress, tell, write
+from penstock.cli.tables import (
+    console,
+    print_json,
+    print_plain,
+    progress,
+    tell,
+    write,
+)
 from penstock.config import Config
 from penstock.cost import RowProfiles, UnitCost
 from penstock.cost.gpus import gpu_of
@@ -36,7 +44,11 @@ from penstock.cost.profile import refuse_error, tile_of
 from penstock.errors import RunError, ShapeError
 from penstock.formats import dump_plan, read_cluster, read_row_profiles
 from penstock.formats.config_toml import is_folder, read_source, written_keys
-from penstock.integrations.advice import Framework, framework_of
+from penstock.integrations.advice import (
+    Framework,
+    framework_of,
+    pipeline_terms,
+)
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import (
     Question,
@@ -44,7 +56,7 @@ from penstock.plan.pricing import (
     profile_question,
     unit_question,
 )
-from penstock.plan.search import search
+from penstock.plan.search import Landscape, row_title, search
 from penstock.plan.space import Limits
 from penstock.plan.workload import (
     USABLE_SHARE,
@@ -57,12 +69,12 @@ from penstock.plan.workload import (
 from penstock.schedules.orders import require_at_least
 from penstock.train.own_models import config_of, limits_of, settled_sizes
 from penstock.train.placement import Placement
-from penstock.view.numbers import write_size
-from penstock.view.report import render_landscape
+from penstock.view.numbers import name_size, name_time, write_size
 
 if TYPE_CHECKING:
     from penstock.train.weights import Sizes  # loads torch
 
+DEFAULT_STEM = Path("plan")  # of the files that advice would be in
 MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
 CONFIG_PANEL = "A model and its devices"
 FOR_A_PIPELINE = (
@@ -228,21 +240,21 @@ def plan_command(
         question = pipeline_question(
             pipeline, times, profile, devices.memory, limiting, limits
         )
-    with progress("planning") as status:
+    with progress("planning") as show:
         landscape = search(
             question.workload,
             question.pricing,
             question.limits,
-            show_progress(status),
+            show_progress(show),
             lambda size: write_size(size, question.units, digits=4),
         )
     if landscape.interrupted:
         tell("stopped", "this is the best plan so far, not the end of the search")
     if result.page is not None:
-        shown = landscape_page(landscape, question)
-        write(result.page, render_landscape(shown), quiet=result.json)
+        shown = LandscapePage(landscape, question)
+        write(result.page, shown.html(), quiet=result.json)
     if framework is not None:
-        show_counsel(landscape, question, framework, result.output, result.json)
+        _show_advice(landscape, question, framework, result.output, result.json)
         return
     if result.output is not None:
         plan = chosen_plan(landscape, question.facts)
@@ -263,6 +275,71 @@ def _framework_of(name: str | None, limits: Limits) -> Framework | None:
             "  leave out --skip or --for"
         )
     return framework_of(name)
+
+
+# ---------------------------------------------------------------- other frameworks
+def _show_advice(
+    landscape: Landscape,
+    question: Question,
+    framework: Framework,
+    output: Path | None,
+    json: bool,
+) -> None:
+    """Print the best plan for a framework, and what to tell it; with an output, write both."""
+    stem = DEFAULT_STEM if output is None else output.with_suffix("")
+    best = landscape.best.candidate
+    pipeline = pipeline_terms(landscape.best, question.workload)
+    advice = framework.advise(pipeline, stem)
+    options = f"{stem.name}.{framework.ending}"
+    name = row_title(landscape.best, landscape)
+    waits = framework.waits(best.schedule)
+    if output is not None:
+        write(output, dump_plan(chosen_plan(landscape, question.facts)), json)
+        for file, text in {options: advice.text, **advice.files}.items():
+            write(stem.with_name(file), text, json)
+    if json:
+        facts = {
+            "for": framework.name,
+            "basis": question.basis,
+            "plan": name,
+            "schedule": advice.schedule,
+            "ranks": pipeline.ranks,
+            "microbatches": pipeline.microbatches,
+            "partition": list(pipeline.partition),
+            "expected": {
+                "step": best.step,
+                "range": question.range_of(best.step),
+                "makespan": best.makespan,
+                "bubble": best.bubble,
+                "peak": best.peak,
+                "waits": waits,
+            },
+            "text": advice.text,
+            "files": dict(advice.files),
+            "notes": list(advice.notes),
+        }
+        print_json(facts)
+        return
+    units = question.units
+    sends = "wait for their messages" if waits else "send in the background"
+    how = f" (simulated for ranks that {sends})" if pipeline.ranks > 1 else ""
+    print_plain(f"planned {question.basis}")
+    print_plain(
+        f"for {framework.name}: {name}, {advice.schedule}\n"
+        f"expected: a step of {name_time(best.step, units)}, bubble "
+        f"{best.bubble:.1%}, {name_size(best.peak, units)} on the fullest device{how}"
+    )
+    for line in describe_range(question, best.step):
+        print_plain(line)
+    console().rule(framework.ending, style="dim")
+    print_plain(advice.text.rstrip("\n"))
+    console().rule(style="dim")
+    for note in (*advice.notes, *note_unused(question)):
+        print_plain(note)
+    if output is None:
+        *files, last = ["the plan", options, *advice.files]
+        also = f"{', '.join(files)} and {last}"
+        print_plain(f"-o plan.json also writes {also}", stderr=True)
 
 
 # ---------------------------------------------------------------- questions

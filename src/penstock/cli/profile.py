@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.options import PRESET_NAMES, ConfigChanges, JsonFlag, given, option
 from penstock.cli.tables import print_json, print_table, progress, tell, write
 from penstock.config import AUTO, Config
-from penstock.cost import Cluster, Profile, RowProfiles
+from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.network import held_whole
 from penstock.cost.profile import MAX_ERROR, error_warning
@@ -218,12 +219,7 @@ def profile_command(
     else:
         request = _request_of_sizes(sizes, compute, measuring.quick)
     request = replace(request, links=links, rounds=measuring.rounds or request.rounds)
-    with progress("measuring") as status:
-
-        def show(text: str) -> None:
-            if status is not None:
-                status.update(text)
-
+    with progress("measuring") as show:
         profiles = profile_rows(
             request, rows or (request.rows,), measuring.ranks or processes, show
         )
@@ -324,80 +320,41 @@ def _survey(output: Path, ranks: int, slots: int | None, json: bool) -> None:
     if cluster is None:  # this is not rank 0
         return
     write(output, dump_cluster(cluster), quiet=json)
-    if json:
-        print_json(
-            {
-                "file": str(output),
-                "nodes": [asdict(node) for node in cluster.nodes],
-                "links": [_link_facts(link) for link in _links(cluster)],
-            }
+    heads = ("from", "to", "latency", "bandwidth")
+    links = [
+        (
+            source,
+            target,
+            cluster.latency[source][target],
+            cluster.bandwidth[source][target],
         )
-    else:
-        _print_links(cluster)
-
-
-class _Link(NamedTuple):
-    """A link from one rank to another."""
-
-    source: int
-    target: int
-    latency: float  # seconds
-    bandwidth: float  # bytes per second
-
-
-def _links(cluster: Cluster) -> list[_Link]:
-    """Return the links of all pairs of ranks, in both directions."""
-    ranks = range(len(cluster.nodes))
-    links = []
-    for source in ranks:
-        for target in ranks:
-            if source != target:
-                latency = cluster.latency[source][target]
-                bandwidth = cluster.bandwidth[source][target]
-                links.append(_Link(source, target, latency, bandwidth))
-    return links
-
-
-def _link_facts(link: _Link) -> dict[str, float]:
-    """Return a link as JSON has it."""
-    return {
-        "from": link.source,
-        "to": link.target,
-        "latency": link.latency,
-        "bandwidth": link.bandwidth,
-    }
-
-
-def _print_links(cluster: Cluster) -> None:
-
+        for source, target in permutations(range(len(cluster.nodes)), 2)
+    ]
+    if json:
+        facts = {
+            "file": str(output),
+            "nodes": [asdict(node) for node in cluster.nodes],
+            "links": [dict(zip(heads, link, strict=True)) for link in links],
+        }
+        print_json(facts)
+        return
     rows = [
         (
-            str(link.source),
-            str(link.target),
-            write_time(link.latency, digits=3),
-            f"{write_size(link.bandwidth)}/s",
+            str(source),
+            str(target),
+            write_time(latency, digits=3),
+            f"{write_size(bandwidth)}/s",
         )
-        for link in _links(cluster)
+        for source, target, latency, bandwidth in links
     ]
     nodes = [
         f"rank {rank} {node.site}, speed {node.speed:g}"
         for rank, node in enumerate(cluster.nodes)
     ]
-    print_table(("from", "to", "latency", "bandwidth"), rows, "; ".join(nodes))
+    print_table(heads, rows, "; ".join(nodes))
 
 
 # ---------------------------------------------------------------- the model
-class _FitRow(NamedTuple):
-    """How well the curve of an op fits the measured times."""
-
-    block: str
-    op: str
-    form: str
-    seconds: float  # of a whole sequence
-    worst: float  # relative error on points that took no part in the fit
-    median: float
-
-
 def _write_profiles(profiles: RowProfiles, output: Path, json: bool) -> None:
     """Write profiles, and show how well their curves fit."""
     write(output, dump_row_profiles(profiles), quiet=json)
@@ -407,7 +364,20 @@ def _write_profiles(profiles: RowProfiles, output: Path, json: bool) -> None:
         print_json(_profile_facts(profiles, output))
         return
     for profile in profiles.measured:
-        _print_fits(profile, _fit_rows(profile))
+        shown = f"{profile.rows} x {profile.tokens} tokens"
+        heads = ("", "op", shown, "form", "worst error", "median error")
+        rows = [
+            (
+                fit["block"],
+                fit["op"],
+                write_time(fit["seconds"], digits=3),
+                fit["form"],
+                f"{fit['worst']:.1%}",
+                f"{fit['median']:.1%}",
+            )
+            for fit in _fit_facts(profile)
+        ]
+        print_table(heads, rows, _notes(profile))
 
 
 def _profile_facts(profiles: RowProfiles, output: Path) -> dict[str, object]:
@@ -418,59 +388,44 @@ def _profile_facts(profiles: RowProfiles, output: Path) -> dict[str, object]:
         **dict(first.model),
         **dict(first.device),
         "worst_error": profiles.worst_error,
-        "fits": [row._asdict() for row in _fit_rows(first)],
+        "fits": _fit_facts(first),
     }
     if len(profiles.measured) > 1:
         facts["rows"] = [
             {
                 "rows": profile.rows,
                 "worst_error": profile.worst_error,
-                "fits": [row._asdict() for row in _fit_rows(profile)],
+                "fits": _fit_facts(profile),
             }
             for profile in profiles.measured
         ]
     return facts
 
 
-def _fit_rows(profile: Profile) -> list[_FitRow]:
+def _fit_facts(profile: Profile) -> list[dict[str, Any]]:
+    """Return how well the curve of each op fits the measured times.
 
+    The time is that of a whole sequence; errors are relative, on points that took no part in the fit.
+    """
     blocks = {
         "embedding": profile.embed,
         "layer": profile.layer,
         "head": profile.head,
     }
-    rows = []
+    facts = []
     for name, block in blocks.items():
         for op in OPS:
             fit = block.fit(op)
-            seconds = fit.curve.of(profile.tokens, 0)
-            row = _FitRow(name, op.value, fit.form, seconds, fit.worst, fit.median)
-            rows.append(row)
-    return rows
-
-
-def _print_fits(profile: Profile, rows: list[_FitRow]) -> None:
-
-    heads = (
-        "",
-        "op",
-        f"{profile.rows} x {profile.tokens} tokens",
-        "form",
-        "worst error",
-        "median error",
-    )
-    table = [
-        (
-            row.block,
-            row.op,
-            write_time(row.seconds, digits=3),
-            row.form,
-            f"{row.worst:.1%}",
-            f"{row.median:.1%}",
-        )
-        for row in rows
-    ]
-    print_table(heads, table, _notes(profile))
+            row = {
+                "block": name,
+                "op": op.value,
+                "form": fit.form,
+                "seconds": fit.curve.of(profile.tokens, 0),
+                "worst": fit.worst,
+                "median": fit.median,
+            }
+            facts.append(row)
+    return facts
 
 
 def _notes(profile: Profile) -> str:

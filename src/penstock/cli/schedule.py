@@ -22,7 +22,6 @@ from penstock.cli.options import (
 )
 from penstock.cli.tables import console, print_json, print_table, write
 from penstock.cost import ProfileCost
-from penstock.cost.cluster import Cluster
 from penstock.cost.cost import UnitCost
 from penstock.cost.profile import refuse_error
 from penstock.errors import FileError, RunError, ShapeError
@@ -143,10 +142,12 @@ def draw_command(
     """
     price = price_of(times, profile)
     plan, timeline = _timeline(source, shape.words(), price)
-    if output is None:
-        _draw_in_terminal(timeline)
-    else:
+    if output is not None:
         write(output, _render(plan, timeline, output))
+        return
+    screen = console()
+    colours = screen.color_system is not None
+    screen.print(gantt(timeline, screen.width, colours=colours))
 
 
 def simulate_command(
@@ -179,7 +180,14 @@ def simulate_command(
     """
     plan = _plan(source, shape.words())
     options = price_of(times, profile)
-    price = options.for_plan(plan, _cluster(cluster, profile.profile))
+    nodes = None
+    if cluster is not None:
+        if profile.profile is None:
+            raise ShapeError(
+                "--cluster needs the times of a model: add --profile profile.json"
+            )
+        nodes = read_cluster(cluster)
+    price = options.for_plan(plan, nodes)
     if channels is None:
         timeline = simulate(plan.schedule, price.cost)
     else:
@@ -299,11 +307,17 @@ def compare_command(
     price = price_of(times, profile)
     steps = [Path(source) for source in sources if is_timeline(Path(source))]
     if len(steps) == 1:
-        _refuse_forwards(steps[0], times)
+        in_forwards = given(times)
+        if in_forwards:
+            raise ShapeError(
+                f"times in forwards cannot be compared with {steps[0]}, which was measured in seconds\n"
+                f"  leave out {' and '.join(in_forwards)}, or give --profile profile.json instead"
+            )
         chosen = None if profile.profile is None else (profile.profile, price)
         title, timelines = _beside_measured(sources, shape, steps[0], chosen)
     else:
-        timelines = [_titled(source, shape, price) for source in sources]
+        shown = [_timeline(one, _own_shape(one, shape), price) for one in sources]
+        timelines = [(plan.name, timeline) for plan, timeline in shown]
         title = " and ".join(name for name, _ in timelines)
     write(output, page(timelines, title))
 
@@ -347,19 +361,25 @@ def _own_shape(source: str, shape: ShapeOptions) -> dict[str, int]:
 def _plan(source: str, shape: dict[str, int]) -> Plan:
     """Make the schedule of this name, or read the file."""
     path = Path(source)
-    is_file = source not in REGISTRY and (path.suffix or path.exists())
-    if is_file and shape:
-        raise _own_shape_error(source, shape)
-    if is_file:
+    if source not in REGISTRY and (path.suffix or path.exists()):
+        _refuse_shape(source, shape)
         return _read(path)
     schedule = make(source, **shape)
-    title = [source]
-    for name, value in shape.items():
-        if name not in ("ranks", "microbatches", "split"):
-            title.append(f"{name}={value}")
+    title = [
+        f"{name}={value}"
+        for name, value in shape.items()
+        if name not in ("ranks", "microbatches", "split")
+    ]
     if "split" in shape:
         title.append("split")
-    return Plan(schedule, " ".join(title))
+    return Plan(schedule, " ".join([source, *title]))
+
+
+def _refuse_shape(source: str, shape: dict[str, int]) -> None:
+    """Refuse a shape for a file."""
+    if shape:
+        options = " ".join(f"--{name}" for name in shape)
+        raise ShapeError(f"the file {source} has its own shape; leave out {options}")
 
 
 def _timeline(
@@ -370,26 +390,9 @@ def _timeline(
     if not is_timeline(path):
         plan = _plan(source, shape)
         return plan, simulate(plan.schedule, price.for_plan(plan).cost)
-    if shape:
-        raise _own_shape_error(source, shape)
+    _refuse_shape(source, shape)
     plan, step, timeline = read_measured(path)
     return replace(plan, name=f"{plan.name}, measured, step {step}"), timeline
-
-
-def _titled(source: str, shape: ShapeOptions, price: Price) -> tuple[str, Timeline]:
-    """Return the name of a plan and its timeline, with the shape options that it knows."""
-    plan, timeline = _timeline(source, _own_shape(source, shape), price)
-    return plan.name, timeline
-
-
-def _refuse_forwards(file: Path, times: UnitTimes) -> None:
-    """Refuse times in forwards beside a measured step."""
-    in_forwards = given(times)
-    if in_forwards:
-        raise ShapeError(
-            f"times in forwards cannot be compared with {file}, which was measured in seconds\n"
-            f"  leave out {' and '.join(in_forwards)}, or give --profile profile.json instead"
-        )
 
 
 def _beside_measured(
@@ -440,21 +443,6 @@ def _predict_beside(
     return "simulated from measured times", simulate_own_times(measured)
 
 
-def _own_shape_error(source: str, shape: dict[str, int]) -> ShapeError:
-    options = " ".join(f"--{name}" for name in shape)
-    return ShapeError(f"the file {source} has its own shape; leave out {options}")
-
-
-def _cluster(file: Path | None, profile: Path | None) -> Cluster | None:
-    if file is None:
-        return None
-    if profile is None:
-        raise ShapeError(
-            "--cluster needs the times of a model: add --profile profile.json"
-        )
-    return read_cluster(file)
-
-
 def _read(file: Path) -> Plan:
     """Read a plan.json or a CSV file from torch; without a name it takes the file's."""
     if is_timeline(file):
@@ -500,31 +488,22 @@ def _try(schedule: Schedule) -> dict[str, object]:
 
 
 # ---------------------------------------------------------------- from a schedule to the screen or a file
-def _draw_in_terminal(timeline: Timeline) -> None:
-    screen = console()
-    colours = screen.color_system is not None
-    screen.print(gantt(timeline, screen.width, colours=colours))
-
-
 def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     """Return the content of the file, in the format of its ending."""
-    if output.name.lower().endswith(".trace.json"):
-        return trace(timeline)
-    if output.name.lower().endswith(".comms.csv"):
-        return dump_torch_comms(lower(plan.schedule))
     writers = {
         ".svg": lambda: svg(timeline, plan.name),
         ".html": lambda: page([(plan.name, timeline)], plan.name),
         ".json": lambda: dump_plan(plan),
         ".csv": lambda: dump_torch_csv(plan.schedule),
+        ".trace.json": lambda: trace(timeline),
+        ".comms.csv": lambda: dump_torch_comms(lower(plan.schedule)),
     }
-    ending = output.suffix.lower()
-    if ending not in writers:
-        endings = " ".join([*writers, ".trace.json", ".comms.csv"])
-        raise FileError(
-            f"cannot draw to {output}: its name must end in one of {endings}"
-        )
-    return writers[ending]()
+    for ending in reversed(writers):  # those of two words first
+        if output.name.lower().endswith(ending):
+            return writers[ending]()
+    raise FileError(
+        f"cannot draw to {output}: its name must end in one of {' '.join(writers)}"
+    )
 
 
 def _simulation_facts(

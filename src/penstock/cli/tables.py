@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import ENOSPC
 from pathlib import Path
@@ -15,7 +15,6 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 from rich.table import Table
 
 from penstock.errors import FileError
@@ -53,10 +52,15 @@ def tell(topic: str, text: str) -> None:
     console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
-def progress(activity: str) -> AbstractContextManager[Status | None]:
-    """Show what is going on, in a terminal only."""
+@contextmanager
+def progress(activity: str) -> Iterator[Callable[[str], None]]:
+    """Show what is going on, in a terminal only. Yields a function that says what goes on now."""
     screen = console(stderr=True)
-    return screen.status(activity) if screen.is_terminal else nullcontext()
+    if not screen.is_terminal:
+        yield lambda text: None
+        return
+    with screen.status(activity) as status:
+        yield status.update
 
 
 @contextmanager
@@ -69,21 +73,20 @@ def counting(
     """
     screen = console(stderr=True)
     last_line = time.monotonic()
-    with progress(activity) as status:
+    with progress(activity) as show_text:
 
         def show(done: int, total: int) -> None:
             nonlocal last_line
             text = f"{activity}: {done / max(total, 1):.0%}"
-            if status is not None:
-                status.update(text)
-            elif time.monotonic() - last_line >= seconds:
+            show_text(text)
+            if not screen.is_terminal and time.monotonic() - last_line >= seconds:
                 last_line = time.monotonic()
                 screen.print(text, highlight=False)
 
         yield show
 
 
-def print_json(value: dict[str, object]) -> None:
+def print_json(value: Mapping[str, object]) -> None:
     """Print one JSON object to stdout."""
     sys.stdout.write(json.dumps(value) + "\n")
 

@@ -7,6 +7,7 @@ sections ──► Config ──► checks ──┬──► the same config, w
 from penstock.config.checks import (
     allows_meshes,
     check_config,
+    find_settings,
     is_recording,
     precision_of,
     reasons_against_compiling,
@@ -19,6 +20,7 @@ from penstock.config.sections import (
     BYTE_TOKENIZER,
     CHOICES,
     FULL_AS_PLANNED,
+    PRESETS,
     SWITCH,
     Config,
     DataConfig,
@@ -38,7 +40,6 @@ from penstock.config.sections import (
     names_own_code,
     own_code_file,
 )
-from penstock.config.words import PRESETS, find_settings
 
 __all__ = [
     "AS_PLANNED",

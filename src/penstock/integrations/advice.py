@@ -8,10 +8,8 @@ the name, whatever a planner called it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,8 +17,8 @@ from penstock.errors import UnknownNameError
 from penstock.formats import dump_torch_csv
 from penstock.integrations.torchtitan.options import modules_of
 from penstock.ir.schedule import Schedule, Stage
-from penstock.plan.pricing import Question
-from penstock.plan.search import Landscape, Row, row_title
+from penstock.plan.candidates import Runtime
+from penstock.plan.search import Row
 from penstock.plan.space import Limits
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules import make
@@ -53,11 +51,6 @@ class PipelineTerms:
     def ranks(self) -> int:
         """The ranks of the pipeline."""
         return self.schedule.ranks
-
-    @property
-    def parts(self) -> int:
-        """The stages of the pipeline."""
-        return self.schedule.parts
 
     @property
     def stages_per_rank(self) -> int:
@@ -96,7 +89,7 @@ class PipelineTerms:
     @property
     def recomputes(self) -> bool:
         """Whether every part is computed again in the backward."""
-        return len(self.recompute) == self.parts
+        return len(self.recompute) == self.schedule.parts
 
 
 def pipeline_terms(row: Row, workload: Workload) -> PipelineTerms:
@@ -133,7 +126,7 @@ class Advice:
 
 
 # ---------------------------------------------------------------- frameworks
-class Framework(ABC):
+class Framework(Runtime):
     """Another framework: what it can run, and what it must be told."""
 
     name = ""
@@ -170,39 +163,29 @@ class Framework(ABC):
         for microbatch in set(schedule.microbatches):
             if tuple(schedule.stages[stage].part for stage in microbatch.path) != whole:
                 return "its micro-batches do not visit all parts in order"
-        return Framework.refuse_stages(self, schedule.stages)
+        return self.refuse_stages(schedule.stages)
 
-    @abstractmethod
-    def waits(self, schedule: Schedule) -> bool:
-        """Whether ranks wait until their messages have arrived."""
-
-    @abstractmethod
     def advise(self, pipeline: PipelineTerms, stem: Path) -> Advice:
         """What to tell it; further files have names that begin with `stem`."""
+        raise NotImplementedError
 
 
 # ---------------------------------------------------------------- names of placements and orders
-class PlacementKind(StrEnum):
-    """How stages lie on ranks."""
-
-    LOOP = "loop"  # stage s on rank s modulo the number of ranks
-    V = "v"  # once there and once back
-    WAVES = "waves"  # there and back several times
-    OTHER = "other"
+LOOP = "loop"  # stage s on rank s modulo the number of ranks
+V = "v"  # once there and once back
+WAVES = "waves"  # there and back several times
 
 
-def placement_kind(placed: Sequence[Stage]) -> PlacementKind:
-    """How stages lie on their ranks."""
+def placement_kind(placed: Sequence[Stage]) -> str:
+    """How stages lie on their ranks: in a loop, a V or waves; empty if in none of them."""
     stages = list(placed)
     ranks = 1 + max(stage.rank for stage in stages)
     per_rank, rest = divmod(len(stages), ranks)
-    if rest:
-        return PlacementKind.OTHER
-    if stages == loop_placement(ranks, per_rank):
-        return PlacementKind.LOOP
-    if per_rank % 2 == 0 and stages == wave_placement(ranks, per_rank // 2):
-        return PlacementKind.V if per_rank == 2 else PlacementKind.WAVES
-    return PlacementKind.OTHER
+    if not rest and stages == loop_placement(ranks, per_rank):
+        return LOOP
+    if not rest and stages == wave_placement(ranks, per_rank // 2):
+        return V if per_rank == 2 else WAVES
+    return ""
 
 
 def order_of(schedule: Schedule) -> str:
@@ -257,7 +240,7 @@ class Megatron(Framework):
 
     def refuse_stages(self, stages: Sequence[Stage]) -> str:
         """Refuse every placement but a loop."""
-        if placement_kind(stages) is not PlacementKind.LOOP:
+        if placement_kind(stages) != LOOP:
             return "megatron places stages in a loop only"
         return super().refuse_stages(stages)
 
@@ -371,8 +354,8 @@ NAMES = {
 }
 # Names whose own order is replaced by a CSV, and that only place the stages.
 PLACING_NAMES = {
-    PlacementKind.LOOP: "PipelineScheduleMulti",
-    PlacementKind.V: "ZBVZeroBubble",
+    LOOP: "PipelineScheduleMulti",
+    V: "ZBVZeroBubble",
 }
 
 
@@ -395,7 +378,7 @@ class Torchtitan(Framework):
     def refuse_stages(self, stages: Sequence[Stage]) -> str:
         """Refuse waves, and whatever is neither a loop nor a V."""
         placement = placement_kind(stages)
-        if placement is PlacementKind.WAVES:
+        if placement == WAVES:
             return (
                 "its stages lie in several waves; torchtitan places them in a loop "
                 "or in one V"
@@ -406,10 +389,6 @@ class Torchtitan(Framework):
                 "placement"
             )
         return super().refuse_stages(stages)
-
-    def refuse_order(self, schedule: Schedule) -> str:
-        """Refuse token slices and replicas; any other order can be listed."""
-        return super().refuse_order(schedule) or self.refuse_stages(schedule.stages)
 
     def waits(self, schedule: Schedule) -> bool:
         """Whether ranks wait for their messages: torch's own 1F1B does, its other schedules do not."""
@@ -454,19 +433,16 @@ class Torchtitan(Framework):
 def torch_name(schedule: Schedule) -> tuple[str, bool]:
     """The name of a schedule in torch, and whether it needs a CSV for its order."""
     order = order_of(schedule)
-    if order in NAMES and _torch_has_order(order, schedule):
+    left = len(schedule.microbatches) % schedule.ranks
+    has_order = {
+        "1f1b": len(schedule.microbatches) >= schedule.ranks,
+        "interleaved": left == 0,
+        "interleaved-zb": left == 0,
+        "zb-v": True,
+    }
+    if has_order.get(order, False):
         return NAMES[order], False
     return PLACING_NAMES[placement_kind(schedule.stages)], True
-
-
-def _torch_has_order(order: str, schedule: Schedule) -> bool:
-    """Whether torch's schedule of this name has our order for this number of micro-batches."""
-    microbatches = len(schedule.microbatches)
-    if order == "1f1b":
-        return microbatches >= schedule.ranks
-    if order in ("interleaved", "interleaved-zb"):
-        return microbatches % schedule.ranks == 0
-    return True
 
 
 def _notes(pipeline: PipelineTerms) -> tuple[str, ...]:
@@ -485,22 +461,11 @@ def _notes(pipeline: PipelineTerms) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# ---------------------------------------------------------------- the advice
+# ---------------------------------------------------------------- their names
 FRAMEWORKS: dict[str, Framework] = {
     "torchtitan": Torchtitan(),
     "megatron": Megatron(),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Counsel:
-    """The plan for a framework, and what it must be told."""
-
-    row: Row
-    name: str
-    pipeline: PipelineTerms
-    waits: bool  # whether ranks wait for their messages
-    advice: Advice
 
 
 def framework_of(name: str) -> Framework:
@@ -508,18 +473,3 @@ def framework_of(name: str) -> Framework:
     if name not in FRAMEWORKS:
         raise UnknownNameError("framework", name, FRAMEWORKS)
     return FRAMEWORKS[name]
-
-
-def advise(
-    landscape: Landscape, question: Question, framework: Framework, stem: Path
-) -> Counsel:
-    """Say what to tell a framework, for which the plan was searched."""
-    row = landscape.best
-    pipeline = pipeline_terms(row, question.workload)
-    return Counsel(
-        row,
-        row_title(row, landscape),
-        pipeline,
-        framework.waits(row.candidate.schedule),
-        framework.advise(pipeline, stem),
-    )

@@ -20,17 +20,15 @@
 │ the best rows, what is left  │   tables
 └──────────────────────────────┘
 
-This file only draws. All texts and numbers of a search come in a `LandscapePage`, whose page runs no script.
+This file only draws. The page of a search, which runs no script, is put together by `penstock.cli.landscape`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from html import escape
 from math import isfinite
-from typing import NamedTuple
 
 from penstock.ir.timeline import Timeline, message_seconds, split_idle_time
 from penstock.view.chart import Front, Series, chart, front_figure, shown_dots
@@ -40,14 +38,6 @@ from penstock.view.numbers import write_time
 from penstock.view.svg import svg
 
 TableRows = Sequence[Sequence[str]]
-
-
-class TextTable(NamedTuple):
-    """The heads and rows of a table, and a note about it."""
-
-    heads: Sequence[str]
-    rows: TableRows
-    note: str = ""
 
 
 # Sentences, and the heads and rows of a table.
@@ -123,7 +113,7 @@ def report_page(
     >>> "<svg" in report_page("A run", [("steps", "3")], [("loss", [Series("train", (1, 2), (2.0, 1.0))])], [])
     True
     """
-    body = [_heading(title, facts)]
+    body = [heading(title, facts)]
     charts = "".join(_figure(*figure, moments) for figure in figures)
     if charts:
         body.append(f'<h2>Curves</h2>\n<div class="charts">{charts}</div>')
@@ -137,11 +127,11 @@ def report_page(
     if why[0]:
         sentences, heads, rows = why
         rivals = table(heads, rows) if rows else ""
-        block = f'<div class="why">{_paragraphs(sentences)}{rivals}</div>'
+        block = f'<div class="why">{paragraphs(sentences)}{rivals}</div>'
         body.append(f"<h2>Why this plan</h2>\n{block}")
-    for heading, lines in lists:
+    for name, lines in lists:
         if lines:
-            body.append(f"<h2>{escape(heading)}</h2>\n{_list(lines)}")
+            body.append(f"<h2>{escape(name)}</h2>\n{list_of(lines)}")
     if sample:
         body.append(f"<h2>Sample</h2>\n<pre>{escape(sample)}</pre>")
     return framed(title, CSS, "\n".join(body))
@@ -173,7 +163,7 @@ def _share(seconds: float, timeline: Timeline) -> str:
 
 
 # ---------------------------------------------------------------- pieces of pages
-def _heading(title: str, facts: Sequence[tuple[str, str]]) -> str:
+def heading(title: str, facts: Sequence[tuple[str, str]]) -> str:
     """The title of a page, and names with their values."""
     cells = [
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
@@ -182,15 +172,18 @@ def _heading(title: str, facts: Sequence[tuple[str, str]]) -> str:
     return f"<h1>{escape(title)}</h1>\n<dl>{''.join(cells)}</dl>"
 
 
-def _paragraphs(sentences: Sequence[str]) -> str:
+def paragraphs(sentences: Iterable[str]) -> str:
+    """Sentences, each in a paragraph of its own."""
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 
-def _soft(note: str) -> str:
-    return f'<p class="soft">{escape(note)}</p>' if note else ""
+def soft(note: str) -> str:
+    """A note in a soft colour."""
+    return f'<p class="soft">{escape(note)}</p>'
 
 
-def _list(lines: Sequence[str]) -> str:
+def list_of(lines: Iterable[str]) -> str:
+    """A list with a point for each line."""
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<ul>{items}</ul>"
 
@@ -226,20 +219,11 @@ MIN_TINT = 5
 TIMELINE_WIDTH = 920  # pixels, without the names of the ranks
 
 
-class Mark(StrEnum):
-    """How a cell of a heat map is drawn."""
-
-    VALUE = "value"
-    TOO_LARGE = "large"
-    TOO_SLOW = "slow"
-    OPEN = "open"
-
-
 @dataclass(frozen=True, slots=True)
 class HeatCell:
     """A cell of a heat map; `level` is 0 for the slowest and 1 for the fastest."""
 
-    mark: Mark
+    mark: str  # of HEAT_KEYS
     text: str
     note: str = ""  # a second, smaller line
     tip: str = ""
@@ -259,24 +243,6 @@ class HeatMap:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[HeatCell | None, ...]], ...]
     roomy: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LandscapePage:
-    """Everything that the page shows."""
-
-    title: str
-    facts: Sequence[tuple[str, str]]
-    sentences: Sequence[str]
-    warning: str  # stands out from the other sentences; empty if there is none
-    reasons: Sequence[str]
-    heat_sentences: Sequence[str]
-    heat_maps: Sequence[HeatMap]
-    front: Front
-    front_table: TextTable
-    timelines: Sequence[tuple[str, Timeline]]
-    best: TextTable
-    misfits: TextTable
 
 
 PAGE_CSS = """\
@@ -358,61 +324,34 @@ summary { cursor: pointer; padding: 2px 0; }
 """
 
 
-def render_landscape(page: LandscapePage) -> str:
-    """The HTML of the page, without its empty sections."""
-    body = [_heading(page.title, page.facts)]
-    if page.warning:
-        body.append(f'<div class="warning"><p>{escape(page.warning)}</p></div>')
-    body.append(f'<div class="card">{_paragraphs(page.sentences)}</div>')
-    if page.reasons:
-        reasons = _list(page.reasons)
-        body.append(f'<h2>Why it won</h2>\n<div class="card">{reasons}</div>')
-    if page.heat_maps:
-        body += _heat_maps(page)
-    body += _front(page.front, page.front_table)
-    if page.timelines:
-        body += _timelines(page.timelines)
-    body.append("<h2>The best plans</h2>")
-    heads, rows, note = page.best
-    body.append(f'<div class="card best">{table(heads, rows)}{_soft(note)}</div>')
-    heads, rows, title = page.misfits
-    if rows:
-        summary = f"<summary>{escape(title)}</summary>"
-        body.append("<h2>What has no plan</h2>")
-        body.append(
-            f'<details class="card" id="misfits">{summary}{table(heads, rows)}</details>'
-        )
-    return framed(page.title, CSS + PAGE_CSS, "\n".join(body))
-
-
 # ---------------------------------------------------------------- heat maps
 HEAT_KEYS = {
-    Mark.VALUE: (
+    "value": (
         '<span>slower <i class="scale"></i> faster</span>'
         '<span><i class="ring"></i> the chosen plan</span>'
     ),
-    Mark.TOO_LARGE: '<span><i class="hatch"></i> has no plan; the reason is in the cell or in its tooltip</span>',
-    Mark.TOO_SLOW: (
+    "large": '<span><i class="hatch"></i> has no plan; the reason is in the cell or in its tooltip</span>',
+    "slow": (
         "<span><i></i> gray number: cannot win, because no plan there does better than this</span>"
     ),
-    Mark.OPEN: "<span><i></i> dash: not tried, or too large</span>",
+    "open": "<span><i></i> dash: not tried, or too large</span>",
 }
 
 
-def _heat_maps(page: LandscapePage) -> Iterator[str]:
-    """The maps, and what their colours mean."""
+def heat_section(heat_maps: Sequence[HeatMap], sentence: str) -> Iterator[str]:
+    """The maps, and what their numbers and colours mean."""
     used = {
         cell.mark
-        for heat_map in page.heat_maps
+        for heat_map in heat_maps
         for _, cells in heat_map.rows
         for cell in cells
         if cell is not None
     }
     key = "".join(text for mark, text in HEAT_KEYS.items() if mark in used)
-    yield f"<h2>The whole space</h2>\n{_paragraphs(page.heat_sentences)}"
+    yield f"<h2>The whole space</h2>\n{paragraphs([sentence])}"
     yield f'<div class="key">{key}<span>Point at a cell for its plan.</span></div>'
     yield '<div class="maps">'
-    for heat_map in page.heat_maps:
+    for heat_map in heat_maps:
         title = f"<h3>{escape(heat_map.title)}</h3>"
         yield f'<section class="card">{title}\n{_heat_table(heat_map)}\n</section>'
     yield "</div>"
@@ -437,9 +376,9 @@ def _heat_table(heat_map: HeatMap) -> str:
 def _heat_cell(cell: HeatCell | None) -> str:
     if cell is None:
         return "<td></td>"
-    classes = f"{cell.mark} chosen" if cell.chosen else cell.mark.value
+    classes = f"{cell.mark} chosen" if cell.chosen else cell.mark
     style = ""
-    if cell.mark is Mark.VALUE:
+    if cell.mark == "value":
         tint = MIN_TINT + (MAX_TINT - MIN_TINT) * cell.level
         style = f' style="--tint:{tint:.0f}"'
     tip = f' title="{escape(cell.tip, quote=True)}"' if cell.tip else ""
@@ -450,7 +389,8 @@ def _heat_cell(cell: HeatCell | None) -> str:
 
 
 # ---------------------------------------------------------------- time over memory
-def _front(front: Front, plans: TextTable) -> Iterator[str]:
+def front_section(front: Front, plans: str) -> Iterator[str]:
+    """The figure of time over memory, and the table of its front."""
     shown = shown_dots(front)
     hidden = len(front.dots) - len(shown)
     used = sorted({dot.group for dot in front.dots})
@@ -464,19 +404,19 @@ def _front(front: Front, plans: TextTable) -> Iterator[str]:
     yield f'<figure class="card plot">{front_figure(front, shown)}<div class="key">{key}</div>'
     if hidden:
         noun = "plan is" if hidden == 1 else "plans are"
-        yield _soft(f"{hidden} {noun} much slower and not shown.")
+        yield soft(f"{hidden} {noun} much slower and not shown.")
     yield "</figure>"
-    rows = table(plans.heads, plans.rows)
-    yield f'<div class="card">{_soft(plans.note)}{rows}</div></div>'
+    yield f'<div class="card">{plans}</div></div>'
 
 
 # ---------------------------------------------------------------- timelines
-def _timelines(timelines: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
+def timeline_section(timelines: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
+    """Timelines one below the other, on one time axis."""
     latest = max(timeline.makespan for _, timeline in timelines)
     note = (
         "One pass through the pipeline each, without the optimizer, on one time axis."
     )
-    yield f"<h2>Timelines</h2>\n{_soft(note)}"
+    yield f"<h2>Timelines</h2>\n{soft(note)}"
     for title, timeline in timelines:
         drawing = svg(timeline, title, until=latest, width=TIMELINE_WIDTH)
         yield f'<div class="card timeline">{drawing}</div>'

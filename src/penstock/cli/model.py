@@ -1,4 +1,4 @@
-"""Commands that use a trained model: `export`, `generate`, `eval` and `report`; and `tokenizer`, which trains words."""
+"""Commands about a model: `init` and `train`; `export`, `generate`, `eval` and `report`; and `tokenizer`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.ending import REPORT, SAMPLE
-from penstock.cli.options import ConfigChanges
+from penstock.cli.options import PRESET_NAMES, ConfigChanges, beginning
 from penstock.cli.tables import counting, print_plain, progress, tell, write
-from penstock.config import Config
-from penstock.errors import FileError, ShapeError
-from penstock.formats.config_toml import apply_changes, read_config
+from penstock.config import Config, check_config
+from penstock.errors import FileError, RunError, ShapeError
+from penstock.formats import config_toml
 from penstock.train.after.report import render_report, summarize_run
 from penstock.train.data.corpus import read_prompt
 from penstock.train.data.files import plain_texts
@@ -22,11 +21,95 @@ from penstock.train.data.tokenizer import train_tokenizer
 if TYPE_CHECKING:
     from penstock.train.after.evaluate import AblationRow
 
+REPORT = "report.html"  # in the folder of a run
+SAMPLE = "sample.txt"  # in the folder of a run
+
 ModelFolder = Annotated[
     Path,
     typer.Argument(help="The folder of a run, a checkpoint, or a Hugging Face model."),
 ]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+
+
+complete_preset = beginning("config:PRESETS")
+
+
+def train_command(
+    source: Annotated[
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="A config.toml, or the folder of a run."),
+    ] = None,
+    changes: ConfigChanges = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Without a config: {PRESET_NAMES}. [dim]\\[default: tiny][/]",
+            autocompletion=complete_preset,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the newest good checkpoint."),
+    ] = False,
+    resume_if_any: Annotated[
+        bool,
+        typer.Option(
+            "--resume-if-any", help="Continue if there is a checkpoint, else start."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check everything, show the plan, memory and speed, but do not train.",
+        ),
+    ] = False,
+    sample: Annotated[
+        int,
+        typer.Option(min=0, help="Tokens of the sample at the end; 0 for no sample."),
+    ] = 200,
+) -> None:
+    """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
+
+    A rank is one process or several: --set mesh.tensor=2 divides its layers between two processes, --set mesh.shard=2
+    divides its weights between two processes while they are not in use.
+
+    Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
+    """
+    # These load torch.
+    from penstock.cli.run import train, train_as_rank
+    from penstock.runtime.process.launch import under_launcher
+
+    run = (source, preset, changes or [], resume, resume_if_any)
+    if not under_launcher():
+        train(*run, dry_run, sample)
+        return
+    if dry_run:
+        raise RunError(
+            "--dry-run makes its forecast in a single process, not under torchrun or another launcher\n"
+            "  start penstock train without it"
+        )
+    train_as_rank(*run, sample)
+
+
+def init_command(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = Path(
+        "config.toml"
+    ),
+    preset: Annotated[
+        str, typer.Option(help=f"{PRESET_NAMES}.", autocompletion=complete_preset)
+    ] = "tiny",
+    changes: ConfigChanges = None,
+) -> None:
+    """Write a config with a comment on every value.
+
+    Example: penstock init config.toml --preset gpt2
+    """
+    if file.exists():
+        raise FileError(f"{file} already exists\n  name another file")
+    changed = config_toml.apply_changes(config_toml.preset(preset), changes or [])
+    title = f"penstock train {file}; from the preset {preset}"
+    write(file, config_toml.dump_config(check_config(changed), title))
 
 
 def export_command(
@@ -236,8 +319,8 @@ def tokenizer_command(
     """
     if output.exists():
         raise FileError(f"{output} already exists\n  name another file")
-    settings = Config() if config is None else read_config(config)
-    data = apply_changes(settings, changes or []).data
+    settings = Config() if config is None else config_toml.read_config(config)
+    data = config_toml.apply_changes(settings, changes or []).data
     with counting("reading text") as watch:
         words = train_tokenizer(plain_texts(data, watch), vocab, output)
     print_plain(f"wrote {output}: {words:,} words")
