@@ -23,7 +23,7 @@ from penstock.plan.paths.problem import (
     Problem,
     circuit_terms,
 )
-from penstock.plan.paths.rules import Rules, part_orders, spread_parts
+from penstock.plan.paths.rules import part_orders, spread_parts
 from penstock.plan.paths.simulator import NodePath, seconds_of_sums
 
 # ---------------------------------------------------------------- circuits
@@ -55,50 +55,33 @@ def improve_circuits(
     terms = circuit_terms(problem)
     distance = terms.pair + np.diag(np.full(len(terms.pair), np.inf))
     nearest = np.argsort(distance, axis=1, kind="stable")[:, :NEAREST_NODES]
-    circuits = np.ascontiguousarray(circuits).copy()
-    spare = np.append(spare, -1).astype(np.int64)  # never empty, for the compiler
+    rules = problem.rules
+    limits = np.array([rules.behind, rules.distance, rules.swaps, rules.ahead])
     fixed = part_of_node is not None
     if part_of_node is None:
-        part_of_node = np.full(problem.arrays.nodes, -1)
+        part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD)
+    place = np.concatenate([circuits.ravel(), spare]).astype(np.int64)
     compile_if_large(_anneal_circuits, MIN_COMPILED_SIZE)(
-        circuits,
-        spare,
-        len(spare) - 1,
+        place,
+        circuits.shape,
         np.ascontiguousarray(nearest),
-        terms.pair,
-        terms.data,
-        terms.hop,
-        terms.back,
-        terms.inner,
-        terms.close,
+        terms,
         problem.arrays.slots,
         problem.microbatches,
         part_of_node.astype(np.int64),
         fixed,
-        _limits(problem.rules),
+        limits,
         iterations,
         seed,
     )
-    return circuits, spare[:-1]
-
-
-def _limits(rules: Rules) -> Ints:
-    """Return the limits of the order as an array, for the compiled loop."""
-    limits = [rules.behind, rules.distance, rules.swaps, rules.ahead]
-    return np.array(limits, dtype=np.int64)
+    return place[: circuits.size].reshape(circuits.shape), place[circuits.size :]
 
 
 def _anneal_circuits(  # noqa: PLR0912, PLR0915
-    circuits: Ints,
-    spare: Ints,
-    spares: int,
+    place: Ints,
+    shape: tuple[int, int],
     nearest: Ints,
-    pair: Floats,
-    data: Floats,
-    hop: Floats,
-    back: Floats,
-    inner: float,
-    close: float,
+    terms: CircuitTerms,
     slots: Ints,
     microbatches: int,
     part_of_node: Ints,
@@ -107,74 +90,55 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
     iterations: int,
     seed: int,
 ) -> None:
-    """Exchange nodes in `circuits` and `spare`, and leave the best circuits there."""
-    count, length = circuits.shape
+    """Exchange nodes in `place`, the circuits and then the spare nodes, and leave the best there."""
+    count, length = shape
+    spare = count * length  # the place of the first spare node
     np.random.seed(seed)
 
-    def seconds(circuit: Ints) -> float:
+    def seconds(i: int) -> float:
+        circuit = place[i * length : (i + 1) * length]
         home = circuit[0]
-        trip = data[home]
-        work = data[home]
-        slowest = back[home]
+        trip = terms.data[home]
+        work = terms.data[home]
+        slowest = terms.back[home]
         held = slots[home]
         for p in range(1, length):
             n = circuit[p]
-            trip += hop[n] + inner * pair[circuit[p - 1], n]
-            work = max(work, hop[n])
-            slowest = max(slowest, back[n])
+            trip += terms.hop[n] + terms.inner * terms.pair[circuit[p - 1], n]
+            work = max(work, terms.hop[n])
+            slowest = max(slowest, terms.back[n])
             held = min(held, slots[n])
-        trip += close * pair[circuit[length - 1], home]
+        trip += terms.close * terms.pair[circuit[length - 1], home]
         held = min(held, microbatches)
         by_trips = trip * microbatches / held + (held - 1) * slowest
         by_work = trip + (microbatches - 1) * work
         return float(max(by_trips, by_work))
 
-    def legal(circuit: Ints) -> bool:
-        if part_of_node[circuit[0]] != 0:
-            return False
+    def legal(i: int) -> bool:
+        parts = part_of_node[place[i * length : (i + 1) * length]]
         frontier = 0
         distance = 0
         swaps = 0
         for p in range(1, length):
-            part = part_of_node[circuit[p]]
-            if part <= 0 or part - frontier > limits[3]:
+            if parts[p] <= 0 or parts[p] - frontier > limits[3]:
                 return False
-            for q in range(1, p):
-                if part_of_node[circuit[q]] == part:
-                    return False
-            if part < frontier:
-                if frontier - part > limits[0]:
-                    return False
-                distance += frontier - part
+            if (parts[:p] == parts[p]).any() or frontier - parts[p] > limits[0]:
+                return False
+            if parts[p] < frontier:
+                distance += frontier - parts[p]
                 swaps += 1
-            frontier = max(frontier, part)
-        return bool(distance <= limits[1] and swaps <= limits[2])
+            frontier = max(frontier, parts[p])
+        return bool(parts[0] == 0 and distance <= limits[1] and swaps <= limits[2])
 
-    # the circuit and the place of each node; for a spare node -1 and its place in `spare`
-    where = np.full((len(data), 2), -1, np.int64)
-    time = np.zeros(count)
+    where = np.full(len(nearest), -1, np.int64)  # the place of each node
+    for k in range(len(place)):
+        where[place[k]] = k
+    time = np.zeros(count + 1)  # the last one is that of the spare nodes
     for i in range(count):
-        time[i] = seconds(circuits[i])
-        for p in range(length):
-            where[circuits[i, p], 0] = i
-            where[circuits[i, p], 1] = p
-    for k in range(spares):
-        where[spare[k], 0] = -1
-        where[spare[k], 1] = k
-    best = circuits.copy()
-    best_spare = spare.copy()
-
-    def keep() -> None:
-        for i in range(count):
-            for p in range(length):
-                best[i, p] = circuits[i, p]
-        for k in range(len(spare)):
-            best_spare[k] = spare[k]
-
+        time[i] = seconds(i)
+    best = place.copy()
     scale = time.max()
-    value = 0.0
-    for i in range(count):
-        value += (time[i] / scale) ** 8
+    value = ((time / scale) ** 8).sum()
     least = value
     for step in range(iterations):
         heat = 0.2 * (1.0 - step / iterations) ** 3 + 1e-9
@@ -183,62 +147,39 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
             other = np.random.randint(count)
             if time[other] > time[i]:
                 i = other
-        a = np.random.randint(length)
+        a = i * length + np.random.randint(length)
         if np.random.random() < 0.5 and nearest.shape[1] > 0:
             # Bring a node that is near to one of the circuit's nodes.
-            node = circuits[i, np.random.randint(length)]
-            v = nearest[node, np.random.randint(nearest.shape[1])]
-            j = where[v, 0]
-            b = where[v, 1]
+            node = place[i * length + np.random.randint(length)]
+            b = where[nearest[node, np.random.randint(nearest.shape[1])]]
+        elif spare == len(place) or np.random.random() < 0.9:
+            b = np.random.randint(count) * length + np.random.randint(length)
         else:
-            j = -1
-            if spares == 0 or np.random.random() < 0.9:
-                j = np.random.randint(count)
-            if j >= 0:
-                b = np.random.randint(length)
-                v = circuits[j, b]
-            else:
-                b = np.random.randint(spares)
-                v = spare[b]
-        u = circuits[i, a]
-        if u == v:
+            b = np.random.randint(spare, len(place))
+        if b < 0 or a == b:
             continue
-        circuits[i, a] = v
-        if j >= 0:
-            circuits[j, b] = u
-        else:
-            spare[b] = u
-        allowed = not fixed or (legal(circuits[i]) and (j < 0 or legal(circuits[j])))
-        change = 0.0
+        place[a], place[b] = place[b], place[a]
+        j = min(b // length, count)
+        allowed = not fixed or (legal(i) and (j == count or legal(j)))
+        change = np.inf
         if allowed:
-            new_i = seconds(circuits[i])
-            new_j = seconds(circuits[j]) if j >= 0 else 0.0
+            new_i = seconds(i)
+            new_j = seconds(j) if j < count else 0.0
             change = (new_i / scale) ** 8 - (time[i] / scale) ** 8
-            if j >= 0 and j != i:
+            if j != i:
                 change += (new_j / scale) ** 8 - (time[j] / scale) ** 8
         if allowed and (change <= 0 or np.random.random() < np.exp(-change / heat)):
-            where[v, 0] = i
-            where[v, 1] = a
-            where[u, 0] = j
-            where[u, 1] = b
+            where[place[a]] = a
+            where[place[b]] = b
             time[i] = new_i
-            if j >= 0:
-                time[j] = new_j
+            time[j] = new_j
             value += change
             if value < least - 1e-12:
                 least = value
-                keep()
+                best[:] = place
         else:
-            circuits[i, a] = u
-            if j >= 0:
-                circuits[j, b] = v
-            else:
-                spare[b] = v
-    for i in range(count):
-        for p in range(length):
-            circuits[i, p] = best[i, p]
-    for k in range(len(spare)):
-        spare[k] = best_spare[k]
+            place[a], place[b] = place[b], place[a]
+    place[:] = best
 
 
 # ---------------------------------------------------------------- routes over nodes whose parts are known
