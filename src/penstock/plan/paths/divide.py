@@ -289,11 +289,13 @@ def _lane_solution(
     paths = [tuple(circuit) for circuit in circuits.tolist()] * problem.units
     if any(not (part_of_node == part).any() for part in wanted):
         return None
+    hop = circuit_terms(problem).hop
     loads = np.zeros(nodes)
-    loads[circuits[:, 1:].ravel()] = problem.units
+    loads[circuits[:, 1:]] = problem.units
     for _ in range(problem.units):
         for data_node, design in zip(spare.tolist(), late, strict=False):
-            path = cheapest_route(problem, part_of_node, data_node, design, loads)
+            price = loads * hop
+            path = cheapest_route(problem, part_of_node, data_node, design, price)
             loads[list(path[1:])] += 1
             paths.append(path)
     if problem.arrays.slots_with(part_of_node).min() < 1:

@@ -76,7 +76,6 @@ from penstock.plan.paths.starts import (
     random_routes,
     replica_counts,
     route_units,
-    tilt_counts,
 )
 from penstock.schedules.facts import refuse_if_too_large
 from penstock.sim.simulate import simulate
@@ -271,18 +270,11 @@ def _start_solutions(
         and problem.arrays.nodes <= MAX_NODES_TO_DROP
         and problem.hops > 0
     )
-    tried_sizes = [even_sizes]
-    if may_drop_nodes and not problem.sized:
-        tilted_sizes = tilt_counts(even_sizes, problem.hops)
-        if tilted_sizes != even_sizes:
-            tried_sizes.append(tilted_sizes)
-    solutions: list[Solution] = []
-    for sizes in tried_sizes:
-        arrangement, circuits = arrange(problem, sizes, moves, seed)
-        arrangement, circuits = fit_nodes(problem, arrangement, circuits)
-        solutions += first_solutions(problem, arrangement, circuits, seed)
-        if may_drop_nodes:
-            solutions += _exchanged_solutions(problem, arrangement, seed)
+    arrangement, circuits = arrange(problem, even_sizes, moves, seed)
+    arrangement, circuits = fit_nodes(problem, arrangement, circuits)
+    solutions = first_solutions(problem, arrangement, circuits, seed)
+    if may_drop_nodes:
+        solutions += _exchanged_solutions(problem, arrangement, seed)
     if has_sites(problem):
         site_budget = budget.part(int(SITE_SHARE * budget.iterations))
         by_sites = site_solution(problem, even_sizes, BUSY_PRICES, site_budget, seed)

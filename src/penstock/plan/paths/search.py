@@ -22,7 +22,12 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.plan.paths.problem import NO_PART_HELD, Problem, circuit_terms
+from penstock.ir.table import Floats
+from penstock.plan.paths.problem import (
+    NO_PART_HELD,
+    Problem,
+    circuit_terms,
+)
 from penstock.plan.paths.rules import order_fault, part_orders
 from penstock.plan.paths.simulator import (
     EVERY_UNIT,
@@ -36,7 +41,7 @@ from penstock.plan.paths.simulator import (
     step_end,
     units_alone,
 )
-from penstock.plan.paths.starts import LinkPrices, cheapest_path
+from penstock.plan.paths.starts import cheapest_path
 
 # ---------------------------------------------------------------- how long a search may go on
 # A budget counts moves, not seconds, so that a seed gives the same plan on every machine.
@@ -278,8 +283,6 @@ class Annealing(MoveSearch):
         self.moves = list(allowed)
         self.cumulative_weights = list(accumulate(allowed.values()))
         self.terms = circuit_terms(problem)
-        pair = self.terms.pair.tolist()
-        self.links = LinkPrices(pair, self.terms.inner, self.terms.close)
         self.paths: list[NodePath] = list(map(tuple, self.state.paths.tolist()))
         self._index_replicas()
         self.begin()
@@ -526,24 +529,21 @@ class Annealing(MoveSearch):
             self._set_paths([unit], path)
         return True
 
-    def _prices(self, units: list[int]) -> list[float]:
+    def _prices(self, units: list[int]) -> Floats:
         """Return what a visit of each node costs because of its load without these units."""
         loads = np.zeros(len(self.part))
         rows = np.delete(self.state.paths, units, axis=0)[:, 1:]
         np.add.at(loads, rows.ravel(), 1.0)
         weight = self.random.choice(DRAWN_BUSY_PRICES)
-        busy_hop = self.terms.hop * (1.0 + weight * loads)
-        prices: list[float] = busy_hop.tolist()
-        return prices
+        price: Floats = self.terms.hop * (1.0 + weight * loads)
+        return price
 
-    def _reroute_path(
-        self, data_node: int, path: NodePath, price: list[float]
-    ) -> NodePath:
+    def _reroute_path(self, data_node: int, path: NodePath, price: Floats) -> NodePath:
         """Return the cheapest path from a data node over the parts of a path, in one of their orders."""
         parts = frozenset([self.part[node] for node in path[1:]])
         order = self.random.choice(part_orders(parts, self.problem.rules))
         replicas = [self.replicas[part] for part in order]
-        return cheapest_path(data_node, replicas, price, self.links)
+        return cheapest_path(self.terms, data_node, replicas, price)[1]
 
     def _change_queueing(self) -> bool:
         """Change the stagger, the queue order, or the delay of one unit."""

@@ -7,10 +7,10 @@ spread the work over all nodes, and routes leave out the bad ones.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from penstock.plan.paths.problem import (
     circuit_terms,
 )
 from penstock.plan.paths.rules import part_orders, spread_parts
-from penstock.plan.paths.simulator import NodePath, seconds_of_sums
+from penstock.plan.paths.simulator import seconds_of_sums
 
 # ---------------------------------------------------------------- circuits
 # Cuts the nodes into circuits: a data node and hops that no other circuit uses. Every search starts here.
@@ -223,29 +223,16 @@ def route_units(
     weight: seconds of travel that one second of work already given to a node counts for.
     dealt: the parts that each unit visits, if they are not to be dealt out here.
     """
-    terms = circuit_terms(problem)
+    hop = circuit_terms(problem).hop
     data = np.flatnonzero(part_of_node == 0).tolist()
     price = np.zeros(problem.arrays.nodes)
     paths = []
     for unit, parts in enumerate(dealt or deal_parts(problem, part_of_node)):
-        orders = part_orders(frozenset(parts), problem.rules)
-        if not orders:
-            raise ShapeError(
-                f"no order of the parts {' '.join(map(str, parts))} keeps to the rules; leave out fewer parts"
-            )
         data_node = data[unit % len(data)]
-        best: Route = ()
-        least = np.inf
-        for order in orders:
-            seconds, path = _cheapest_route(
-                terms, part_of_node, data_node, order, price
-            )
-            if not best or seconds < least:
-                best = path
-                least = seconds
-        for node in best[1:]:
-            price[node] += weight * float(terms.hop[node])
-        paths.append(best)
+        path = cheapest_route(problem, part_of_node, data_node, parts, price)
+        for node in path[1:]:
+            price[node] += weight * float(hop[node])
+        paths.append(path)
     return paths
 
 
@@ -254,25 +241,44 @@ def cheapest_route(
     part_of_node: Ints,
     data_node: int,
     parts: Sequence[int],
-    loads: Floats,
+    price: Floats,
 ) -> Route:
-    """Return the cheapest path over these parts, given how often each node has been visited already."""
+    """Return the cheapest path over these parts in any order, if each node has a price besides its work."""
     terms = circuit_terms(problem)
-    price = loads * terms.hop
     orders = part_orders(frozenset(parts), problem.rules)
-    routes = [
-        _cheapest_route(terms, part_of_node, data_node, order, price)
-        for order in orders
-    ]
-    return min(routes)[1]
+    if not orders:
+        raise ShapeError(
+            f"no order of the parts {' '.join(map(str, parts))} keeps to the rules; leave out fewer parts"
+        )
+    routes = []
+    for order in orders:
+        layers = [np.flatnonzero(part_of_node == part) for part in order]
+        routes.append(cheapest_path(terms, data_node, layers, terms.hop, price))
+    return min(routes, key=lambda route: route[0])[1]
 
 
 def random_routes(problem: Problem, part_of_node: Ints, seed: int) -> list[Route]:
-    """Return random paths that keep to the rules: any legal order, any replica with a free place."""
+    """Return random paths that keep to the rules: any legal order, any replica with a free place.
+
+    If slots are reserved, a replica has a place for each slot. Otherwise all replicas of a part have equally many.
+    """
     random = Random(seed)
     dealt = deal_parts(problem, part_of_node)
     data = np.flatnonzero(part_of_node == 0).tolist()
-    places = _places(problem, part_of_node, random, dealt)
+    needed = Counter(chain.from_iterable(dealt))
+    places = {}
+    for part in sorted(needed):
+        replicas = np.flatnonzero(part_of_node == part)
+        places[part] = replicas.tolist() * (needed[part] // len(replicas) + 1)
+        if problem.policy.reserved:
+            slots = problem.arrays.slots[replicas]
+            places[part] = np.repeat(replicas, slots).tolist()
+        if len(places[part]) < needed[part]:
+            raise ShapeError(
+                f"part {part} has {len(places[part])} slots on {len(replicas)} nodes, but {needed[part]} "
+                "paths need one; give it more nodes, or do not reserve slots"
+            )
+        random.shuffle(places[part])
     random.shuffle(dealt)
     paths = []
     for unit, parts in enumerate(dealt):
@@ -282,154 +288,41 @@ def random_routes(problem: Problem, part_of_node: Ints, seed: int) -> list[Route
     return paths
 
 
-def _places(
-    problem: Problem,
-    part_of_node: Ints,
-    random: Random,
-    dealt: Sequence[tuple[int, ...]],
-) -> dict[int, list[int]]:
-    """Return, for each part, its replicas as often as paths may visit them, shuffled.
-
-    If slots are reserved, a replica occurs once per slot. Otherwise all replicas of a part occur
-    equally often.
-    """
-    places = {}
-    for part in {part for parts in dealt for part in parts}:
-        replicas = np.flatnonzero(part_of_node == part).tolist()
-        needed = sum(part in parts for parts in dealt)
-        if problem.policy.reserved:
-            places[part] = _one_per_slot(problem, replicas)
-            if len(places[part]) < needed:
-                raise ShapeError(
-                    f"part {part} has {len(places[part])} slots on {len(replicas)} nodes, but {needed} "
-                    "paths need one; give it more nodes, or do not reserve slots"
-                )
-        else:
-            places[part] = replicas * (needed // len(replicas) + 1)
-        random.shuffle(places[part])
-    return places
-
-
-def _one_per_slot(problem: Problem, nodes: list[int]) -> list[int]:
-    """Return each node as often as it has slots."""
-    places = []
-    for node in nodes:
-        places += [node] * int(problem.arrays.slots[node])
-    return places
-
-
-def _cheapest_route(
+def cheapest_path(
     terms: CircuitTerms,
-    part_of_node: Ints,
     data_node: int,
-    order: Sequence[int],
-    price: Floats,
+    layers: Sequence[Sequence[int] | Ints],
+    *prices: Floats,
 ) -> tuple[float, Route]:
-    """Return the cheapest path over parts in this order, and its seconds with prices."""
-    layers = [np.flatnonzero(part_of_node == part) for part in order]
-    if not layers:
-        return 0.0, (data_node,)
-    first = layers[0]
-    cost = terms.inner * terms.pair[data_node, first] + terms.hop[first] + price[first]
+    """Return the cheapest path from a data node over a node of each layer and back, and its seconds.
+
+        data node      replicas of      replicas of
+                       the 1st part     the 2nd part
+                    ┌── a ────────────── d ──┐
+            h ──────┼── b ──────┬─────── e ──┼────── h        each node remembers the cheapest way to it
+                    └── c ──────┘        f ──┘
+
+    A way costs the links that it takes, there and back, and all prices of each node that it visits.
+    """
+    before: Sequence[int] | Ints = [data_node]
+    cost = np.zeros(1)
     back_pointers: list[Ints] = []
-    for before, layer in pairwise(layers):
-        link = terms.inner * terms.pair[np.ix_(before, layer)]
-        through = cost[:, None] + link
+    for layer in layers:
+        through = cost[:, None] + terms.inner * terms.pair[np.ix_(before, layer)]
         back_pointers.append(through.argmin(axis=0))
-        cost = through.min(axis=0) + terms.hop[layer] + price[layer]
-    cost = cost + terms.close * terms.pair[layers[-1], data_node]
+        cost = through.min(axis=0)
+        for price in prices:
+            cost = cost + price[layer]
+        before = layer
+    if layers:
+        cost = cost + terms.close * terms.pair[before, data_node]
     at = int(cost.argmin())
     seconds = float(cost[at])
-    nodes = [int(layers[-1][at])]
-    for pointers, layer in zip(
-        reversed(back_pointers), reversed(layers[:-1]), strict=True
-    ):
-        at = int(pointers[at])
+    nodes = []
+    for layer, pointers in zip(reversed(layers), reversed(back_pointers), strict=True):
         nodes.append(int(layer[at]))
+        at = int(pointers[at])
     return seconds, (data_node, *reversed(nodes))
-
-
-# ---------------------------------------------------------------- cheapest paths
-# The cheapest path from a data node over one replica of each part and back, by dynamic programming.
-#
-#     data node      replicas of      replicas of
-#                    the 1st part     the 2nd part
-#                 ┌── a ────────────── d ──┐
-#         h ──────┼── b ──────┬─────── e ──┼────── h        each node remembers the cheapest way to it
-#                 └── c ──────┘        f ──┘
-#
-# A way costs the links that it takes, there and back, and the price of each node that it visits.
-
-
-class LinkPrices(NamedTuple):
-    """What the links of a path cost."""
-
-    pair: Sequence[Sequence[float]]  # seconds over a link and back [node][node]
-    inner: float  # how often a micro-batch uses a link within the path, there and back
-    close: float  # how often it uses the link from the last node to the data node
-
-
-class Layer(NamedTuple):
-    """The replicas of a part, with the cost of the cheapest way to each of them.
-
-    back_pointers: the place, in the layer before, from which that way comes.
-    """
-
-    nodes: Sequence[int]
-    costs: list[float]
-    back_pointers: list[int]
-
-
-def cheapest_path(
-    data_node: int,
-    replicas: Sequence[Sequence[int]],
-    price: Sequence[float],
-    links: LinkPrices,
-) -> NodePath:
-    """Return the data node and the cheapest choice of one of the replicas of each part.
-
-    >>> pair = [[0, 1, 9], [1, 0, 9], [9, 9, 0]]
-    >>> cheapest_path(0, [[1, 2]], [0, 0, 0], LinkPrices(pair, 1.0, 1.0))
-    (0, 1)
-    """
-    layers = [Layer([data_node], [0.0], [])]
-    for nodes in replicas:
-        layers.append(_next_layer(layers[-1], nodes, price, links))
-    home = links.pair[data_node]
-    last = layers.pop()
-    ends = [
-        cost + links.close * home[node]
-        for node, cost in zip(last.nodes, last.costs, strict=True)
-    ]
-    place = ends.index(min(ends))
-    path = [last.nodes[place]]
-    after = last
-    while layers:
-        place = after.back_pointers[place]
-        after = layers.pop()
-        path.append(after.nodes[place])
-    return tuple(reversed(path))
-
-
-def _next_layer(
-    before: Layer, nodes: Sequence[int], price: Sequence[float], links: LinkPrices
-) -> Layer:
-    """Find the cheapest way from the layer before to each of these nodes."""
-    inner = links.inner
-    costs = []
-    back_pointers = []
-    for node in nodes:
-        row = links.pair[node]
-        least = math.inf
-        best = 0
-        for place, source in enumerate(before.nodes):
-            cost = before.costs[place] + inner * row[source]
-            if cost < least:
-                least = cost
-                best = place
-        costs.append(least + price[node])
-        back_pointers.append(best)
-    return Layer(nodes, costs, back_pointers)
 
 
 # ---------------------------------------------------------------- arrangements for circuits
@@ -470,32 +363,6 @@ def replica_counts(
         )
     each, more = divmod(nodes - data, parts - 1)
     return (data, *(each + (number < more) for number in range(parts - 1)))
-
-
-def tilt_counts(sizes: Sequence[int], hops: int) -> tuple[int, ...]:
-    """Return sizes with more nodes for the parts that come early on a path.
-
-    Early parts hold a micro-batch for longer. The new sizes lie halfway between equal shares and
-    shares proportional to the time that a part holds a micro-batch. Nodes that remain after
-    rounding down go to the parts that lack most.
-
-    >>> tilt_counts((5, 3, 3, 3, 3, 3), hops=5)
-    (5, 4, 3, 3, 3, 2)
-    """
-    data = sizes[0]
-    others = len(sizes) - 1
-    if others < 2 or hops < 2:
-        return tuple(sizes)
-    total = sum(sizes[1:])
-    held = [hops - part * (hops - 1) / (others - 1) for part in range(others)]
-    wanted = [total * (1 / others + share / sum(held)) / 2 for share in held]
-    tilted = [max(int(share), 1) for share in wanted]
-    while sum(tilted) < total:
-        neediest = max(range(others), key=lambda part: wanted[part] - tilted[part])
-        tilted[neediest] += 1
-    if sum(tilted) != total:
-        return tuple(sizes)
-    return (data, *tilted)
 
 
 def part_of_each_node(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:
