@@ -21,6 +21,7 @@ from penstock.plan.paths.problem import (
     NO_PART_HELD,
     CircuitTerms,
     Problem,
+    ProblemArrays,
     circuit_terms,
 )
 from penstock.plan.paths.rules import part_orders, spread_parts
@@ -403,7 +404,9 @@ def arrange(
     places = data_nodes * (problem.hops + 1)
     if places > nodes:
         # Not every data node can have its own circuit: some share nodes, and the search sorts it out.
-        return _arrange_sharing(problem, sizes, order)
+        part_of_node = np.empty(nodes, dtype=np.int64)
+        part_of_node[order] = np.repeat(np.arange(problem.body), sizes)
+        return part_of_node, find_circuits(problem, part_of_node, 1, 0)
     circuits, spare = improve_circuits(
         problem,
         order[:places].reshape(data_nodes, problem.hops + 1),
@@ -499,18 +502,6 @@ def _any_order(alive: list[int], hops: int, problem: Problem) -> tuple[int, ...]
     )
 
 
-def _arrange_sharing(
-    problem: Problem, sizes: Sequence[int], order: Ints
-) -> tuple[Ints, Ints]:
-    """Give the nodes their parts in this order, and find circuits that share nodes."""
-    part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD, dtype=np.int64)
-    begin = 0
-    for part, size in enumerate(sizes):
-        part_of_node[order[begin : begin + size]] = part
-        begin += size
-    return part_of_node, find_circuits(problem, part_of_node, 1, 0)
-
-
 # ---------------------------------------------------------------- parts for the places of circuits
 def _label_nodes(
     problem: Problem, sizes: Sequence[int], circuits: Ints, spare: Ints, seed: int
@@ -518,10 +509,16 @@ def _label_nodes(
     """Return the part of each node, given circuits and the nodes that are on none."""
     designs = part_designs(len(circuits), problem.body, problem.hops)
     for design in designs:
-        _refuse_design(problem, design)
+        if not part_orders(frozenset(design), problem.rules):
+            raise ShapeError(
+                f"a path over the parts 0 {' '.join(map(str, design))} takes a step of more than "
+                f"{problem.rules.ahead} parts; leave out fewer parts, or allow steps further ahead"
+            )
+    part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD, dtype=np.int64)
+    part_of_node[circuits[:, 0]] = 0
+    part_of_node[circuits[:, 1:]] = designs
     if problem.has_sums and len(circuits) > 1:
-        designs = _bring_replicas_together(problem, circuits, designs, seed)
-    part_of_node = _labels_from(problem, circuits, designs)
+        _bring_replicas_together(problem, circuits[:, 1:], part_of_node, seed)
     missing = list(sizes)
     for part in part_of_node[part_of_node >= 0].tolist():
         missing[part] -= 1
@@ -532,53 +529,31 @@ def _label_nodes(
     return part_of_node
 
 
-def _labels_from(
-    problem: Problem, circuits: Ints, designs: list[tuple[int, ...]]
-) -> Ints:
-    """Return the part of each node on a circuit."""
-    part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD, dtype=np.int64)
-    part_of_node[circuits[:, 0]] = 0
-    for circuit, design in zip(circuits, designs, strict=True):
-        part_of_node[circuit[1:]] = design
-    return part_of_node
-
-
-def _refuse_design(problem: Problem, design: tuple[int, ...]) -> None:
-    if not part_orders(frozenset(design), problem.rules):
-        raise ShapeError(
-            f"a path over the parts 0 {' '.join(map(str, design))} takes a step of more than "
-            f"{problem.rules.ahead} parts; leave out fewer parts, or allow steps further ahead"
-        )
-
-
 def _bring_replicas_together(
-    problem: Problem, circuits: Ints, designs: list[tuple[int, ...]], seed: int
-) -> list[tuple[int, ...]]:
-    """Let circuits exchange their parts as long as the slowest all-reduce gets no slower."""
+    problem: Problem, hops: Ints, part_of_node: Ints, seed: int
+) -> None:
+    """Let circuits with these hops exchange their parts as long as the slowest all-reduce gets no slower."""
     random = np.random.default_rng(seed)
-    part_of_node = _labels_from(problem, circuits, designs)
-    sums = seconds_of_sums(problem, part_of_node)
-    for _ in range(min(EXCHANGES_PER_CIRCUIT * len(circuits), MAX_EXCHANGES)):
-        i, j = random.choice(len(circuits), 2, replace=False).tolist()
-        if designs[i] == designs[j]:
+
+    def value() -> float:
+        """Return the slowest all-reduce and, a little, their mean."""
+        sums = seconds_of_sums(problem, part_of_node)[1:]
+        if not len(sums):
+            return math.inf
+        return float(sums.max() + MEAN_ALLREDUCE_WEIGHT * sums.mean())
+
+    least = value()
+    for _ in range(min(EXCHANGES_PER_CIRCUIT * len(hops), MAX_EXCHANGES)):
+        pair = hops[random.choice(len(hops), 2, replace=False)]
+        parts = part_of_node[pair]
+        if (parts[0] == parts[1]).all():
             continue
-        part_of_node[circuits[i, 1:]] = designs[j]
-        part_of_node[circuits[j, 1:]] = designs[i]
-        new_sums = seconds_of_sums(problem, part_of_node)
-        if _allreduce_value(new_sums) <= _allreduce_value(sums):
-            sums = new_sums
-            designs[i], designs[j] = designs[j], designs[i]
+        part_of_node[pair] = parts[::-1]
+        new = value()
+        if new <= least:
+            least = new
         else:
-            part_of_node[circuits[i, 1:]] = designs[i]
-            part_of_node[circuits[j, 1:]] = designs[j]
-    return designs
-
-
-def _allreduce_value(sums: Floats) -> float:
-    """Return the value to minimize: the slowest all-reduce and, a little, their mean."""
-    if len(sums) <= 1:
-        return math.inf
-    return float(sums[1:].max() + MEAN_ALLREDUCE_WEIGHT * sums[1:].mean())
+            part_of_node[pair] = parts
 
 
 # ---------------------------------------------------------------- arrangements for routes
@@ -636,20 +611,11 @@ def exchange_parts(
         part_of_node,
         np.array(orders, dtype=np.int64),
         np.array(first, dtype=np.int64),
-        terms.pair,
-        terms.data,
-        terms.hop,
-        terms.back,
-        terms.inner,
-        terms.close,
-        arrays.slots,
+        terms,
+        arrays,
         problem.microbatches,
-        problem.body,
         min(max_moves, MAX_INNER_STEPS // steps_per_move),
-        BUSY_PRICE,
         seed,
-        arrays.latency,
-        arrays.byte,
         arrays.sums.sum(axis=1) if with_sums else np.zeros(problem.body),
         not problem.planned_sums,
     )
@@ -660,20 +626,11 @@ def _anneal_parts(  # noqa: PLR0915
     part_of_node: Ints,
     orders: Ints,
     first: Ints,
-    pair: Floats,
-    data: Floats,
-    hop: Floats,
-    back: Floats,
-    inner: float,
-    close: float,
-    slots: Ints,
+    terms: CircuitTerms,
+    arrays: ProblemArrays,
     microbatches: int,
-    parts: int,
     iterations: int,
-    price: float,
     seed: int,
-    latency: Floats,
-    byte: Floats,
     gradients: Floats,
     rings: bool,
 ) -> None:
@@ -682,83 +639,73 @@ def _anneal_parts(  # noqa: PLR0915
     hops = orders.shape[1]
     sets = len(first) - 1
     np.random.seed(seed)
-    members = np.zeros((parts, count), np.int64)
-    sizes = np.zeros(parts, np.int64)
+    members = np.zeros((len(gradients), count), np.int64)
+    sizes = np.zeros(len(gradients), np.int64)
     load = np.zeros(count)
-    cost = np.zeros((hops, count))
-    came = np.zeros((hops, count), np.int64)  # back-pointers
+    cost = np.zeros(count)  # of the cheapest way to each node
+    came = np.zeros(count, np.int64)  # the node before it on that way
     chosen = np.zeros(hops, np.int64)
 
-    def estimate() -> float:  # noqa: PLR0912, PLR0915
+    def estimate() -> float:  # noqa: PLR0912
         sizes[:] = 0
         load[:] = 0.0
         for n in range(count):
-            if part_of_node[n] >= 0:
-                members[part_of_node[n], sizes[part_of_node[n]]] = n
-                sizes[part_of_node[n]] += 1
+            part = part_of_node[n]
+            if part >= 0:
+                members[part, sizes[part]] = n
+                sizes[part] += 1
         total = 0.0
-        each = microbatches / sets
-        for k in range(sizes[0]):
-            home = members[0, k]
+        for home in members[0, : sizes[0]]:
             trips = 0.0
             for r in range(sets):
                 least = np.inf
                 for w in range(first[r], first[r + 1]):
-                    for h in range(hops):
-                        part = orders[w, h]
-                        for j in range(sizes[part]):
-                            n = members[part, j]
+                    before = np.full(1, home)
+                    cost[home] = 0.0
+                    for part in orders[w]:
+                        layer = members[part, : sizes[part]]
+                        for n in layer:
                             best = np.inf
-                            best_at = 0
-                            if h == 0:
-                                best = inner * pair[home, n]
-                            else:
-                                before = orders[w, h - 1]
-                                for i in range(sizes[before]):
-                                    link = inner * pair[members[before, i], n]
-                                    through = cost[h - 1, i] + link
-                                    if through < best:
-                                        best = through
-                                        best_at = i
-                            cost[h, j] = best + hop[n] + price * load[n]
-                            came[h, j] = best_at
-                    part = orders[w, hops - 1]
-                    for j in range(sizes[part]):
-                        there = cost[hops - 1, j] + close * pair[members[part, j], home]
+                            for b in before:
+                                through = cost[b] + terms.inner * terms.pair[b, n]
+                                if through < best:
+                                    best = through
+                                    came[n] = b
+                            cost[n] = best + terms.hop[n] + BUSY_PRICE * load[n]
+                        before = layer
+                    for n in before:
+                        there = cost[n] + terms.close * terms.pair[n, home]
                         if there < least:
                             least = there
-                            at = j
+                            at = n
                             for h in range(hops - 1, -1, -1):
-                                chosen[h] = members[orders[w, h], at]
-                                at = came[h, at]
-                trip = data[home]
+                                chosen[h] = at
+                                at = came[at]
+                trip = terms.data[home]
                 here = home
-                for h in range(hops):
-                    n = chosen[h]
-                    trip += inner * pair[here, n] + hop[n]
-                    load[n] += each * hop[n]
+                for n in chosen:
+                    trip += terms.inner * terms.pair[here, n] + terms.hop[n]
+                    load[n] += microbatches / sets * terms.hop[n]
                     here = n
-                trips += trip + close * pair[here, home]
-            held = min(slots[home], microbatches)
-            by_trips = trips / sets * microbatches / held + (held - 1) * back[home]
-            total += by_trips**8
+                trips += trip + terms.close * terms.pair[here, home]
+            held = min(arrays.slots[home], microbatches)
+            rest = (held - 1) * terms.back[home]
+            total += (trips / sets * microbatches / held + rest) ** 8
         mean = (total / max(sizes[0], 1)) ** 0.125
         for n in range(count):
             if load[n] > 0:
                 total += (load[n] + 0.25 * mean) ** 8
-        for part in range(parts):
+        for part in range(len(gradients)):
             size = sizes[part]
             if gradients[part] <= 0.0 or size < 2:
                 continue
             # Nearly the slowest link between replicas, but all links count.
             slowest = 0.0
-            for i in range(size):
-                for j in range(size):
-                    if i != j:
-                        a = members[part, i]
-                        b = members[part, j]
-                        link = latency[a, b] + byte[a, b] * gradients[part] / size
-                        slowest += link**8
+            for a in members[part, :size]:
+                for b in members[part, :size]:
+                    if a != b:
+                        share = arrays.byte[a, b] * gradients[part] / size
+                        slowest += (arrays.latency[a, b] + share) ** 8
             slowest = (slowest / (size * (size - 1))) ** 0.125
             rounds = 2 * (size - 1) if rings else 2
             total += (mean + rounds * slowest) ** 8
@@ -775,8 +722,7 @@ def _anneal_parts(  # noqa: PLR0915
             v = np.random.randint(count)
             if (
                 part_of_node[u] == part_of_node[v]
-                or part_of_node[u] < 0
-                or part_of_node[v] < 0
+                or min(part_of_node[u], part_of_node[v]) < 0
             ):
                 continue
         part_of_node[u], part_of_node[v] = part_of_node[v], part_of_node[u]
@@ -786,9 +732,7 @@ def _anneal_parts(  # noqa: PLR0915
             value = new
             if value < least:
                 least = value
-                for n in range(count):
-                    best[n] = part_of_node[n]
+                best[:] = part_of_node
         else:
             part_of_node[u], part_of_node[v] = part_of_node[v], part_of_node[u]
-    for n in range(count):
-        part_of_node[n] = best[n]
+    part_of_node[:] = best
