@@ -19,18 +19,15 @@ Moves that make the step longer are accepted by chance, as in the annealing of p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
 import numpy as np
 
-from penstock.ir.table import Floats
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import order_fault
 from penstock.plan.paths.search import HOT, Budget, MoveSearch
 from penstock.plan.paths.simulator import (
-    EVERY_UNIT,
     NO_TURN,
     TIME_ROUNDING,
     PathTimes,
@@ -38,13 +35,11 @@ from penstock.plan.paths.simulator import (
     ends_of_sums,
     rule_needs,
     simulate_solution,
+    tasks_in_order,
     units_alone,
     visits_of,
 )
 
-# These two differ from those of the annealing of paths.
-LANE_MEAN_WEIGHT = 0.1  # how much the mean end of the micro-batches counts besides
-LANE_COLD = 0.0002  # last temperature, as a share of the makespan
 EXCHANGES = 0.5  # share of the moves that exchange two tasks
 SHIFTS = 0.7  # share of the moves that exchange or shift tasks
 REDIRECTS = 0.92  # share of the moves that exchange, shift or redirect
@@ -69,48 +64,44 @@ class LaneSearch(MoveSearch):
 
     state: the solution of these units; the turns are the place of each task in its lane.
     needs: what each task needs from the same micro-batch.
-    replicas: the nodes of each part.
+    replicas: the nodes of each part that some path visits after its data node.
+    nodes, parts: those of each position of each path.
+    node, part: those of each task.
     lanes: the tasks of each node, in order.
     """
+
+    mean_weight = 0.1
+    cold = 0.0002
 
     def __init__(
         self, problem: Problem, solution: Solution, units: list[int], random: Random
     ) -> None:
-        state = units_alone(solution, units)
-        super().__init__(problem, state, LANE_MEAN_WEIGHT, random)
+        super().__init__(problem, units_alone(solution, units), random)
         self.slices = problem.slices
-        self._expand()
-        self.length = int(self.nodes.shape[1])
+        self.length: int = self.state.delays.shape[1] // 2
         self.stride = 2 * self.length * self.slices
-        self.needs = [self._needs_of(task) for task in range(self.stride)]
-        self.replicas = self._replicas_in_use()
-        self.lanes = self._lanes_of(simulate_solution(problem, self.state))
+        self.needs = [self._needs_of(own) for own in range(self.stride)]
+        self.replicas: dict[int, list[int]] = {}
+        for node in np.unique(self.state.paths[:, 1:]).tolist():
+            part = int(self.state.part_of_node[node])
+            self.replicas.setdefault(part, []).append(node)
+        times = simulate_solution(problem, self.state)
         # Fixed lanes need no care for slots: lanes that wait for each other are never kept.
         self.state = replace(self.state, avoid_deadlock=True)
         self.state.turns[:] = NO_TURN
-        for node, lane in enumerate(self.lanes):
-            self._set_lane(node, lane)
+        self._index()
+        for task in tasks_in_order(times):
+            own = task % self.stride
+            if self._leader(own) == own:
+                self.lanes[self.node[task]].append(task)
+        for lane in self.lanes:
+            self._set_lane(lane)
         self.begin()
-
-    def _expand(self) -> None:
-        """Write down the node and the part of every visit of the paths."""
-        visits = visits_of(self.problem, self.state)
-        self.nodes = visits.nodes
-        self.parts = visits.parts
 
     def _needs_of(self, own: int) -> list[int]:
         """Return what a task needs from the same micro-batch."""
         needs = rule_needs(own, self.length, self.slices)
         return [self._leader(need) for need in needs]
-
-    def _replicas_in_use(self) -> dict[int, list[int]]:
-        """Return the nodes of each part that some path visits after its data node."""
-        replicas: dict[int, list[int]] = {}
-        visited = set(self.state.paths[:, 1:].ravel().tolist())
-        for node in sorted(visited):
-            part = int(self.state.part_of_node[node])
-            replicas.setdefault(part, []).append(node)
-        return replicas
 
     def _leader(self, own: int) -> int:
         """Return the task itself, or the forward of the head if its backward follows at once."""
@@ -118,51 +109,34 @@ class LaneSearch(MoveSearch):
             return own - 1
         return own
 
-    def _lanes_of(self, times: PathTimes) -> list[list[int]]:
-        """Return the tasks of each node in the order of their starts."""
-        lanes: list[list[int]] = [[] for _ in range(self.problem.arrays.nodes)]
-        starts = times.start.ravel()
-        is_backward = np.arange(len(starts)) % 2
-        for task in np.lexsort((is_backward, starts)).tolist():
-            number, own = divmod(task, self.stride)
-            if self._leader(own) == own:
-                lanes[self._node_of(number, own)].append(task)
-        return lanes
+    def _index(self) -> None:
+        visits = visits_of(self.problem, self.state)
+        self.nodes = visits.nodes
+        self.parts = visits.parts
+        tasks = 2 * self.slices  # of each position
+        self.node: list[int] = np.repeat(self.nodes, tasks).tolist()
+        self.part: list[int] = np.repeat(self.parts, tasks).tolist()
+        self.lanes: list[list[int]] = [[] for _ in range(self.problem.arrays.nodes)]
+        turns = self.state.turns.ravel()
+        for task in np.argsort(turns, kind="stable").tolist():
+            if turns[task] != NO_TURN:
+                self.lanes[self.node[task]].append(task)
 
-    def _position(self, own: int) -> int:
-        """Return the place on the path at which a task runs."""
-        return own // (2 * self.slices)
-
-    def _node_of(self, number: int, own: int) -> int:
-        """Return the node that runs a task."""
-        return int(self.nodes[number, self._position(own)])
-
-    def _set_lane(self, node: int, lane: list[int]) -> None:
-        """Give a node another lane, and write down the places of its tasks."""
-        self.lanes[node] = lane
+    def _set_lane(self, lane: list[int]) -> None:
+        """Let the tasks of a node take turns in this order."""
         self.state.turns.ravel()[lane] = range(len(lane))
 
     def _note(self, times: PathTimes) -> None:
         self.times = times
+        self._index()
         if math.isfinite(self.end):
             self._find_critical()
-
-    def _snapshot(self) -> Callable[[], None]:
-        state = units_alone(self.state, EVERY_UNIT)
-        lanes = list(self.lanes)
-
-        def take_back() -> None:
-            self.state = state
-            self.lanes = lanes
-            self._expand()
-
-        return take_back
 
     def run(self, budget: Budget, steps: int) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         if not math.isfinite(self.end):
             return True
-        return self.anneal(budget, steps, self.end, HOT, LANE_COLD)
+        return self.anneal(budget, steps, self.end, HOT)
 
     def _accepts(self, value: float, heat: float) -> bool:
         """Whether a move is kept; never if its lanes wait for each other."""
@@ -170,150 +144,118 @@ class LaneSearch(MoveSearch):
 
     # ------------------------------------------------------------ the critical path
     def _find_critical(self) -> None:
-        """List the tasks of the critical path, each with the node that it is on."""
-        self.starts: Floats = self.times.start.ravel()
-        starts = self.starts.tolist()
-        ends = self._ends()
-        self.critical: list[tuple[int, int]] = []
+        """List the tasks of the critical path."""
+        self.starts = self.times.start.ravel().tolist()
+        self.ends = self._ends()
+        self.critical: list[int] = []
         task: int | None = self._last_task()
         while task is not None:
-            number, own = divmod(task, self.stride)
-            self.critical.append((self._node_of(number, own), task))
-            task = self._cause(task, starts[task], ends)
+            self.critical.append(task)
+            task = self._cause(task)
 
     def _ends(self) -> list[float]:
         """Return when each task ends; the forward of the head ends with its backward if that follows at once."""
         arrays = self.problem.arrays
-        starts = self.times.start
-        slow = arrays.slow[self.nodes][:, :, None]
-        seconds = np.empty(starts.shape)
-        seconds[..., 0] = arrays.forward[self.parts] * slow
-        seconds[..., 1] = arrays.backward[self.parts] * slow
-        ends: Floats = (starts + seconds).reshape(len(starts), -1)
+        work = np.stack([arrays.forward[self.parts], arrays.backward[self.parts]], -1)
+        ends = self.times.start + work * arrays.slow[self.nodes][:, :, None, None]
         if self.slices == 1:
-            ends[:, -2] = ends[:, -1]
+            ends[:, -1, 0, 0] = ends[:, -1, 0, 1]
         found: list[float] = ends.ravel().tolist()
         return found
 
-    def _cause(self, task: int, start: float, ends: list[float]) -> int | None:
+    def _cause(self, task: int) -> int | None:
         """Return the task that keeps a task from starting earlier, or None if nothing does.
 
-        It is the one before it in the lane, or one whose result it needs.
+        It is the one before it in the lane, or one whose result it needs. If both end late, chance decides.
         """
-        number, own = divmod(task, self.stride)
-        place = int(self.state.turns[number, own])
-        lane = self.lanes[self._node_of(number, own)]
-        needed = [number * self.stride + need for need in self.needs[own]]
-        if place:
-            before = lane[place - 1]
-            is_held_up = ends[before] >= start - self._pause(before)
-            if is_held_up and not self._blames_a_need(needed, before, start, ends):
-                return before
-        if not needed:
-            return None
-        return max(needed, key=lambda need: self._arrival(need, own, ends))
-
-    def _blames_a_need(
-        self, needed: list[int], before: int, start: float, ends: list[float]
-    ) -> bool:
-        """Whether to follow a need, though the task before ends late, too: by chance if one of them ends as late."""
-        others = [ends[need] for need in needed if need != before]
-        is_late = any(end >= start - TIME_ROUNDING for end in others)
-        return is_late and self.random.random() >= 0.5
-
-    def _pause(self, task: int) -> float:
-        """Return the seconds after a task in which its node rests."""
         arrays = self.problem.arrays
-        own = task % self.stride
-        pause = arrays.first_gap if own < 2 * self.slices else arrays.gap
-        return max(pause, arrays.gap) + TIME_ROUNDING
+        number, own = divmod(task, self.stride)
+        start = self.starts[task]
+        needed = [number * self.stride + need for need in self.needs[own]]
+        place = int(self.state.turns[number, own])
+        if place:
+            before = self.lanes[self.node[task]][place - 1]
+            pause = arrays.gap
+            if before % self.stride < 2 * self.slices:
+                pause = max(pause, arrays.first_gap)
+            if self.ends[before] >= start - (pause + TIME_ROUNDING):
+                others = [self.ends[need] for need in needed if need != before]
+                is_late = any(end >= start - TIME_ROUNDING for end in others)
+                if not is_late or self.random.random() < 0.5:
+                    return before
+        return max(needed, key=lambda need: self._arrival(need, task), default=None)
 
-    def _arrival(self, needed: int, own: int, ends: list[float]) -> float:
+    def _arrival(self, needed: int, task: int) -> float:
         """Return when the result of a task reaches the task that needs it."""
         arrays = self.problem.arrays
-        number, before = divmod(needed, self.stride)
-        position = self._position(before)
-        target = self._position(own)
-        a = self.nodes[number, position]
-        b = self.nodes[number, target]
+        a = self.node[needed]
+        b = self.node[task]
         if a == b:
-            return ends[needed]
-        part = self.parts[number, min(position, target)]
-        size = arrays.message[part].max()
+            return self.ends[needed]
+        size = arrays.message[self.part[min(needed, task)]].max()
         seconds = arrays.latency[a, b] + arrays.byte[a, b] * size
-        return ends[needed] + float(seconds)
+        return self.ends[needed] + float(seconds)
 
     def _last_task(self) -> int:
         """Return the last backward of the step, or one whose sum of gradients ends last."""
-        times = self.times
-        summed: list[int] = []
-        if self.problem.has_sums and times.makespan < self.end:
-            summed = self._nodes_of_the_last_sum()
-        if not summed:
-            last = int(times.finish.argmax())
-            return last * self.stride + 1  # its backward on the data node
-        node = max(summed, key=lambda member: times.last[member])
-        if self.random.random() < 0.5:
-            node = self.random.choice(summed)
-        return self.lanes[node][-1]
-
-    def _nodes_of_the_last_sum(self) -> list[int]:
-        """Return the nodes with tasks among those whose sum of gradients ends last."""
         problem = self.problem
-        ends = ends_of_sums(
-            problem.arrays,
-            problem.planned_sums,
-            self.state.part_of_node,
-            self.times.last,
-            self.times.last_up,
-        )
-        members = np.flatnonzero(self.state.part_of_node == int(ends.argmax()))
-        return [node for node in members.tolist() if self.lanes[node]]
+        times = self.times
+        if problem.has_sums and times.makespan < self.end:
+            part_of_node = self.state.part_of_node
+            lasts = (times.last, times.last_up)
+            ends = ends_of_sums(
+                problem.arrays, problem.planned_sums, part_of_node, *lasts
+            )
+            members = np.flatnonzero(part_of_node == int(ends.argmax()))
+            summed: list[int] = [node for node in members.tolist() if self.lanes[node]]
+            if summed:
+                node = max(summed, key=lambda member: times.last[member])
+                if self.random.random() < 0.5:
+                    node = self.random.choice(summed)
+                return self.lanes[node][-1]
+        last: int = int(times.finish.argmax()) * self.stride
+        return last + 1  # its backward on the data node
 
     # ------------------------------------------------------------ moves
     def _move(self) -> bool:
         """Change the lanes or a path at a random place of the critical path; return whether anything changed."""
         pick = self.random.random()
-        place = self.random.randrange(len(self.critical))
-        node, task = self.critical[place]
-        if pick < EXCHANGES:
-            return self._exchange(node, task)
-        if pick < SHIFTS:
-            return self._shift(node, task)
+        task = self.critical[self.random.randrange(len(self.critical))]
         number, own = divmod(task, self.stride)
-        position = self._position(own)
-        if self.problem.waves or not 0 < position < self.length - 1:
-            return self._exchange(node, task)
+        position = own // (2 * self.slices)
+        is_hop = not self.problem.waves and 0 < position < self.length - 1
+        if EXCHANGES <= pick < SHIFTS:
+            return self._shift(task)
+        if pick < EXCHANGES or not is_hop:
+            return self._exchange(task)
         if pick < REDIRECTS:
             return self._redirect(number, position)
         return self._reorder(number, position)
 
-    def _exchange(self, node: int, task: int) -> bool:
+    def _exchange(self, task: int) -> bool:
         """Let a task change places with the one before it."""
-        lane = self.lanes[node]
+        lane = self.lanes[self.node[task]]
         place = lane.index(task)
         if place == 0:
             return False
         before = lane[place - 1]
-        same_microbatch = before // self.stride == task // self.stride
-        if same_microbatch:
+        if before // self.stride == task // self.stride:
             return False
-        self._set_lane(node, [*lane[: place - 1], task, before, *lane[place + 1 :]])
+        self._set_lane([*lane[: place - 1], task, before, *lane[place + 1 :]])
         return True
 
-    def _shift(self, node: int, task: int) -> bool:
+    def _shift(self, task: int) -> bool:
         """Move a task some places forward or back."""
-        lane = self.lanes[node]
+        lane = self.lanes[self.node[task]]
         place = lane.index(task)
         places = self.random.randint(1, MAX_SHIFT)
         direction = self.random.choice((-1, 1))
-        last = len(lane) - 1
-        target = min(max(place + places * direction, 0), last)
+        target = min(max(place + places * direction, 0), len(lane) - 1)
         if target == place:
             return False
         shifted = lane[:place] + lane[place + 1 :]
         shifted.insert(target, task)
-        self._set_lane(node, shifted)
+        self._set_lane(shifted)
         return True
 
     def _tasks(self, number: int, position: int) -> list[int]:
@@ -325,21 +267,15 @@ class LaneSearch(MoveSearch):
     def _redirect(self, number: int, position: int) -> bool:
         """Send a micro-batch over another replica of the same part."""
         old = int(self.nodes[number, position])
-        part = int(self.state.part_of_node[old])
-        new = self.random.choice(self.replicas[part])
+        new = self.random.choice(self.replicas[self.state.part_of_node[old]])
         if new == old:
             return False
         tasks = self._tasks(number, position)
-        self._set_node(number, position, new)
+        self.state.paths[number, position] = new
         joined = self.lanes[new] + tasks
-        self._set_lane(old, [task for task in self.lanes[old] if task not in tasks])
-        self._set_lane(new, sorted(joined, key=lambda task: (self.starts[task], task)))
+        self._set_lane([task for task in self.lanes[old] if task not in tasks])
+        self._set_lane(sorted(joined, key=lambda task: (self.starts[task], task)))
         return True
-
-    def _set_node(self, number: int, position: int, node: int) -> None:
-        """Let another node serve a visit."""
-        self.state.paths[number, position] = node
-        self._expand()
 
     def _reorder(self, number: int, position: int) -> bool:
         """Let two neighbors on a path change places, and keep their places in their lanes."""
@@ -350,14 +286,11 @@ class LaneSearch(MoveSearch):
         parts[position], parts[other] = parts[other], parts[position]
         if order_fault(parts, self.problem.rules):
             return False
-        a = int(self.nodes[number, position])
-        b = int(self.nodes[number, other])
-        self._set_node(number, position, b)
-        self._set_node(number, other, a)
+        nodes: list[int] = self.nodes[number, position : other + 1].tolist()
+        self.state.paths[number, position : other + 1] = nodes[::-1]
         here = self._tasks(number, position)
         there = self._tasks(number, other)
         renamed = dict(zip(here + there, there + here, strict=True))
-        for node in (a, b):
-            lane = [renamed.get(task, task) for task in self.lanes[node]]
-            self._set_lane(node, lane)
+        for node in nodes:
+            self._set_lane([renamed.get(task, task) for task in self.lanes[node]])
         return True

@@ -58,6 +58,7 @@ from penstock.plan.paths.simulator import (
     Solution,
     simulate_solution,
     solution_of,
+    tasks_in_order,
     visits_of,
 )
 from penstock.plan.paths.stages import (
@@ -512,9 +513,7 @@ def _lanes(
     """Return the actions of each node in order of their starts."""
     lanes: list[list[Action]] = [[] for _ in range(len(times.last))]
     _, length, slices, _ = times.start.shape
-    # If starts are equal, a forward that takes no time comes before its own backward.
-    is_backward = np.broadcast_to(np.arange(2), times.start.shape).ravel()
-    for task in np.lexsort((is_backward, times.start.ravel())).tolist():
+    for task in tasks_in_order(times):
         number, rest = divmod(task, length * slices * 2)
         position, rest = divmod(rest, slices * 2)
         piece, kind = divmod(rest, 2)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 
@@ -112,14 +111,6 @@ WARM = 0.002  # first temperature of a search that starts from a good solution
 SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
 
 
-class Trial(NamedTuple):
-    """What a simulation of the current state gives."""
-
-    value: float  # to minimize
-    end: float  # of the step
-    times: PathTimes
-
-
 class MoveSearch(ABC):
     """A state that random moves change.
 
@@ -128,12 +119,12 @@ class MoveSearch(ABC):
     best: the best solution that moves have led to; `least` has its end and its value.
     """
 
-    def __init__(
-        self, problem: Problem, state: Solution, mean_weight: float, random: Random
-    ) -> None:
+    mean_weight: float  # how much the mean end of the micro-batches counts besides the end of the step
+    cold: float  # last temperature, as a share of the makespan
+
+    def __init__(self, problem: Problem, state: Solution, random: Random) -> None:
         self.problem = problem
         self.state = state
-        self.mean_weight = mean_weight  # of the mean end of the micro-batches
         self.random = random
 
     @abstractmethod
@@ -141,21 +132,21 @@ class MoveSearch(ABC):
         """Make a random move. Return False, and change nothing, if it turned out to be impossible or without effect."""
 
     @abstractmethod
+    def _index(self) -> None:
+        """Write down again what moves read about the state."""
+
+    @abstractmethod
     def _note(self, times: PathTimes) -> None:
         """Remember what the next moves need to know about the times of the current state."""
 
-    @abstractmethod
-    def _snapshot(self) -> Callable[[], None]:
-        """Return a function that brings the current state back after a move."""
-
     def begin(self) -> None:
         """Take the current state as the best one."""
-        self._keep(self._simulate())
+        self._keep(*self._simulate())
         self.best = units_alone(self.state, EVERY_UNIT)
         self.least = (self.end, self.value)
 
-    def _simulate(self) -> Trial:
-        """Return how good the current state is."""
+    def _simulate(self) -> tuple[float, float, PathTimes]:
+        """Return the value of the current state, the end of its step, and its times."""
         problem = self.problem
         times = simulate_solution(problem, self.state)
         if times.makespan == np.inf and not self.state.avoid_deadlock:
@@ -166,17 +157,15 @@ class MoveSearch(ABC):
         value = end + self.mean_weight * sum(ends) / len(ends)
         if problem.has_sums and end < math.inf:
             value += SUM_WEIGHT * mean_end_of_sums(problem, times, part_of_node)
-        return Trial(value, end, times)
+        return value, end, times
 
-    def _keep(self, trial: Trial) -> None:
+    def _keep(self, value: float, end: float, times: PathTimes) -> None:
         """Take the simulated state as the current one."""
-        self.value = trial.value
-        self.end = trial.end
-        self._note(trial.times)
+        self.value = value
+        self.end = end
+        self._note(times)
 
-    def anneal(
-        self, budget: Budget, steps: int, scale: float, hot: float, cold: float
-    ) -> bool:
+    def anneal(self, budget: Budget, steps: int, scale: float, hot: float) -> bool:
         """Try `steps` moves while the temperature falls from `hot` to `cold`, as shares of `scale`.
 
         The temperature depends on `steps` only, so a larger budget continues where a smaller one
@@ -184,20 +173,21 @@ class MoveSearch(ABC):
         """
         done = 0
         while done < steps and not budget.spent:
-            heat = scale * temperature(hot, cold, done / steps)
+            share = self.cold + (hot - self.cold) * (1.0 - done / steps) ** 2
             done += 1
             budget.used += 1
-            take_back = self._snapshot()
+            before = units_alone(self.state, EVERY_UNIT)
             if not self._move():
                 continue
-            trial = self._simulate()
-            if not self._accepts(trial.value, heat):
-                take_back()
+            value, end, times = self._simulate()
+            if not self._accepts(value, scale * share):
+                self.state = before
+                self._index()
                 continue
-            self._keep(trial)
-            if (trial.end, trial.value) < self.least:
+            self._keep(value, end, times)
+            if (end, value) < self.least:
                 self.best = units_alone(self.state, EVERY_UNIT)
-                self.least = (trial.end, trial.value)
+                self.least = (end, value)
         return done == steps
 
     def _accepts(self, value: float, heat: float) -> bool:
@@ -205,11 +195,6 @@ class MoveSearch(ABC):
         if value <= self.value:
             return True
         return self.random.random() < math.exp(-(value - self.value) / heat)
-
-
-def temperature(hot: float, cold: float, done: float) -> float:
-    """Return the temperature when this share of the moves is done: it falls from `hot` to `cold`."""
-    return cold + (hot - cold) * (1.0 - done) ** 2
 
 
 # ---------------------------------------------------------------- the moves that change paths
@@ -230,9 +215,6 @@ def temperature(hot: float, cold: float, done: float) -> float:
 #
 # Every move leaves each part its share of the work.
 
-# How much the mean end of the micro-batches counts besides the last end. It guides the search where
-# the last end does not change.
-MEAN_WEIGHT = 0.5
 MAX_GROUP_NODES = 24  # nodes that are improved together
 DROPS = (
     0.5  # share of the relabels in which a node gives up its part, if gradients count
@@ -253,7 +235,6 @@ MOVE_WEIGHTS = {
 RESERVED_MOVE_WEIGHTS = {"trade": 25, "swap": 25, "reorder": 40, "queueing": 10}
 # Seconds of travel that one second of work already given to a node counts for.
 DRAWN_BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
-COLD = 0.0001  # last temperature, as a share of the makespan
 QUEUE_ORDER_CHANGES = 0.2  # share of the changes of queues that change their order
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
@@ -263,7 +244,11 @@ class Annealing(MoveSearch):
 
     state: the units and the parts of all nodes, in arrays that the moves change.
     part, paths: the same as plain numbers, which moves read quickly.
+    replicas: for each part those of its nodes that paths may visit.
     """
+
+    mean_weight = 0.5  # guides the search where the end of the step does not change
+    cold = 0.0001
 
     def __init__(
         self,
@@ -273,7 +258,7 @@ class Annealing(MoveSearch):
         free: bool,
         random: Random,
     ) -> None:
-        super().__init__(problem, units_alone(solution, units), MEAN_WEIGHT, random)
+        super().__init__(problem, units_alone(solution, units), random)
         self.free = free
         self.resizable = not (problem.sized or problem.policy.reserved)
         self.state.turns[:] = NO_TURN
@@ -283,8 +268,7 @@ class Annealing(MoveSearch):
         self.moves = list(allowed)
         self.cumulative_weights = list(accumulate(allowed.values()))
         self.terms = circuit_terms(problem)
-        self.paths: list[NodePath] = list(map(tuple, self.state.paths.tolist()))
-        self._index_replicas()
+        self._index()
         self.begin()
 
     def _idle_nodes(self, solution: Solution) -> set[int]:
@@ -298,8 +282,8 @@ class Annealing(MoveSearch):
             idle = self.random.sample(idle, MAX_GROUP_NODES)
         return set(idle)
 
-    def _index_replicas(self) -> None:
-        """List the part of each node, and for each part those of its nodes that paths may visit."""
+    def _index(self) -> None:
+        self.paths: list[NodePath] = list(map(tuple, self.state.paths.tolist()))
         self.part = self.state.part_of_node.tolist()
         self.replicas: dict[int, list[int]] = {}
         for node in self.nodes:
@@ -308,21 +292,10 @@ class Annealing(MoveSearch):
     def _note(self, times: PathTimes) -> None:
         self.finish = times.finish[-len(self.paths) :].tolist()
 
-    def _snapshot(self) -> Callable[[], None]:
-        state = units_alone(self.state, EVERY_UNIT)
-        paths = list(self.paths)
-
-        def take_back() -> None:
-            self.state = state
-            self.paths = paths
-            self._index_replicas()
-
-        return take_back
-
     def run(self, budget: Budget, steps: int, hot: float = HOT) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before."""
         scale = self.value if self.value < math.inf else 1.0
-        return self.anneal(budget, steps, scale, hot, COLD)
+        return self.anneal(budget, steps, scale, hot)
 
     # ------------------------------------------------------------ moves
     def _allowed_moves(self) -> dict[Callable[[], bool], int]:
@@ -464,15 +437,12 @@ class Annealing(MoveSearch):
         return bool(paths_over_u <= slots[v] and paths_over_v <= slots[u])
 
     def _exchange_nodes(self, u: int, v: int) -> None:
-        exchanged = {u: v, v: u}
-        for unit, path in enumerate(self.paths):
-            if u in path or v in path:
-                self.paths[unit] = tuple([exchanged.get(node, node) for node in path])
-                self.state.paths[unit] = self.paths[unit]
-        if self.part[u] != self.part[v]:
-            self.state.part_of_node[u] = self.part[v]
-            self.state.part_of_node[v] = self.part[u]
-            self._index_replicas()
+        paths = self.state.paths
+        over_u = paths == u
+        paths[paths == v] = u
+        paths[over_u] = v
+        self.state.part_of_node[[u, v]] = self.part[v], self.part[u]
+        self._index()
 
     def _relabel(self) -> bool:
         """Give a node another part, and send the paths over it over other replicas."""
@@ -490,7 +460,7 @@ class Annealing(MoveSearch):
             if node in path:
                 self._visit_instead(unit, node, others)
         self.state.part_of_node[node] = new_part
-        self._index_replicas()
+        self._index()
         return True
 
     def _reroute(self) -> bool:
@@ -522,7 +492,7 @@ class Annealing(MoveSearch):
         for unit in passing:
             self._visit_instead(unit, new, others)
         self.state.part_of_node[[new, old]] = 0, part
-        self._index_replicas()
+        self._index()
         for unit in begun:
             price = self._prices([unit])
             path = self._reroute_path(new, self.paths[unit], price)
@@ -542,32 +512,22 @@ class Annealing(MoveSearch):
         """Return the cheapest path from a data node over the parts of a path, in one of their orders."""
         parts = frozenset([self.part[node] for node in path[1:]])
         order = self.random.choice(part_orders(parts, self.problem.rules))
-        replicas = [self.replicas[part] for part in order]
+        replicas = [np.array(self.replicas[part]) for part in order]
         return cheapest_path(self.terms, data_node, replicas, price)[1]
 
     def _change_queueing(self) -> bool:
-        """Change the stagger, the queue order, or the delay of one unit."""
-        if not self.problem.policy.ordered:
-            return self._change_stagger()
+        """Change the stagger, the queue order of all units, or the delay of one unit."""
+        policy = self.problem.policy
+        if not policy.ordered:
+            before = self.state.stagger
+            stagger = self.problem.stagger(self.random.choice(policy.staggers))
+            self.state = replace(self.state, stagger=stagger)
+            return stagger != before
         if self.random.random() < QUEUE_ORDER_CHANGES:
-            return self._change_queue_order()
-        return self._change_delay()
-
-    def _change_stagger(self) -> bool:
-        old = self.state.stagger
-        choice = self.random.choice(self.problem.policy.staggers)
-        self.state = replace(self.state, stagger=self.problem.stagger(choice))
-        return self.state.stagger != old
-
-    def _change_queue_order(self) -> bool:
-        """Give all units the same queue order."""
-        orders = self.state.orders
-        old = orders.copy()
-        orders[:] = self.random.choice(self.problem.policy.queue_orders)
-        return not np.array_equal(orders, old)
-
-    def _change_delay(self) -> bool:
-        """Let a unit stand further back or further ahead in all queues, or as far as the others."""
+            order = self.random.choice(policy.queue_orders)
+            differs = bool((self.state.orders != order).any())
+            self.state.orders[:] = order
+            return differs
         unit = self.random.randrange(len(self.paths))
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
         self.state.delays[unit] = self.random.choice((0.0, delay))

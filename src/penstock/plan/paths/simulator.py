@@ -174,6 +174,17 @@ def simulate_visits(
     return PathTimes(start, makespan, last[0], last[1], overdue, finish)
 
 
+def tasks_in_order(times: PathTimes) -> list[int]:
+    """Return all tasks in order of their starts.
+
+    If starts are equal, a forward that takes no time comes before its own backward.
+    """
+    starts = times.start.ravel()
+    is_backward = np.arange(len(starts)) % 2
+    tasks: list[int] = np.lexsort((is_backward, starts)).tolist()
+    return tasks
+
+
 def _run(  # noqa: PLR0912, PLR0915
     arrays: ProblemArrays,
     visits: Visits,

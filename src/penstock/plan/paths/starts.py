@@ -292,7 +292,7 @@ def random_routes(problem: Problem, part_of_node: Ints, seed: int) -> list[Route
 def cheapest_path(
     terms: CircuitTerms,
     data_node: int,
-    layers: Sequence[Sequence[int] | Ints],
+    layers: Sequence[Ints],
     *prices: Floats,
 ) -> tuple[float, Route]:
     """Return the cheapest path from a data node over a node of each layer and back, and its seconds.
@@ -305,8 +305,8 @@ def cheapest_path(
 
     A way costs the links that it takes, there and back, and all prices of each node that it visits.
     """
-    before: Sequence[int] | Ints = [data_node]
-    cost = np.zeros(1)
+    before: Ints = np.array([data_node])
+    cost: Floats = np.zeros(1)
     back_pointers: list[Ints] = []
     for layer in layers:
         through = cost[:, None] + terms.inner * terms.pair[np.ix_(before, layer)]
@@ -680,13 +680,13 @@ def _anneal_parts(  # noqa: PLR0915
                             at = n
                             for h in range(hops - 1, -1, -1):
                                 chosen[h] = at
-                                at = came[at]
+                                at = int(came[at])
                 trip = terms.data[home]
                 here = home
-                for n in chosen:
-                    trip += terms.inner * terms.pair[here, n] + terms.hop[n]
-                    load[n] += microbatches / sets * terms.hop[n]
-                    here = n
+                for node in chosen:
+                    trip += terms.inner * terms.pair[here, node] + terms.hop[node]
+                    load[node] += microbatches / sets * terms.hop[node]
+                    here = node
                 trips += trip + terms.close * terms.pair[here, home]
             held = min(arrays.slots[home], microbatches)
             rest = (held - 1) * terms.back[home]
