@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,11 +16,7 @@ from penstock.cost.placed import PlacedCost
 from penstock.plan.pricing import profile_question, unit_question
 from penstock.plan.search import Landscape, search
 from penstock.plan.space import Limits, partial_paths, skipped_share, visited_layers
-from penstock.plan.space_bound import (
-    least_times,
-    partial_profile_bound,
-    partial_unit_bound,
-)
+from penstock.plan.space_bound import least_block_times, mean_bound, space_bound
 from penstock.plan.workload import Fixed, Workload
 from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
@@ -99,7 +94,7 @@ def test_no_listed_order_beats_the_bounds(
     crowd = len(stages) // ranks
     listed = list_schedule(stages, unit_paths, cost)
     share = skipped_share(listed)
-    bound = partial_unit_bound(cost, ranks, microbatches, crowd, slices, share)
+    bound = space_bound(cost, ranks, microbatches, crowd, slices, skip=share)
     assert bound <= simulate(listed, cost).makespan * ROUNDING
 
     profile = profile_at(1)
@@ -110,9 +105,10 @@ def test_no_listed_order_beats_the_bounds(
     paths = partial_paths(len(stages), skips, microbatches, cuts)
     listed = list_schedule(stages, paths, measured)
     share = skipped_share(listed, measured.partition_of(listed))
-    shorter = replace(profile, layers=visited_layers(profile.layers, share))
-    times = least_times(shorter, slices)
-    bound = partial_profile_bound(times, ranks, microbatches)
+    times = least_block_times(profile, slices, split=True, granularity=4)
+    layers = visited_layers(profile.layers, share)
+    least = times.of_model(layers, profile.network.latency, profile.turn)
+    bound = mean_bound(least, ranks, microbatches, partial=True)
     assert bound <= simulate(listed, measured).makespan * ROUNDING
 
 
@@ -122,7 +118,7 @@ def test_no_optimum_of_cp_sat_beats_the_bound(skips):
     stages = loop_placement(2, 2)
     paths = partial_paths(4, skips, 3, (0, 1))
     draft = sequential_schedule(stages, paths, split=True)
-    bound = partial_unit_bound(cost, 2, 3, 2, 1, skipped_share(draft))
+    bound = space_bound(cost, 2, 3, 2, 1, skip=skipped_share(draft))
     assert 0 < bound <= optimum(draft, cost, None, work=1.0).makespan * ROUNDING
 
 

@@ -64,18 +64,12 @@ from penstock.plan.space_bound import (
     Channels,
     Hop,
     LeastBlockTimes,
-    LeastTimes,
+    PlacedBound,
     PlacedLayers,
-    Room,
     least_block_times,
-    least_times,
-    partial_profile_bound,
-    partial_unit_bound,
-    placed_bounds,
-    profile_bound,
+    mean_bound,
     space_bound,
     tried_bound,
-    with_recomputation,
 )
 from penstock.plan.workload import Cell, Fixed, Workload, cells_of
 
@@ -120,30 +114,30 @@ class Machines:
 
     def copies_link(self, cell: Cell) -> Link:
         """Return the slowest link between copies of a rank."""
-        near = cell.processes <= self.per_machine or self._copies_meet(cell)
-        return self.inside if near else self.between
+        group = cell.copies * cell.tensor * cell.shard
+        return self._link(cell, cell.side_by_side and self.per_machine % group == 0)
 
     def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
         """Return the links between the processes of a rank: of `tensor`, and of `shard`.
 
         The processes of a rank are neighbours, and those of a tensor row come first.
         """
+        row = cell.tensor
         return (
-            self._link_inside(cell, cell.tensor),
-            self._link_inside(cell, cell.tensor * cell.shard),
+            self._link(cell, self.per_machine % row == 0),
+            self._link(cell, self.per_machine % (row * cell.shard) == 0),
         )
-
-    def _link_inside(self, cell: Cell, group: int) -> Link:
-        """Return the slowest link inside groups of neighbouring devices."""
-        fits = cell.processes <= self.per_machine or self.per_machine % group == 0
-        return self.inside if fits else self.between
 
     def fastest_hop(self, cell: Cell) -> Link:
         """Return the fastest link between two ranks of a copy."""
         distance = cell.tensor * cell.shard
         if cell.side_by_side:
             distance *= cell.copies
-        near = cell.processes <= self.per_machine or distance < self.per_machine
+        return self._link(cell, distance < self.per_machine)
+
+    def _link(self, cell: Cell, is_near: bool) -> Link:
+        """Return the link inside a machine if processes are near, or if all of a cell are on one machine."""
+        near = is_near or cell.processes <= self.per_machine
         return self.inside if near else self.between
 
     def _machine(self, cell: Cell, copy: int, rank: int) -> int:
@@ -152,11 +146,6 @@ class Machines:
         if cell.side_by_side:
             number = rank * cell.copies + copy
         return number * cell.tensor * cell.shard // self.per_machine
-
-    def _copies_meet(self, cell: Cell) -> bool:
-        """Whether all copies of any rank are on one machine."""
-        group = cell.copies * cell.tensor * cell.shard
-        return cell.side_by_side and self.per_machine % group == 0
 
 
 def machines_of(gpu: Gpu) -> Machines:
@@ -222,42 +211,35 @@ class Price:
         """
         if self.profile is None:
             return self
+        ranks = plan.schedule.ranks
+        tensor, shard = plan.mesh
+        if cluster is not None and ranks > len(cluster.nodes):
+            raise ShapeError(
+                f"the plan has {ranks} ranks, but the cluster has "
+                f"{len(cluster.nodes)} nodes"
+            )
+        if cluster is not None and tensor * shard > 1:
+            raise ShapeError(
+                f"a rank of the plan is tensor {tensor} x shard {shard} processes, but a "
+                "cluster.toml says on which node a rank is, not its processes\n"
+                "  leave --cluster out, or plan with mesh.tensor=1 and mesh.shard=1"
+            )
         profile = self.profile
         rows = plan.facts.get("rows")
         if self.profiles is not None and isinstance(rows, int):
             profile = self.profiles.at(rows)
         partition = plan.partition or self.partition(plan.schedule)
-        ranks = plan.schedule.ranks
-        speeds: tuple[float, ...] = ()
-        if cluster is not None:
-            if ranks > len(cluster.nodes):
-                raise ShapeError(
-                    f"the plan has {ranks} ranks, but the cluster has "
-                    f"{len(cluster.nodes)} nodes"
-                )
-            profile = replace(profile, network=cluster.network())
-            speeds = tuple(node.speed for node in cluster.nodes[:ranks])
-        tensor, shard = plan.mesh
-        gather = 0.0
-        if tensor * shard > 1:
-            if cluster is not None:
-                raise ShapeError(
-                    f"a rank of the plan is tensor {tensor} x shard {shard} processes, but a "
-                    "cluster.toml says on which node a rank is, not its processes\n"
-                    "  leave --cluster out, or plan with mesh.tensor=1 and mesh.shard=1"
-                )
-            link = slowest_sum_link(profile.network)
-            gather = gather_seconds(profile, tensor, shard, link)
-            profile = mesh_profile(profile, tensor, shard, link)
-        profile.check(partition, ranks)
-        cost = PlacedCost(
-            profile,
-            self.tokens,
-            partition=partition,
-            recompute=plan.recompute,
-            speeds=speeds,
+        workload = Workload(
+            profile.layers, self.tokens, 1, ranks, fixed=Fixed(partition=partition)
         )
-        return replace(self, cost=cost, profile=profile, gather=gather, shard=shard)
+        pricing = ProfilePricing(workload, lambda rows: profile, cluster=cluster)
+        cell = Cell(1, ranks, tensor, shard, 1, profile.rows, 0.0)
+        cost = replace(pricing.cost(cell), recompute=plan.recompute)
+        cost.profile.check(partition, ranks)
+        gather = pricing.gather(cell)
+        return replace(
+            self, cost=cost, profile=cost.profile, gather=gather, shard=shard
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,40 +271,7 @@ def step_facts(price: Price, plan: Plan, timeline: Timeline) -> StepFacts | None
     )
 
 
-# ---------------------------------------------------------------- units of the papers
-
-
-def unit_setting(
-    cost: UnitCost,
-    ranks: int,
-    microbatches: int,
-    memory: float | None,
-    limits: Limits,
-) -> Setting:
-    """Return a setting in the units of the papers, where all slices have the same length."""
-    if limits.skip or limits.weights > 1:
-        # The bounds are for micro-batches that visit all stages, of which there is one copy.
-        return Setting(ranks, microbatches, even_cuts_only)
-
-    def least_time(placement: StagePlacement, cuts: Cuts) -> float:
-        return space_bound(
-            cost,
-            ranks,
-            microbatches,
-            placement.stages_per_rank,
-            len(cuts) - 1,
-            memory,
-            limits.split,
-        )
-
-    return Setting(ranks, microbatches, even_cuts_only, least_time)
-
-
 # ---------------------------------------------------------------- the cells of a workload
-MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
-LeastKey = tuple[int, int, Link, float]  # rows, tensor and its link, slowdown
-
-
 class Estimate(NamedTuple):
     """About how long a step of a cell takes, and how much its fullest device holds."""
 
@@ -359,7 +308,7 @@ class Pricing(Protocol):
 class UnitPricing:
     """Costs in the units of the papers; a cell is a number of ranks and micro-batches."""
 
-    cost: UnitCost
+    cost: Cost
     memory: float | None = None  # micro-batches of a rank's work
     limits: Limits = field(default_factory=Limits)
 
@@ -369,39 +318,41 @@ class UnitPricing:
 
     def setting(self, cell: Cell) -> Setting:
         """Return the ranks and micro-batches of a cell, with slices of equal length."""
-        return unit_setting(
-            self.cost, cell.ranks, cell.microbatches, self.memory, self.limits
-        )
+        setting = Setting(cell.ranks, cell.microbatches, even_cuts_only)
+        if self.limits.skip or self.limits.weights > 1:
+            return setting  # Micro-batches must visit all stages, of which there is one copy.
 
-    def bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat."""
-        if self.limits.skip:
-            return partial_unit_bound(
-                self.cost,
-                cell.ranks,
-                cell.microbatches,
-                self.limits.stages,
-                self.limits.slices,
-                self.limits.skip,
-                self.limits.split,
-                self.limits.weights,
-            )
+        def least_time(placement: StagePlacement, cuts: Cuts) -> float:
+            return self._bound(cell, placement.stages_per_rank, len(cuts) - 1)
+
+        return replace(setting, least_time=least_time)
+
+    def _bound(self, cell: Cell, stages: int, slices: int) -> float:
+        """Return a time that no plan with at most so many stages of a rank and slices can beat, if units have one."""
+        if not isinstance(self.cost, UnitCost):
+            return 0.0
         return space_bound(
             self.cost,
             cell.ranks,
             cell.microbatches,
-            self.limits.stages,
-            self.limits.slices,
+            stages,
+            slices,
             self.memory,
             self.limits.split,
-            weights=self.limits.weights,
+            self.limits.weights,
+            self.limits.skip,
         )
+
+    def bound(self, cell: Cell) -> float:
+        """Return a time that no step of this cell can beat."""
+        return self._bound(cell, self.limits.stages, self.limits.slices)
 
     def close_bound(self, cell: Cell) -> float:
         """Return a tighter bound, which looks at every placement that the search tries."""
         quick = self.bound(cell)
         if self.limits.skip or self.limits.weights > 1:
             return quick
+        assert isinstance(self.cost, UnitCost)
         close = tried_bound(
             self.cost, cell.ranks, cell.microbatches, self.limits, self.memory
         )
@@ -416,11 +367,24 @@ class UnitPricing:
         return 1.0 - self.limits.skip
 
 
-@dataclass(frozen=True, slots=True)
+class Process(NamedTuple):
+    """What the profile of a process depends on."""
+
+    rows: int
+    tensor: int
+    link: Link  # between the processes of `tensor`
+    slowdown: float = (
+        1.0  # how many times longer it computes, because processors are shared
+    )
+    shard: int = 1
+    shard_link: Link = NO_LINK
+
+
+@dataclass(eq=False)
 class ProfilePricing:
     """Costs by profiles. `profile_at` returns the profile for a number of rows.
 
-    Links are those of the profile, of equal `machines`, or of a `cluster`.
+    Links are those of the profile, of equal `machines`, or of a `cluster`. Whatever takes long is computed once.
     """
 
     workload: Workload
@@ -428,73 +392,58 @@ class ProfilePricing:
     limits: Limits = field(default_factory=Limits)
     machines: Machines | None = None
     cluster: Cluster | None = None
-    costs: dict[Cell, PlacedCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    meshes: dict[MeshKey, Profile] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    networks: dict[Cell, Network] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    least: dict[LeastKey, LeastTimes] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    bounds: dict[object, float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    works: dict[object, tuple[float, float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    layouts: dict[object, PlacedLayers] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    placed: dict[tuple[Cell, StagePlacement], Floats] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    slice_times: dict[object, LeastBlockTimes] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    choices: dict[Cell, list[Cuts]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
-    def cost(self, cell: Cell) -> PlacedCost:
+    def __post_init__(self) -> None:
+        self.cost = cache(self._cost)
+        self.profile_of = cache(self._profile_of)
+        self.network = cache(self._network)
+        self.work = cache(self._work)
+        self.slice_times = cache(self._slice_times)
+        self.layout = cache(self._layout)
+        self.placed_bounds = cache(self._placed_bounds)
+        self.choices = cache(self._choices)
+
+    def _cost(self, cell: Cell) -> PlacedCost:
         """Return the cost of any schedule of a cell."""
-        if cell not in self.costs:
-            self.costs[cell] = PlacedCost(
-                self.profile(cell),
-                self.workload.tokens,
-                cell.recomputed,
-                partition=self.workload.fixed.partition,
-                speeds=self.speeds(cell),
-            )
-        return self.costs[cell]
+        return PlacedCost(
+            self.profile(cell),
+            self.workload.tokens,
+            cell.recomputed,
+            partition=self.workload.fixed.partition,
+            speeds=self.speeds(cell),
+        )
 
     # ------------------------------------------------------------ one process of a cell
     def profile(self, cell: Cell) -> Profile:
         """Return the profile of a process of a cell, with the links between its ranks."""
         place = replace(cell, microbatches=1, rows=1, recomputed=0.0)
-        if place not in self.networks:
-            self.networks[place] = self._network(cell)
-        return replace(self.process(cell), network=self.networks[place])
+        return replace(self.process(cell), network=self.network(place))
 
     def process(self, cell: Cell) -> Profile:
         """Return the profile of a process of a cell; its links between ranks do not count."""
-        key = (cell.rows, cell.tensor, cell.shard, *self.mesh_links(cell))
-        if key not in self.meshes:
-            profile = self.profile_at(cell.rows)
-            if self.workload.config is not None:
-                profile = send_as(profile, self.workload.config.run.messages)
-            self.meshes[key] = mesh_profile(
-                profile,
-                cell.tensor,
-                cell.shard,
-                key[3],
-                self.processors(cell)[1],
-                shard_link=key[4],
-            )
-        return self.meshes[key]
+        worker = self.worker(cell)
+        if cell.shard > 1:
+            _, shard_link = self.mesh_links(cell)
+            worker = worker._replace(shard=cell.shard, shard_link=shard_link)
+        return self.profile_of(worker)
+
+    def worker(self, cell: Cell) -> Process:
+        """Return what the times of a process depend on: neither micro-batches nor shards."""
+        link, _ = self.mesh_links(cell)
+        return Process(cell.rows, cell.tensor, link, self.processors(cell)[1])
+
+    def _profile_of(self, process: Process) -> Profile:
+        profile = self.profile_at(process.rows)
+        if self.workload.config is not None:
+            profile = send_as(profile, self.workload.config.run.messages)
+        return mesh_profile(
+            profile,
+            process.tensor,
+            process.shard,
+            process.link,
+            process.slowdown,
+            process.shard_link,
+        )
 
     def _network(self, cell: Cell) -> Network:
         if self.machines is not None:
@@ -558,24 +507,24 @@ class ProfilePricing:
 
     def cuts(self, cell: Cell, slices: int) -> list[Cuts]:
         """Return the ways to cut a sequence into slices: equal ones, and planned ones."""
-        tokens = self.workload.tokens
         if slices == 1:
-            return [(0, tokens)]
-        if cell not in self.choices:
-            self.choices[cell] = cut_choices(
-                cell.ranks,
-                cell.microbatches,
-                tokens,
-                self.cost(cell),
-                self.workload.granularity,
-                limit=self.limits.slices,
-            )
-        return [one for one in self.choices[cell] if len(one) == slices + 1]
+            return [(0, self.workload.tokens)]
+        return [one for one in self.choices(cell) if len(one) == slices + 1]
+
+    def _choices(self, cell: Cell) -> list[Cuts]:
+        return cut_choices(
+            cell.ranks,
+            cell.microbatches,
+            self.workload.tokens,
+            self.cost(cell),
+            self.workload.granularity,
+            limit=self.limits.slices,
+        )
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat: gather, passes and optimizer."""
         update = _least_update(self.process(cell), cell.ranks)
-        passes = self.workload.passes * self._pass_bound(cell)
+        passes = self.workload.passes * self.pass_bound(cell)
         return self.gather(cell) + passes + update
 
     def close_bound(self, cell: Cell) -> float:
@@ -589,7 +538,7 @@ class ProfilePricing:
             return quick  # Chimera and partial paths need more than these placements.
         least = inf
         for placement in placements:
-            least = min(least, float(self._placed_bounds(cell, placement).min()))
+            least = min(least, float(self.placed_bounds(cell, placement).min()))
             if least <= quick:
                 return quick
         return least
@@ -608,45 +557,32 @@ class ProfilePricing:
 
     def least_time(self, cell: Cell, placement: StagePlacement, cuts: Cuts) -> float:
         """Return a time that no step on this placement with these cuts can beat."""
-        times = self._slice_times(cell)
-        return float(self._placed_bounds(cell, placement)[times.class_of(cuts)])
+        times = self.slice_times(self.worker(cell))
+        return float(self.placed_bounds(cell, placement)[times.class_of(cuts)])
 
     def _placed_bounds(self, cell: Cell, placement: StagePlacement) -> Floats:
         """Return times that no step on this placement can beat, by classes of cuts."""
-        if (cell, placement) in self.placed:
-            return self.placed[cell, placement]
         process = self.process(cell)
-        layout = self._layout(cell, placement)
+        layout = self.layout(
+            self.worker(cell), cell.ranks, placement, self.speeds(cell)
+        )
         latency, byte = self._sum_link(cell)
         link = self._fastest_hop(cell)
-        room = Room(
-            process.layer,
-            process.embed,
-            process.head,
-            process.message,
-            process.tied,
-            self.workload.memory,
-            cell.copies,
-        )
         load = CellLoad(
             cell.microbatches,
             count_of_share(cell.recomputed, layout.size),
             Hop(link.latency, process.sent / link.bandwidth),
-            process.turn,
+            cell.copies,
+            self.workload.memory,
             latency,
             byte,
             self._channels(cell, process.sent),
         )
-        bounds: Floats = placed_bounds(layout, self._slice_times(cell), room, load)
+        times = self.slice_times(self.worker(cell))
+        bounds = PlacedBound(layout, times, process, load).least_times()
         bounds /= max(self.speeds(cell), default=1.0)
-        update = layout.on_ranks(
-            layout.of_blocks(
-                *(one.update for one in (room.layer, room.embed, room.head))
-            )
-        )
-        bounds = self.gather(cell) + self.workload.passes * bounds + float(update.max())
-        self.placed[cell, placement] = bounds
-        return bounds
+        update = layout.on_ranks(layout.of_blocks(process, "update"))
+        return self.gather(cell) + self.workload.passes * bounds + float(update.max())
 
     def _channels(self, cell: Cell, message: float) -> Channels | None:
         """Return what a message costs the channels of its ranks at least, if messages share channels.
@@ -664,36 +600,34 @@ class ProfilePricing:
         sent, received = (Hop(0.0, message * seconds) for seconds in least)
         return Channels(network.channels, sent, received)
 
-    def _layout(self, cell: Cell, placement: StagePlacement) -> PlacedLayers:
+    def _layout(
+        self,
+        worker: Process,
+        ranks: int,
+        placement: StagePlacement,
+        speeds: tuple[float, ...],
+    ) -> PlacedLayers:
         """Return a placement with its layers, which depend neither on micro-batches nor on shards."""
-        speeds = self.speeds(cell)
-        key = (self._work_key(cell), cell.ranks, placement, speeds)
-        if key not in self.layouts:
-            stages = placement.stages(cell.ranks)
-            partition = self.workload.fixed.partition
-            if not partition:
-                slowest = (
-                    [min(speeds[rank :: cell.ranks]) for rank in range(cell.ranks)]
-                    if speeds
-                    else []
-                )
-                ranks = tuple(stage.rank for stage in stages)
-                partition = balance_layers(
-                    self.process(cell), self.workload.tokens, ranks, slowest
-                )
-            self.layouts[key] = PlacedLayers(stages, partition)
-        return self.layouts[key]
-
-    def _slice_times(self, cell: Cell) -> LeastBlockTimes:
-        key = self._work_key(cell)
-        if key not in self.slice_times:
-            self.slice_times[key] = least_block_times(
-                replace(self.process(cell), tokens=self.workload.tokens),
-                self.most_slices,
-                self.limits.split,
-                self.workload.granularity,
+        stages = placement.stages(ranks)
+        partition = self.workload.fixed.partition
+        if not partition:
+            slowest = [min(speeds[rank::ranks]) for rank in range(ranks) if speeds]
+            partition = balance_layers(
+                self.profile_of(worker),
+                self.workload.tokens,
+                tuple(stage.rank for stage in stages),
+                slowest,
             )
-        return self.slice_times[key]
+        return PlacedLayers(stages, partition)
+
+    def _slice_times(self, worker: Process) -> LeastBlockTimes:
+        cuts = self.workload.tokens // self.workload.granularity
+        return least_block_times(
+            replace(self.profile_of(worker), tokens=self.workload.tokens),
+            max(1, min(self.limits.slices, cuts)),
+            self.limits.split,
+            self.workload.granularity,
+        )
 
     def _sum_link(self, cell: Cell) -> tuple[float, float]:
         """Return the seconds of the latencies of a sum over the copies, and of each byte of it.
@@ -719,7 +653,7 @@ class ProfilePricing:
         that recomputes nothing.
         """
         process = self.process(cell)
-        forward, backward = self._work(cell)
+        forward, backward = self.work(self.worker(cell))
         ranks, count = cell.ranks, cell.microbatches
         rank_work = (forward * (1 + cell.recomputed) + backward) / ranks
         hop = self.least_hop(cell) * (ranks - 1)
@@ -740,27 +674,15 @@ class ProfilePricing:
             peaks.append(min(count, ranks - again) * (held + message))
         return Estimate(seconds, weights + max(peaks))
 
-    def _work(self, cell: Cell) -> tuple[float, float]:
+    def _work(self, worker: Process) -> tuple[float, float]:
         """Return the seconds of a whole forward and backward of the model."""
-        key = self._work_key(cell)
-        if key not in self.works:
-            process, tokens = self.process(cell), self.workload.tokens
-            blocks = process.blocks(process.layers, first=True, last=True)
-            forward, backward = (
-                sum(n * one.fit(op).curve.of(tokens, 0) for n, one in blocks)
-                for op in (Op.F, Op.B)
-            )
-            self.works[key] = (forward, backward)
-        return self.works[key]
-
-    def _work_key(self, cell: Cell) -> object:
-        """Return what the times of a process depend on."""
-        return (
-            cell.rows,
-            cell.tensor,
-            self.mesh_links(cell)[0],
-            self.processors(cell)[1],
+        profile, tokens = self.profile_of(worker), self.workload.tokens
+        blocks = profile.blocks(profile.layers, first=True, last=True)
+        forward, backward = (
+            sum(n * one.fit(op).curve.of(tokens, 0) for n, one in blocks)
+            for op in (Op.F, Op.B)
         )
+        return forward, backward
 
     def _sum_seconds(self, cell: Cell, gradients: float) -> float:
         """Return the seconds of a ring that sums gradients over the copies of a rank."""
@@ -772,42 +694,32 @@ class ProfilePricing:
         steps = 2 * (cell.copies - 1)
         return steps * (link.latency + gradients / cell.copies / link.bandwidth)
 
-    def _pass_bound(self, cell: Cell) -> float:
+    def pass_bound(self, cell: Cell) -> float:
         """Return a time that no pass of this cell can beat.
 
         It depends neither on the shards nor on the share that is recomputed, unless that is
         everything. So many cells have the same bound.
         """
-        hop = self.least_hop(cell)
-        fastest = max(self.speeds(cell), default=1.0)
-        again = cell.recomputed == 1.0
-        processors, slowdown = self.processors(cell)
-        least_key = (cell.rows, cell.tensor, self.mesh_links(cell)[0], slowdown)
-        copies = 1 if processors is None else cell.copies
-        sizes = (cell.ranks, cell.microbatches, copies)
-        key = (least_key, sizes, again, hop, fastest, processors)
-        if key in self.bounds:
-            return self.bounds[key]
-        if least_key not in self.least:
-            profile = self.process(cell)
-            visited = visited_layers(profile.layers, self.limits.skip)
-            self.least[least_key] = least_times(
-                replace(profile, layers=visited, tokens=self.workload.tokens),
-                self.most_slices,
-                self.limits.split,
-                self.workload.granularity,
-            )
-        least = replace(self.least[least_key], hop=hop)
-        if again:
-            least = with_recomputation(least)
-        bound_of = partial_profile_bound if self.limits.skip else profile_bound
-        weights = self.limits.weights
-        bound = bound_of(least, cell.ranks, cell.microbatches, weights) / fastest
-        if processors is not None:
-            work = _least_work(least) * cell.microbatches * cell.copies
-            bound = max(bound, work / processors)
-        self.bounds[key] = bound
-        return bound
+        profile = self.profile_of(self.worker(cell))
+        times = self.slice_times(self.worker(cell)).of_model(
+            visited_layers(profile.layers, self.limits.skip),
+            self.least_hop(cell),
+            profile.turn,
+            again=cell.recomputed == 1.0,
+        )
+        bound = mean_bound(
+            times,
+            cell.ranks,
+            cell.microbatches,
+            self.limits.weights,
+            partial=self.limits.skip > 0,
+        )
+        bound /= max(self.speeds(cell), default=1.0)
+        processors, _ = self.processors(cell)
+        if processors is None:
+            return bound
+        work = sum(times.work) * cell.microbatches * cell.copies
+        return max(bound, work / processors)
 
     def least_hop(self, cell: Cell) -> float:
         """Return the least time of a message between two ranks of a cell."""
@@ -820,12 +732,6 @@ class ProfilePricing:
         if self.machines is not None:
             return self.machines.fastest_hop(cell)
         return fastest_link(self.profile(cell).network)
-
-    @property
-    def most_slices(self) -> int:
-        """The most slices of a sequence: as many as the limit allows, and as there are cuts."""
-        cuts = self.workload.tokens // self.workload.granularity
-        return max(1, min(self.limits.slices, cuts))
 
     def least_bytes(self, cell: Cell) -> float:
         """Return bytes that the fullest device of a cell holds at least, with any plan.
@@ -841,11 +747,6 @@ class ProfilePricing:
         if not cell.recomputed:
             held += whole.held * self.workload.tokens * (1.0 - self.limits.skip)
         return held / cell.ranks
-
-
-def _least_work(times: LeastTimes) -> float:
-    """Seconds that one micro-batch takes at least, over all ranks."""
-    return times.layers * sum(times.layer) + sum(times.embed) + sum(times.head)
 
 
 def _least_update(profile: Profile, ranks: int) -> float:

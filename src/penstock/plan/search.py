@@ -45,7 +45,7 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from penstock.cost.cost import Cost, UnitCost
+from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts
@@ -67,7 +67,7 @@ from penstock.plan.orders import (
     rung_work,
     rungs_of,
 )
-from penstock.plan.pricing import Pricing, unit_setting
+from penstock.plan.pricing import Pricing, UnitPricing
 from penstock.plan.space import (
     ODD_SLICED_STAGES,
     ODD_SLICES,
@@ -77,7 +77,6 @@ from penstock.plan.space import (
     Limits,
     Setting,
     StagePlacement,
-    even_cuts_only,
     fixed_recipes,
     placements,
     skipped_share,
@@ -161,10 +160,9 @@ def portfolio(
         weights=weights,
     )
     limits = Limits(stages, slices, weights)
-    setting = Setting(ranks, microbatches, even_cuts_only)
-    if isinstance(cost, UnitCost):
-        setting = unit_setting(cost, ranks, microbatches, memory, limits)
-    found = rank_setting(setting, Judge(cost, memory), limits, watch)
+    pricing = UnitPricing(cost, memory, limits)
+    cell = Cell(1, ranks, 1, 1, microbatches, 1, 0.0)
+    found = rank_setting(pricing.setting(cell), pricing.judge(cell), limits, watch)
     if not found.candidates:
         raise ShapeError(nothing_fits(found.too_large, memory, shown))
     return found
