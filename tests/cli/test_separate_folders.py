@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from commands import environment, free_port, torchrun, wait_for, write_text_run
-from penstock.train.checkpoints.checkpoint import is_complete_checkpoint, newest
+from penstock.train.checkpoints.checkpoint import faults, newest
 from penstock.train.checkpoints.place import RemoteCheckpoints
 from penstock.train.history import read_rows
 
@@ -63,8 +63,8 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
     # The text is on the first disk alone, so its tokens were sent to the second machine.
     tokens = b / "run" / "tokens.bin"
     assert (tokens.stat().st_size, tokens.is_symlink()) == (2 * len(TEXT) + 2, False)
-    assert is_complete_checkpoint(newest(a / "run" / "checkpoints")[0])
-    assert not is_complete_checkpoint(newest(b / "run" / "checkpoints")[0])
+    assert not faults(newest(a / "run" / "checkpoints")[0], quick=True)
+    assert faults(newest(b / "run" / "checkpoints")[0], quick=True)
     # The first machine is lost with its disk, and the file of the second one is damaged. The storage has both.
     (damaged,) = newest(b / "run" / "checkpoints")[0].glob("*.safetensors")
     damaged.write_bytes(bytes(damaged.stat().st_size))

@@ -26,7 +26,7 @@ from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoints import checkpoint
 from penstock.train.checkpoints.checkpoint import (
     Saver,
-    checkpoint_faults,
+    faults,
     good_step,
     load,
     newest,
@@ -158,7 +158,7 @@ def test_saving_goes_on_while_training_does_and_keeps_the_last(tmp_path):
         "step-00000012",
     ]
     assert not list(job.checkpoints.glob("*.saving"))
-    assert all(not list(checkpoint_faults(path)) for path in newest(job.checkpoints))
+    assert all(not faults(path) for path in newest(job.checkpoints))
 
 
 def test_a_copy_is_saved_not_what_training_makes_of_it_meanwhile(tmp_path):

@@ -29,7 +29,7 @@ from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoints.checkpoint import (
     NOTE,
     Saver,
-    is_complete_checkpoint,
+    faults,
     newest,
     newest_good,
     prune,
@@ -248,8 +248,8 @@ def test_a_rank_that_is_ahead_and_saves_already_is_not_swept_away(tmp_path):
 
 def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, caplog):
     path = save_all(tmp_path, 5)
-    assert is_complete_checkpoint(path, ["a", "b"])
-    assert not is_complete_checkpoint(path, ["a", "lost", "more"])
+    assert not faults(path, ["a", "b"], quick=True)
+    assert faults(path, ["a", "lost", "more"], quick=True)
     assert newest_good(tmp_path, names=["a", "b"]) == path
     assert newest_good(tmp_path, names=["a", "lost", "more"]) is None
     assert "it has no lost and 1 other weights" in caplog.text

@@ -76,7 +76,7 @@ from penstock.train.before.start import (
 )
 from penstock.train.checkpoints.checkpoint import (
     CHECKPOINTS_FOLDER,
-    is_complete_checkpoint,
+    faults,
     step_name,
 )
 from penstock.train.data.corpus import Corpus, describe_use, read_prompt
@@ -221,7 +221,7 @@ def train_as_rank(
     if comm.rank == 0:
         # If ranks with separate folders were asked to stop, this folder has only a share of the model.
         last = folder / CHECKPOINTS_FOLDER / step_name(verdict.step)
-        _show_ending(folder, verdict, sample if is_complete_checkpoint(last) else 0)
+        _show_ending(folder, verdict, 0 if faults(last, quick=True) else sample)
 
 
 # ---------------------------------------------------------------- before the workers start

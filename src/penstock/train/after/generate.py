@@ -37,7 +37,7 @@ from penstock.schedules.skip import PartPath
 from penstock.train.checkpoints.checkpoint import (
     CHECKPOINTS_FOLDER,
     CheckpointFacts,
-    checkpoint_faults,
+    faults,
     load,
     lost_files,
     newest,
@@ -121,10 +121,9 @@ def open_trained(path: Path) -> Trained:
             lost
             or f"{path} has no checkpoint\n  name the folder of a run, a checkpoint, or a Hugging Face folder"
         )
-    wrong = list(checkpoint_faults(found))
-    if wrong:
+    for name, fault in faults(found).items():
         raise FileError(
-            f"{found} is damaged: {wrong[0]}\n"
+            f"{found} is damaged: {name} {fault}\n"
             "  name another checkpoint of the run, or train on with --resume, which takes "
             "the newest good one"
         )

@@ -30,7 +30,7 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -346,29 +346,12 @@ def prune(
     checkpoints = newest(folder)
     if step is not None:
         checkpoints = [path for path in checkpoints if step_of(path) <= step]
-    newest_complete = None
-    for path in checkpoints:
-        if is_complete_checkpoint(path, names):
-            newest_complete = path
-            break
+    whole = (path for path in checkpoints if not faults(path, names, quick=True))
+    newest_complete = next(whole, None)
     for path in checkpoints[keep:]:
         if path != newest_complete:
             shutil.rmtree(path, ignore_errors=True)
     sweep(folder, step)
-
-
-def is_complete_checkpoint(path: Path, names: Collection[str] = ()) -> bool:
-    """Whether a checkpoint has all of its files in full size, and these tensors.
-
-    It does not verify checksums.
-    """
-    try:
-        for name, known in read_facts(path)["files"].items():
-            if size_fault(path / name, known):
-                return False
-        return not missing_tensors(path, names)
-    except (FileError, OSError):
-        return False
 
 
 def missing_tensors(path: Path, names: Collection[str]) -> list[str]:
@@ -420,7 +403,7 @@ def newest(folder: Path) -> list[Path]:
 def good_step(folder: Path) -> int:
     """Return the step of the newest checkpoint if it has no damage, else -1."""
     for path in newest(folder)[:1]:
-        if not all_faults(path):
+        if not faults(path):
             return step_of(path)
     return -1
 
@@ -435,78 +418,57 @@ def newest_good(
     """
     rank, ranks = (comm.rank, comm.ranks) if comm else (0, 1)
     for path in newest(folder):
-        faults = find_faults(path, names, rank, ranks)
-        for fault in faults:
-            _log.warning("%s is damaged: %s", path, fault)
-        count = torch.tensor([float(len(faults))], dtype=torch.float64)
-        if comm is not None:
-            comm.add(count, tuple(range(ranks))).wait()
-        if not count.item():
+        found = faults(path, names, rank, ranks)
+        for name, fault in found.items():
+            _log.warning("%s is damaged: %s %s", path, name, fault)
+        told = exchange(comm, found) if comm else [found]
+        if not any(told):
             return path
         if rank == 0:
             _log.warning("%s is left alone; looking for an earlier one", path)
     return None
 
 
-def find_faults(
-    path: Path, names: Collection[str], rank: int = 0, ranks: int = 1
-) -> list[str]:
-    """Return what is wrong with this rank's share of the files; the first one also looks for tensors of these names."""
-    faults = list(checkpoint_faults(path, rank, ranks))
-    if not faults and rank == 0:
-        faults = list(filter(None, [find_missing_tensors(path, names)]))
-    return faults
+def faults(
+    path: Path,
+    names: Collection[str] = (),
+    rank: int = 0,
+    ranks: int = 1,
+    quick: bool = False,
+) -> dict[str, str]:
+    """Return what is wrong with a checkpoint, by the names of its files; several threads read them.
+
+    Of several ranks, each verifies its share of the files, and the first one also looks for tensors of these names.
+    A `quick` look knows files by their sizes alone.
+    """
+    try:
+        facts = read_facts(path)
+    except FileError as error:
+        return {NOTE: str(error).removeprefix(f"{NOTE} ")}
+    files = facts["files"]
+    judge = size_fault if quick else file_fault
+
+    def fault_of(name: str) -> str:
+        fault = judge(path / name, files[name])
+        return fault + saved_where(facts, name) if fault == MISSING else fault
+
+    mine = sorted(files)[rank::ranks]
+    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as pool:
+        found = dict(zip(mine, pool.map(fault_of, mine), strict=True))
+    wrong = {name: fault for name, fault in found.items() if fault}
+    return wrong if wrong or rank else tensor_faults(path, names)
 
 
-def find_missing_tensors(path: Path, names: Collection[str]) -> str:
+def tensor_faults(path: Path, names: Collection[str]) -> dict[str, str]:
     """Say which tensors of these names a checkpoint lacks; empty if it lacks none."""
     try:
         missing = missing_tensors(path, names)
     except FileError as error:  # in a file that another rank verifies
-        return str(error)
+        return {"a header": f"cannot be read: {error}"}
     if not missing:
-        return ""
+        return {}
     others = f" and {len(missing) - 1} other weights" if len(missing) > 1 else ""
-    return f"it has no {missing[0]}{others}"
-
-
-def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
-    """Yield what is wrong with checkpoint.json and with this rank's share of the files."""
-    try:
-        facts = read_facts(path)
-    except FileError as error:
-        yield str(error)
-        return
-    files = facts["files"]
-    for name in sorted(files)[rank::ranks]:
-        fault = file_fault(path / name, files[name])
-        if fault:
-            where = saved_where(facts, name) if fault == MISSING else ""
-            yield f"{name} {fault}{where}"
-
-
-def all_faults(path: Path) -> dict[str, str]:
-    """Return what is wrong with a checkpoint, by the names of its files; several threads read them."""
-    faults = note_fault(path)
-    if faults:
-        return faults
-    files = read_facts(path)["files"]
-
-    def fault_of(name: str) -> str:
-        return file_fault(path / name, files[name])
-
-    with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as pool:
-        faults = dict(zip(files, pool.map(fault_of, files), strict=True))
-    return {name: fault for name, fault in faults.items() if fault}
-
-
-def note_fault(path: Path) -> dict[str, str]:
-    """Return what is wrong with checkpoint.json, by its name; nothing if it can be read."""
-    try:
-        read_facts(path)
-    except FileError as error:
-        return {NOTE: str(error).removeprefix(f"{NOTE} ")}
-    return {}
+    return {"it": f"has no {missing[0]}{others}"}
 
 
 def file_fault(file: Path, known: Fingerprint) -> str:
@@ -568,7 +530,7 @@ def read_facts(path: Path) -> CheckpointFacts:
     version = facts.get("version", CHECKPOINT_VERSION)
     if isinstance(version, int) and version > CHECKPOINT_VERSION:
         raise FileError(
-            f"{path} is of version {version}; this Penstock reads up to "
+            f"{NOTE} is of version {version}; this Penstock reads up to "
             f"{CHECKPOINT_VERSION}: upgrade it"
         )
     empty: dict[str, Any] = {}

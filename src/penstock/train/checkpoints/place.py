@@ -31,10 +31,9 @@ from penstock.train.checkpoints.checkpoint import (
     SAVING,
     STEP_PREFIX,
     Fingerprint,
-    all_faults,
+    faults,
     file_fault,
     newest,
-    note_fault,
     read_facts,
     step_name,
     step_of,
@@ -77,26 +76,26 @@ def fetch_newest(storage: Storage, folder: Path) -> Path | None:
     here = [step_of(path) for path in newest(folder)]
     for step in sorted({*stored, *here}, reverse=True):
         path = folder / step_name(step)
-        faults = all_faults(path)
-        if not faults:
+        wrong = faults(path)
+        if not wrong:
             return None
-        if step in stored and _mend(storage, path, faults):
+        if step in stored and _mend(storage, path, wrong):
             return path
     return None
 
 
-def _mend(storage: Storage, path: Path, faults: Mapping[str, str]) -> bool:
+def _mend(storage: Storage, path: Path, wrong: Mapping[str, str]) -> bool:
     """Replace damaged files by those of a storage, or all files if its checkpoint is another one; tell of success."""
     step = step_of(path)
-    if NOTE not in faults and has_note(storage, step, path):
+    if NOTE not in wrong and has_note(storage, step, path):
         files = read_facts(path)["files"]
-        left = fetch_files(storage, step, path, {name: files[name] for name in faults})
-        for name in faults.keys() - left.keys():
-            tell_mended(path / name, faults[name], storage.place)
+        left = fetch_files(storage, step, path, {name: files[name] for name in wrong})
+        for name in wrong.keys() - left.keys():
+            tell_mended(path / name, wrong[name], storage.place)
     else:
         left = fetch_step(storage, step, path.parent)
     for name, fault in left.items():
-        here = f"{name} {faults[name]}, and " if name in faults else ""
+        here = f"{name} {wrong[name]}, and " if name in wrong else ""
         _log.warning(
             "%s cannot be mended: %sin %s %s %s; looking for an earlier one",
             *(path, here, storage.place, "it" if here else name, fault),
@@ -114,7 +113,7 @@ def has_note(storage: Storage, step: int, path: Path) -> bool:
 
 def tell_mended(file: Path, fault: str, place: str) -> None:
     """Say where a file came from, with a warning if it took the place of a damaged one."""
-    if fault == MISSING:
+    if fault.startswith(MISSING):
         _log.info("fetched %s/%s from %s", file.parent.name, file.name, place)
     else:
         _log.warning("%s %s; the copy from %s took its place", file, fault, place)
@@ -124,21 +123,21 @@ def fetch_files(
     storage: Storage, step: int, path: Path, wanted: Mapping[str, Fingerprint]
 ) -> dict[str, str]:
     """Copy files of a checkpoint into its folder if they are intact; return what is wrong with the others."""
-    faults = {}
+    wrong = {}
     for name, known in wanted.items():
         part = path / f"{name}{PART}"
         try:
             storage.fetch_file(step, name, part)
             fault = file_fault(part, known)
             if fault:
-                faults[name] = fault
+                wrong[name] = fault
             else:
                 part.replace(path / name)
         except FileNotFoundError:
-            faults[name] = MISSING
+            wrong[name] = MISSING
         finally:
             part.unlink(missing_ok=True)
-    return faults
+    return wrong
 
 
 def fetch_step(storage: Storage, step: int, folder: Path) -> dict[str, str]:
@@ -156,15 +155,14 @@ def fetch_step(storage: Storage, step: int, folder: Path) -> dict[str, str]:
         except FileNotFoundError:
             return {NOTE: MISSING}
         (part / NOTE).write_bytes(note)
-        faults = note_fault(part)
-        if not faults:
-            files = read_facts(part)["files"]
-            faults = fetch_files(storage, step, part, files)
-        if not faults:
+        wrong = faults(part, quick=True)  # All files, as long as they are missing.
+        if NOTE not in wrong:
+            wrong = fetch_files(storage, step, part, read_facts(part)["files"])
+        if not wrong:
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
             _log.info("fetched %s from %s", final.name, storage.place)
-        return faults
+        return wrong
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

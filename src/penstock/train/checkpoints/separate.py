@@ -45,7 +45,6 @@ from penstock.train.checkpoints.checkpoint import (
     Fingerprint,
     Saver,
     file_fault,
-    find_missing_tensors,
     newest,
     publish,
     read_facts,
@@ -54,6 +53,7 @@ from penstock.train.checkpoints.checkpoint import (
     step_name,
     step_of,
     sweep,
+    tensor_faults,
 )
 from penstock.train.checkpoints.folders import (
     FileRelay,
@@ -494,12 +494,12 @@ class SeparateCheckpoints:
 
     def _has_tensors(self, path: Path, names: Collection[str]) -> bool:
         """Whether a checkpoint has all tensors of these names; the first rank of each machine looks."""
-        own = ""
+        own: dict[str, str] = {}
         if self.folders.keeps(self.comm.rank):
-            own = find_missing_tensors(path, names)
+            own = tensor_faults(path, names)
         found = list(filter(None, exchange(self.comm, own)))
-        for fault in found[:1]:
-            self._note_fault(f"{path} is damaged: {fault}")
+        for name, fault in found[0].items() if found else ():
+            self._note_fault(f"{path} is damaged: {name} {fault}")
         return not found
 
     # ------------------------------------------------------------ saying what is wrong
