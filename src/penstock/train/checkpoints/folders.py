@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from penstock.errors import FileError, PenstockError
 from penstock.runtime.comm.comm import Comm, exchange
 from penstock.train.checkpoints.checkpoint import PART
 
-Result = TypeVar("Result")
 TOKEN_PREFIX = ".seen-"
 PULSE_SECONDS = 5.0  # between two signs of life of a rank that works
 
@@ -188,8 +187,7 @@ def relay_file(comm: Comm, file: Path, size: int, chain: Sequence[int]) -> None:
     All ranks must call it. A rank that cannot read or write passes all pieces on before it raises OSError.
     """
     place = chain.index(comm.rank) if comm.rank in chain else -1
-    source = _Source(file) if place == 0 else None
-    target = _Target(file) if place > 0 else None
+    end = _End(file, reads=place == 0) if place >= 0 else None
 
     def relay(count: int, own: Tensor | None) -> Tensor:
         if own is None:
@@ -199,94 +197,72 @@ def relay_file(comm: Comm, file: Path, size: int, chain: Sequence[int]) -> None:
         return own
 
     for number, begin in enumerate(range(0, size, PIECE_BYTES), 1):
-        count = min(PIECE_BYTES, size - begin)
-        if place >= 0:
-            piece = relay(count, source.read(count) if source else None)
-            if target is not None:
-                target.write(piece)
+        if end is not None:
+            count = min(PIECE_BYTES, size - begin)
+            piece = relay(count, end.read(count) if end.reads else None)
+            end.write(piece)
         if number % PIECES_BETWEEN_BARRIERS == 0:
             comm.barrier()  # Ranks outside the chain would run out of patience.
-    if place >= 0:
-        whole = relay(1, source.is_whole() if source else None)
-        if target is not None:
-            target.whole = bool(whole.item())
+    if end is not None:
+        intact = torch.tensor([end.failure is None], dtype=torch.uint8)
+        end.whole = bool(relay(1, intact if end.reads else None).item())
     comm.barrier()
-    for end in (source, target):
-        if end is not None:
-            end.close()
+    if end is not None:
+        end.close()
 
 
 class _End:
-    """One end of a file's way. After an error nothing more is tried, and the error is kept."""
+    """One end of a file's way. After an error nothing more is tried, and the error is kept.
 
-    def __init__(self) -> None:
+    The first rank reads, and zeros take the place of what it cannot read. The others write under another name, and
+    rename the file when it is complete.
+    """
+
+    def __init__(self, file: Path, reads: bool) -> None:
+        self.file = file
+        self.reads = reads
+        self.part = file if reads else file.with_name(file.name + PART)
+        self.whole = False  # whether the first rank had everything
         self.failure: OSError | None = None
+        self.opened: BinaryIO | None = None
+        with self._trying():
+            if not reads:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            self.opened = self.part.open("rb" if reads else "wb")
 
-    def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """Do something with the file, if nothing has failed so far."""
-        if self.failure is None:
-            try:
-                return work()
-            except OSError as error:
-                self.failure = error
-        return None
-
-
-class _Source(_End):
-    """A file that is read; if that fails, zeros take its place."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.opened = self.attempt(lambda: file.open("rb"))
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
 
     def read(self, count: int) -> Tensor:
-        opened = self.opened
-        content = self.attempt(lambda: opened.read(count) if opened else b"") or b""
-        if len(content) < count:
-            self.failure = self.failure or OSError(
-                "a file became shorter while it was sent"
-            )
-            content = content.ljust(count, b"\0")
+        """Return the next bytes."""
+        content = b""
+        if self.opened is not None and self.failure is None:
+            with self._trying():
+                content = self.opened.read(count)
+                if len(content) < count:
+                    raise OSError("a file became shorter while it was sent")
+        content = content.ljust(count, b"\0")
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def is_whole(self) -> Tensor:
-        """Whether nothing failed, as a message to the other ranks."""
-        return torch.tensor([self.failure is None], dtype=torch.uint8)
-
-    def close(self) -> None:
-        if self.opened is not None:
-            self.opened.close()
-        if self.failure is not None:
-            raise self.failure
-
-
-class _Target(_End):
-    """A file that is written under another name, and renamed when it is complete."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.file = file
-        self.part = file.with_name(file.name + PART)
-        self.whole = False  # whether the source had everything
-        self.opened = self.attempt(self._open)
-
-    def _open(self) -> BinaryIO:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        return self.part.open("wb")
-
     def write(self, piece: Tensor) -> None:
-        opened = self.opened
-        self.attempt(lambda: opened and opened.write(piece.cpu().numpy().data))
+        """Write the next bytes, unless this end reads."""
+        if self.opened is not None and self.failure is None and not self.reads:
+            with self._trying():
+                self.opened.write(piece.cpu().numpy().data)
 
     def close(self) -> None:
-        self.attempt(self._finish)
-        with suppress(OSError):
-            self.part.unlink()  # It is still there if something was missing.
+        """Close the file and give it its name; raise the error if something failed."""
+        with self._trying():
+            if self.opened is not None:
+                self.opened.close()
+            if self.whole and not self.reads and self.failure is None:
+                self.part.replace(self.file)
+        if not self.reads:
+            with suppress(OSError):
+                self.part.unlink()  # It is still there if something was missing.
         if self.failure is not None:
             raise self.failure
-
-    def _finish(self) -> None:
-        assert self.opened is not None
-        self.opened.close()
-        if self.whole:
-            self.part.replace(self.file)
