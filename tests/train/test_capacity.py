@@ -191,7 +191,7 @@ def test_a_machine_that_others_join_needs_room_to_begin_alone(monkeypatch):
 @pytest.mark.parametrize("room", [2e6, 2e7, 1e8])
 def test_what_is_said_to_fit_does(room):
     places = [MemoryPool("this machine", room, (0, 1, 2, 3))]
-    words = too_large(load(), places, CONFIG)
+    words = too_large(load(), places)
     changes = re.findall(r"[a-z]+\.[a-z]+=\w+", words)
     assert changes or "no single size" in words
     for change in changes:
@@ -205,11 +205,8 @@ def test_what_is_said_to_fit_does(room):
             (config.model.layers // 4,) * 4,
         )
         other = load_of(config, plan, sizes_of(config.model, 256, config.data.tokens))
-        assert too_large(other, places, config) == "", change
-    assert (
-        too_large(load(), [MemoryPool("this machine", 1e12, (0, 1, 2, 3))], CONFIG)
-        == ""
-    )
+        assert too_large(other, places) == "", change
+    assert too_large(load(), [MemoryPool("this machine", 1e12, (0, 1, 2, 3))]) == ""
 
 
 @pytest.fixture

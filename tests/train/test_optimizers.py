@@ -13,7 +13,7 @@ from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.measure.probe import Probe, footprint
 from penstock.models import token_loss, valid_tokens
 from penstock.runtime import run_threads
-from penstock.train.before.capacity import MemoryLoad, needs_of
+from penstock.train.before.capacity import load_of, needs_of
 from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
@@ -274,9 +274,8 @@ def test_memory_counts_the_state_of_the_optimizer():
     frozen = numbers("optimizer.groups=[{match='layers.*', frozen=true}]")
     assert (frozen.layers, frozen.ends, frozen.layers_trained) == (1, 4, 0)
     job = job_of(None, "1f1b")
-    load = MemoryLoad(
-        sizes, job.plan.schedule, job.partition, 2, 8, MeshConfig(), False, False
-    )
+    plan = replace(job.plan, partition=job.partition)
+    load = load_of(job.config, plan, sizes)
     adamw = [need.weights for need in needs_of(load)]
     light = [need.weights for need in needs_of(replace(load, numbers=sgd))]
     assert light == pytest.approx([one / 2 for one in adamw])

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.config import MeshConfig
 from penstock.errors import ConfigError
-from penstock.formats.config_toml import load_config
+from penstock.formats.config_toml import apply_changes, load_config
 from penstock.measure.probe import Probe, footprint
 from penstock.models.layer import Dropout, current_place, dropping, place_at, recomputed
-from penstock.train.before.capacity import MemoryLoad, needs_of
+from penstock.train.before.capacity import load_of, needs_of
 from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.weights import sizes_of
 from trainings import SMALL, VOCAB, apart, job_of, losses, train
@@ -76,11 +75,10 @@ def test_what_is_recomputed_is_not_kept(block):
     inner *= 4 * tokens
     assert inner <= kept - less <= inner + 4 * tokens * 3 * sizes.width
     job = job_of(None, "1f1b")
-    load = MemoryLoad(
-        sizes, job.plan.schedule, job.partition, 2, 8, MeshConfig(), False, False
-    )
-    before = needs_of(load)
-    after = needs_of(replace(load, inside=(block,)))
+    plan = replace(job.plan, partition=job.partition)
+    changed = apply_changes(job.config, [f"run.recompute_{block}=true"])
+    before = needs_of(load_of(job.config, plan, sizes))
+    after = needs_of(load_of(changed, plan, sizes))
     for one, other in zip(before, after, strict=True):
         assert other.activations < one.activations
         assert other.weights == one.weights

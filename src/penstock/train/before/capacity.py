@@ -11,11 +11,15 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
+from penstock.cost.columns import example_column
 from penstock.cost.memory import device_memory
 from penstock.cost.profile import sent_bytes
 from penstock.cost.sizes import (
@@ -26,8 +30,9 @@ from penstock.cost.sizes import (
     part_moments,
 )
 from penstock.errors import ConfigError, ShapeError
-from penstock.ir import Plan, Schedule
+from penstock.ir import Plan
 from penstock.ir.action import BACKWARD
+from penstock.ir.table import Floats
 from penstock.models import even_partition
 from penstock.models.family import count_parameters
 from penstock.runtime.process.machine import available_memory
@@ -35,7 +40,6 @@ from penstock.schedules.coverage import hold_every_part
 from penstock.train.compiling import chunk_of
 from penstock.train.elastic import choose_mirrors, first_plan, is_elastic
 from penstock.train.optimizer import (
-    ADAMW_NUMBERS,
     ParameterNumbers,
     parameter_numbers,
 )
@@ -55,28 +59,30 @@ SUGGESTED_SHARE = 0.95
 class MemoryLoad:
     """Everything that the memory of a run depends on."""
 
+    config: Config
+    plan: Plan
     sizes: Sizes
-    schedule: Schedule
-    partition: tuple[int, ...]
-    rows: int  # sequences of a micro-batch
-    tokens: int  # of a sequence
-    mesh: MeshConfig
-    recompute: bool
     half: bool  # most activations have two bytes instead of four
-    recorded: bool = False  # actions are recorded (run.graphs)
-    recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
-    loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
-    messages: str = "float32"  # the type in which messages travel (run.messages)
-    numbers: ParameterNumbers = ADAMW_NUMBERS
-    inside: tuple[str, ...] = ()  # what layers recompute: "attention", "mlp" or both
+    recorded: bool  # actions are recorded (run.graphs)
+    numbers: ParameterNumbers
     # Parts of which a rank has a mirror (run.mirror), and that rank.
     mirrors: tuple[tuple[int, int], ...] = ()
 
     @property
+    def item(self) -> float:
+        """The bytes of a number of most activations."""
+        return FLOAT32_BYTES / 2 if self.half else FLOAT32_BYTES
+
+    @property
+    def slice_tokens(self) -> int:
+        """The tokens of a slice of a micro-batch, in all of its rows."""
+        config = self.config
+        return config.rows * -(-config.data.tokens // self.plan.schedule.slices)
+
+    @property
     def chunk(self) -> int:
         """The tokens of a chunk of the loss; 0 if all logits exist at a time."""
-        tokens = self.rows * -(-self.tokens // self.schedule.slices)
-        return chunk_in_use(self.loss_chunk, tokens, self.sizes.vocab)
+        return chunk_in_use(chunk_of(self.config), self.slice_tokens, self.sizes.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +114,12 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> MemoryLoad:
     """Return what a config and its plan ask for."""
     on_gpu = uses_gpus(config)
     return MemoryLoad(
+        config,
+        plan,
         sizes,
-        plan.schedule,
-        plan.partition,
-        config.rows,
-        config.data.tokens,
-        config.mesh,
-        config.run.recompute,
         precision_on(config, "cuda" if on_gpu else "cpu") == "bfloat16",
         is_recording(config, on_gpu),
-        plan.recompute,
-        chunk_of(config),
-        config.run.messages,
         parameter_numbers(config.optimizer, sizes, config.lora),
-        config.run.recomputed_inside,
     )
 
 
@@ -160,7 +158,7 @@ def why_too_large(
             mirrors = choose_mirrors(hold_every_part(schedule), nothing)
             pairs = [(part, target) for part, _, target in mirrors]
             load = replace(load, mirrors=tuple(pairs))
-        refusal = too_large(load, pools, config)
+        refusal = too_large(load, pools)
         if refusal:
             return refusal
     return ""
@@ -187,98 +185,92 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
 # ---------------------------------------------------------------- what a run needs
 def needs_of(load: MemoryLoad) -> list[Need]:
     """Return the need of one process of each rank."""
-    parts = [_cost_of_part(load, number) for number in range(len(load.partition))]
-    cost = ModelCost(tuple(parts), tokens=load.tokens)
-    schedule = load.schedule
+    schedule = load.plan.schedule
+    partition = load.plan.partition
+    parts = [_cost_of_part(load, number) for number in range(len(partition))]
+    cost = ModelCost(tuple(parts), tokens=load.config.data.tokens)
     use = device_memory(schedule, cost, load.recorded)
-    moments = use.total - use.weights - use.activations
-    columns = (use.weights.tolist(), use.activations.tolist(), moments.tolist())
+    weights = use.weights.copy()
     for part, rank in load.mirrors:
-        columns[0][rank] += parts[part].weights
-    for rank, size in enumerate(_feedback_bytes(load, cost)):
-        columns[2][rank] += size
+        weights[rank] += parts[part].weights
+    moments = use.total - use.weights - use.activations
+    if load.config.run.messages == "int8":
+        moments += _feedback_bytes(load, cost)
+    columns = (weights.tolist(), use.activations.tolist(), moments.tolist())
     rows = zip(*columns, strict=True)
     return [Need(rank, *row) for rank, row in enumerate(rows)]
 
 
-def _feedback_bytes(load: MemoryLoad, cost: ModelCost) -> list[float]:
-    """The bytes of each rank for what rounding takes from the gradients that it sends, if they travel as int8."""
-    schedule = load.schedule
-    sizes = [0.0] * schedule.ranks
-    if load.messages != "int8":
-        return sizes
-    per_token = load.rows * load.sizes.width * FLOAT32_BYTES
-    for rank, lane in enumerate(schedule.lanes):
-        for action in lane:
-            path = schedule.microbatches[action.microbatch].path
-            place = path.index(action.stage)
-            if action.op.kind != BACKWARD or not place:
-                continue
-            if schedule.stages[path[place - 1]].rank != rank:
-                sizes[rank] += per_token * cost.length(schedule, action)
-    return sizes
+def _feedback_bytes(load: MemoryLoad, cost: ModelCost) -> Floats:
+    """The bytes of each rank for what rounding takes from the gradients that it sends as int8."""
+    schedule = load.plan.schedule
+    table = schedule.table
+    tokens = example_column(schedule, cost.length)
+    tokens[(table.kind != BACKWARD) | (table.target() < 0)] = 0.0
+    sizes = np.bincount(table.rank, tokens, schedule.ranks).astype(np.float64)
+    return load.config.rows * load.sizes.width * FLOAT32_BYTES * sizes
 
 
 def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
     """The bytes of one part; time does not matter here."""
+    run, mesh = load.config.run, load.config.mesh
+    rows, width = load.config.rows, load.sizes.width
     counts = count_parameters(load.sizes)
-    layers = load.partition[number]
-    last = len(load.partition) - 1
-    end_parameters = 0
-    if number == 0:
-        end_parameters += counts.embed
-    if number == last:
-        end_parameters += counts.head
+    numbers = load.numbers
+    layers = load.plan.partition[number]
+    first = number == 0
+    last = number == len(load.plan.partition) - 1
+    end_parameters = counts.embed * first + counts.head * last
+    layer_parameters = layers * counts.layer
+    message = rows * width * FLOAT32_BYTES
     held = layers * _bytes_held_by_layer(load)
-    message = load.rows * load.sizes.width * FLOAT32_BYTES
-    if number == last:
+    if last:
         # The logits, and what the final norm keeps.
-        held += load.rows * FLOAT32_BYTES * 2 * load.sizes.width
-        held += load.rows * _bytes_of_logits(load)
+        held += rows * FLOAT32_BYTES * 2 * width
+        held += rows * _bytes_of_logits(load)
     else:
         held += message
-    numbers = load.numbers
-    layer_numbers = layers * counts.layer * _numbers_held(load.mesh, numbers.layers, 2)
-    end_numbers = end_parameters * _numbers_held(load.mesh, numbers.ends, 3)
+    layer_numbers = layer_parameters * _numbers_held(mesh, numbers.layers, 2)
+    end_numbers = end_parameters * _numbers_held(mesh, numbers.ends, 3)
     weights = FLOAT32_BYTES * (layer_numbers + end_numbers)
-    if load.half and load.mesh.size == 1:
+    if load.half and mesh.size == 1:
         # Copies of all matrices in half precision (`penstock.runtime.backward`).
-        head = counts.head if number == last else 0
-        weights += FLOAT32_BYTES / 2 * (layers * counts.layer + head)
-    tied = _tied_bytes(load)
-    if number == 0 == last:
+        weights += FLOAT32_BYTES / 2 * (layer_parameters + counts.head * last)
+    tied = 0.0
+    if load.sizes.tied and mesh.shard == 1:
+        # Embedding and head share a matrix on a rank that has both. Sharded parts each keep their own copy.
+        shared = load.sizes.vocab * width * _numbers_held(mesh, numbers.ends, 3)
+        tied = FLOAT32_BYTES * shared
+    if first and last:
         weights -= tied
-    trained = layers * counts.layer * numbers.layers_trained
+    trained = layer_parameters * numbers.layers_trained
     trained += end_parameters * numbers.ends_trained
-    gradients = FLOAT32_BYTES * float(trained) / load.mesh.size
+    gradients = FLOAT32_BYTES * float(trained) / mesh.size
     tied_gradients = tied / numbers.ends * numbers.ends_trained
-    if number in (0, last):
+    if first or last:
         gradients -= tied_gradients
-    no_time = Seconds()
     moments = part_moments(
         asdict(config_of(load.sizes)),
         layers,
-        number == 0,
-        number == last,
-        load.rows,
+        first,
+        last,
+        rows,
         load.half,
-        load.mesh.tensor,
+        mesh.tensor,
         load.chunk,
     )
-    if load.inside and layers:
+    if run.recomputed_inside and layers:
         # One layer at a time has the inner features of its MLP, or what its attention keeps.
-        most = max(_bytes_inside(load, block) for block in load.inside)
+        most = max(_bytes_inside(load, block) for block in run.recomputed_inside)
         moments = moments._replace(working=moments.working + most)
     return PartCost(
-        no_time,
-        no_time,
-        no_time,
+        *(Seconds(),) * 3,
         held=held,
         message=message,
-        sent=sent_bytes(message, load.rows, load.messages),
+        sent=sent_bytes(message, rows, run.messages),
         weights=weights,
         tied=tied,
-        recompute=load.recompute or number in load.recomputed,
+        recompute=run.recompute or number in load.plan.recompute,
         gradients=gradients,
         tied_gradients=tied_gradients,
         **moments._asdict(),
@@ -294,36 +286,20 @@ def _bytes_of_logits(load: MemoryLoad) -> float:
     sizes = load.sizes
     if not load.chunk:
         return float(FLOAT32_BYTES * sizes.vocab)
-    item = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
-    kept = item * sizes.vocab
-    if load.schedule.is_split:
+    kept = load.item * sizes.vocab
+    if load.plan.schedule.is_split:
         return kept
     matrix = FLOAT32_BYTES * sizes.vocab * sizes.width
-    tokens = load.rows * -(-load.tokens // load.schedule.slices)
-    return min(kept, 2 * item * sizes.width + matrix / tokens)
-
-
-def _tied_bytes(load: MemoryLoad) -> float:
-    """Bytes of the matrix that embedding and head share on a rank that has both.
-
-    Sharded parts each keep their own copy, so they share nothing.
-    """
-    if not load.sizes.tied or load.mesh.shard > 1:
-        return 0.0
-    numbers = (
-        load.sizes.vocab
-        * load.sizes.width
-        * _numbers_held(load.mesh, load.numbers.ends, 3)
-    )
-    return FLOAT32_BYTES * numbers
+    return min(kept, 2 * load.item * sizes.width + matrix / load.slice_tokens)
 
 
 def _bytes_held_by_layer(load: MemoryLoad) -> float:
     """Bytes that a layer keeps for each token position of a micro-batch."""
+    config = load.config
     whole, cut = held_in_layer(load.sizes)
-    cut_bytes = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
-    held = load.rows * (whole * FLOAT32_BYTES + cut * cut_bytes / load.mesh.tensor)
-    return held - sum(_bytes_inside(load, block) for block in load.inside)
+    held = whole * FLOAT32_BYTES + cut * load.item / config.mesh.tensor
+    inside = [_bytes_inside(load, block) for block in config.run.recomputed_inside]
+    return config.rows * held - sum(inside)
 
 
 def _bytes_inside(load: MemoryLoad, block: str) -> float:
@@ -333,10 +309,9 @@ def _bytes_inside(load: MemoryLoad, block: str) -> float:
         numbers = inner_numbers(sizes.family, load.sizes.inner)
     else:
         # Slices carry keys and values on, so these stay.
-        keys = 0 if load.schedule.slices > 1 else 2 * key_width(sizes)
+        keys = 0 if load.plan.schedule.slices > 1 else 2 * key_width(sizes)
         numbers = 2 * sizes.width + keys
-    item = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
-    return load.rows * numbers * item / load.mesh.tensor
+    return load.config.rows * numbers * load.item / load.config.mesh.tensor
 
 
 def _numbers_held(mesh: MeshConfig, own: float, gathered: int) -> float:
@@ -370,7 +345,7 @@ def memory_pools(placement: Placement, processes_per_rank: int = 1) -> list[Memo
 
 
 # ---------------------------------------------------------------- the two together
-def too_large(load: MemoryLoad, places: list[MemoryPool], config: Config) -> str:
+def too_large(load: MemoryLoad, places: list[MemoryPool]) -> str:
     """Say why a load does not fit into these places, and what would; empty if it fits."""
     needs = needs_of(load)
     full = [place for place in places if _taken(needs, place) > place.bytes]
@@ -383,7 +358,7 @@ def too_large(load: MemoryLoad, places: list[MemoryPool], config: Config) -> str
     ]
     ranks = sorted(set(worst.ranks), key=lambda rank: -needs[rank].total)
     shown = ranks[:RANKS_SHOWN]
-    each = " each" if load.mesh.size > 1 else ""
+    each = " each" if load.config.mesh.size > 1 else ""
     for rank in sorted(shown):
         weights = write_size(needs[rank].weights)
         activations = write_size(needs[rank].activations)
@@ -394,7 +369,7 @@ def too_large(load: MemoryLoad, places: list[MemoryPool], config: Config) -> str
         )
     if len(ranks) > len(shown):
         lines.append(f"  and {len(ranks) - len(shown)} more ranks, which need less")
-    remedies = list(_smaller_settings(load, lambda one: _fits(one, places), config))
+    remedies = list(_smaller_settings(load, places))
     if remedies:
         lines.append(f"  any one of these would fit: {', '.join(remedies)}")
     else:
@@ -416,84 +391,56 @@ def _fits(load: MemoryLoad, places: list[MemoryPool]) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """A setting that can be made smaller."""
-
-    name: str
-    value: int
-    step: int  # it must stay a multiple of this
-    change: Callable[[int], MemoryLoad]  # the load with another value
-
-
-def _smaller_settings(
-    load: MemoryLoad, fits: Callable[[MemoryLoad], bool], config: Config
-) -> Iterator[str]:
+def _smaller_settings(load: MemoryLoad, places: list[MemoryPool]) -> Iterator[str]:
     """The settings that would make a run fit, each by itself."""
-    if not load.recompute and fits(replace(load, recompute=True)):
+    config, sizes, schedule = load.config, load.sizes, load.plan.schedule
+    again = replace(config, run=replace(config.run, recompute=True))
+    if not config.run.recompute and _fits(replace(load, config=again), places):
         yield "run.recompute=true"
-    settings = _data_settings(load, config)
-    if not config.model.folder:
-        settings = [*_model_settings(load, config), *settings]
-    for setting in settings:
-        count = _largest_fitting(setting, fits)
-        if count and (setting.name, count) != ("data.tokens", 1):
-            yield f"{setting.name}={count * setting.step}"
-
-
-def _data_settings(load: MemoryLoad, config: Config) -> list[_Setting]:
-    slices = max(microbatch.slices for microbatch in load.schedule.microbatches)
-    passages = config.passages
-
-    def with_tokens(tokens: int) -> MemoryLoad:
-        return replace(load, tokens=tokens)
-
-    def with_batch(batch: int) -> MemoryLoad:
-        return replace(load, rows=batch // passages)
-
-    return [
-        _Setting("data.tokens", load.tokens, slices, with_tokens),
-        _Setting("data.batch", config.data.batch, passages, with_batch),
+    slices = max(microbatch.slices for microbatch in schedule.microbatches)
+    settings = [  # with their values, and numbers of which they must stay multiples
+        ("model.layers", sizes.layers, schedule.parts),
+        ("model.width", sizes.width, 2 * sizes.heads),
+        ("model.inner", sizes.inner, config.mesh.tensor),
+        ("model.vocab", sizes.vocab if config.model.vocab else 0, 1),
+        ("data.tokens", config.data.tokens, slices),
+        ("data.batch", config.data.batch, config.passages),
     ]
+    for name, value, step in settings:
+        if name.startswith("model.") and config.model.folder:
+            continue
+        count = _largest_fitting(load, places, name, value, step)
+        if count and (name, count) != ("data.tokens", 1):
+            yield f"{name}={count * step}"
 
 
-def _model_settings(load: MemoryLoad, config: Config) -> list[_Setting]:
-    sizes = load.sizes
-    parts = load.schedule.parts
-
-    def resize(**change: int) -> MemoryLoad:
-        return replace(load, sizes=replace(sizes, **change))  # type: ignore[arg-type]
-
-    def with_layers(layers: int) -> MemoryLoad:
-        return replace(resize(layers=layers), partition=even_partition(layers, parts))
-
-    settings = [
-        _Setting("model.layers", sizes.layers, parts, with_layers),
-        _Setting(
-            "model.width", sizes.width, 2 * sizes.heads, lambda n: resize(width=n)
-        ),
-        _Setting(
-            "model.inner", sizes.inner, load.mesh.tensor, lambda n: resize(inner=n)
-        ),
-    ]
-    if config.model.vocab:
-        settings.append(
-            _Setting("model.vocab", sizes.vocab, 1, lambda n: resize(vocab=n))
-        )
-    return settings
+def _resized(load: MemoryLoad, name: str, value: int) -> MemoryLoad:
+    """The load of a run with another value of a setting."""
+    section, _, key = name.partition(".")
+    change: Any = {key: value}
+    if section == "data":
+        data = replace(load.config.data, **change)
+        return replace(load, config=replace(load.config, data=data))
+    plan = load.plan
+    if key == "layers":
+        partition = even_partition(value, plan.schedule.parts)
+        plan = replace(plan, partition=partition)
+    return replace(load, plan=plan, sizes=replace(load.sizes, **change))
 
 
-def _largest_fitting(setting: _Setting, fits: Callable[[MemoryLoad], bool]) -> int:
-    """The largest smaller value that fits, in steps, rounded down; 0 if none does.
+def _largest_fitting(
+    load: MemoryLoad, places: list[MemoryPool], name: str, value: int, step: int
+) -> int:
+    """The largest smaller value of a setting that fits, in steps, rounded down; 0 if none does.
 
     If a value fits, so does every smaller one, so we search by halves.
     """
     low = 0
-    high = setting.value // setting.step - 1
+    high = value // step - 1
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            good = fits(setting.change(middle * setting.step))
+            good = _fits(_resized(load, name, middle * step), places)
         except ShapeError:
             good = False
         if good:
