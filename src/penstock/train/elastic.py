@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 from penstock.config import AUTO, Config
 from penstock.errors import ConfigError
-from penstock.ir.plan import Plan
-from penstock.ir.program import lower
-from penstock.ir.schedule import Schedule
+from penstock.ir import Plan, Schedule, lower, verify
 from penstock.ir.sums import fitting_sums
-from penstock.ir.verify import verify
 from penstock.ir.verify_sums import verify_sums
 from penstock.plan.survivors import (
     PacedCost,

@@ -28,8 +28,7 @@ import numpy as np
 from penstock.errors import FileError, RunError
 from penstock.formats import read_plan
 from penstock.formats.text import hide_secrets, put_in_place
-from penstock.ir.plan import Plan
-from penstock.ir.schedule import Schedule
+from penstock.ir import Plan, Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Sum, Timeline
 from penstock.view.numbers import write_size
 

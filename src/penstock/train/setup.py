@@ -26,8 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from penstock.config import is_recording
-from penstock.ir.program import Program, lower
-from penstock.ir.schedule import Schedule
+from penstock.ir import Program, Schedule, lower
 from penstock.models import Part
 from penstock.models.family import keys_per_token
 from penstock.runtime import (
@@ -35,11 +34,11 @@ from penstock.runtime import (
     Comm,
     CudaTape,
     Executor,
+    Mean,
     ProcessComm,
     compile_stage,
     prove,
 )
-from penstock.runtime.gradients import Mean
 from penstock.runtime.proof import warm_up
 from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of

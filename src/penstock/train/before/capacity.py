@@ -11,6 +11,7 @@ themselves.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +20,6 @@ import numpy as np
 
 from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
-from penstock.cost.columns import example_column
 from penstock.cost.memory import device_memory
 from penstock.cost.profile import sent_bytes
 from penstock.cost.sizes import (
@@ -205,8 +205,9 @@ def _feedback_bytes(load: MemoryLoad, cost: ModelCost) -> Floats:
     """The bytes of each rank for what rounding takes from the gradients that it sends as int8."""
     schedule = load.plan.schedule
     table = schedule.table
-    tokens = example_column(schedule, cost.length)
-    tokens[(table.kind != BACKWARD) | (table.target() < 0)] = 0.0
+    actions = itertools.chain.from_iterable(schedule.lanes)
+    tokens = np.array([cost.length(schedule, action) for action in actions])
+    tokens[(table.kind != BACKWARD) | (table.target() < 0)] = 0
     sizes = np.bincount(table.rank, tokens, schedule.ranks).astype(np.float64)
     return load.config.rows * load.sizes.width * FLOAT32_BYTES * sizes
 

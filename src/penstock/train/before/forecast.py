@@ -21,8 +21,7 @@ from penstock.cost.network import slowest_sum_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import enlarge, send_as
 from penstock.formats import read_row_profiles, write_row_profiles
-from penstock.ir import Plan, Timeline
-from penstock.ir.schedule import stretch
+from penstock.ir import Plan, Timeline, stretch
 from penstock.plan.candidates import Judge
 from penstock.train.placement import Placement
 from penstock.train.step_paths import step_paths

@@ -35,8 +35,7 @@ from penstock.formats.config_toml import (
 )
 from penstock.formats.text import put_in_place
 from penstock.ir import Plan
-from penstock.models import DecoderConfig
-from penstock.models.decoder import initial_constants
+from penstock.models import DecoderConfig, initial_constants
 from penstock.models.layer import recompute_inside, set_dropout
 from penstock.plan.planner import chosen_plan, plan_run
 from penstock.plan.pricing import ProfilePricing

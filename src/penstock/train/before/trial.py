@@ -13,9 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.ir.program import lower
-from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import Timeline
+from penstock.ir import Schedule, Timeline, lower
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
 from penstock.runtime import Batch, Comm, Executor, Result, batch_of, run_threads
 
