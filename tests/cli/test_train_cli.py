@@ -21,10 +21,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-)
 
 import starved_workers
 from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
@@ -42,6 +38,7 @@ from penstock.formats.config_toml import (
 from penstock.ir import parse_action
 from penstock.plan.planner import plan_run
 from penstock.runtime import run_threads
+from penstock.runtime.process.launch import WorkerOutcome
 from penstock.schedules.transforms import replicate
 from penstock.train.data.corpus import open_corpus
 from penstock.train.history import StepRow, read_events, read_rows
@@ -677,17 +674,16 @@ def test_a_refused_resume_leaves_the_run_as_it_was(change, words, here, text):
 def test_the_error_of_a_killed_worker_names_the_signal_and_the_last_checkpoint(
     tmp_path,
 ):
-    killed = {0: ProcessFailure(0, 1, -signal.SIGILL, "<N/A>")}
-    story = _story(ChildFailedError("penstock", killed), 3, tmp_path)
+    text = "was killed by SIGILL"
+    killed = WorkerOutcome(0, -signal.SIGILL, error="(killed)", text=text)
+    story = _story(killed, 3, tmp_path)
     assert (
         "rank 0 was killed by SIGILL, 3 restarts did not help\n  there is no checkpoint yet"
         in story
     )
     assert "run.precision=float32" in story
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
-    assert "the last checkpoint is " in _story(
-        ChildFailedError("penstock", killed), 0, tmp_path
-    )
+    assert "the last checkpoint is " in _story(killed, 0, tmp_path)
 
 
 def test_a_run_is_not_overwritten_and_a_resume_needs_a_checkpoint(text, here):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-)
 
 from penstock.errors import RunError
+from penstock.runtime.process.launch import WorkerOutcome
 from penstock.train import launch as launcher
 from penstock.train.launch import run_worker
 
@@ -51,18 +47,12 @@ def test_workers_that_end_on_a_full_disk_leave_nothing_half_written(
     good = tmp_path / "checkpoints" / "step-00000002"
     good.mkdir(parents=True)
 
-    def torch_launcher(*_: object) -> Callable[..., None]:
-        def run(*_: object) -> None:
-            (tmp_path / "checkpoints" / "step-00000004.saving").mkdir()
-            (
-                tmp_path / "failure.json"
-            ).touch()  # There is room for names, not for text.
-            failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
-            raise ChildFailedError("workers", {0: failure})
+    def run(*_: object) -> list[WorkerOutcome]:
+        (tmp_path / "checkpoints" / "step-00000004.saving").mkdir()
+        (tmp_path / "failure.json").touch()  # There is room for names, not for text.
+        return [WorkerOutcome(0, 1, error="OSError", text="no room")]
 
-        return run
-
-    monkeypatch.setattr(launcher, "elastic_launch", torch_launcher)
+    monkeypatch.setattr(launcher, "run_workers", run)
     with pytest.raises(RunError, match="No space left on device"):
         launcher.launch(run_worker, tmp_path, 1, 0, False)
     assert sorted(tmp_path.rglob("*")) == [good.parent, good]

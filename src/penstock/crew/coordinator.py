@@ -673,4 +673,4 @@ def launch_crew(
             raise lost_server(folder) from None
         except RunError as error:
             raise RunError(f"{error}\n  {way_on(folder)}") from None
-    return raise_worst({0: verdict})
+    return raise_worst([verdict])

@@ -7,8 +7,8 @@ run.
     Ctrl-C ──► RUN/stop ──► all finish their step, save, leave
     a failure that would repeat ──► RUN/failure.json ──► no restart
 
-The launcher is torch's elastic launcher. To train on several machines, run `torchrun --nnodes … -m penstock train
-config.toml` on each; that is the same launcher.
+To train on several machines, run `torchrun --nnodes … -m penstock train config.toml` on each. The
+launcher here gives its workers the same variables.
 
 A worker finds everything it needs in the folder of the run:
 
@@ -31,19 +31,17 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from errno import ENOSPC
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 
 import torch
 from rich.console import Console
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.config import Config, is_recording
 from penstock.errors import (
@@ -61,10 +59,13 @@ from penstock.formats.text import put_in_place
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import (
     ENDING_SIGNALS,
+    KILLED,
     LOCALHOST,
     Meeting,
+    WorkerOutcome,
     end_with_parent,
     hear_signals,
+    run_workers,
     serve_forks,
     under_launcher,
 )
@@ -102,7 +103,7 @@ STOP_FILE = "stop"
 PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"
 FULL_FILE = "full"  # A rank ran out of memory once.
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # a variable that torchrun sets
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # a variable that torchrun sets, too
 # Finds the run in a folder: config, whether to resume, whether to start if there is no checkpoint.
 OpenJob = Callable[[Path, Config, bool, bool], Job]
 _log = logging.getLogger(__name__)
@@ -371,8 +372,6 @@ def write_pid(folder: Path, rank: int) -> None:
     (folder / PIDS_FOLDER / f"{rank}.pid").write_text(f"{os.getpid()}\n")
 
 
-SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
-CHECK_SECONDS = 0.1  # Time between two looks at the workers.
 # The time that clean-up gets before an ending signal comes again.
 SIGNAL_REPEAT_SECONDS = 10.0
 ERROR_TYPES: dict[str, type[PenstockError]] = {
@@ -399,8 +398,10 @@ def forget_previous_end(folder: Path) -> None:
 
 def load_ahead(entry: WorkerEntry) -> None:
     """Load what workers need in the process that they will be forked from, while this one has other work."""
-    if sys.platform == "linux" and not under_launcher():
-        set_launch_environment()
+    if under_launcher():
+        return
+    set_launch_environment()
+    if sys.platform == "linux":
         serve_forks([entry.__module__, *LOADED_MODULES])
 
 
@@ -414,65 +415,56 @@ def launch(
 ) -> Verdict:
     """Run `entry(folder, resume)` in `ranks` processes, and return how rank 0 ended.
 
-    `entry` must be a function of a module, because it is pickled for the workers. A
-    failure of a worker is raised as an error.
+    `entry` must be a function of a module, because it is pickled for the workers. If a worker is lost, all are started
+    again, at most `restarts` times. A failure of a worker is raised as an error.
     """
-    _silence_torch()
     forget_previous_end(folder)
     EventLog(folder, resume)
-    set_launch_environment()
-    method = "spawn"
-    if sys.platform == "linux":
-        method = "forkserver"
-        serve_forks([entry.__module__, *LOADED_MODULES])
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOCALHOST}:0",
-        local_addr=LOCALHOST,
-        max_restarts=restarts,
-        monitor_interval=CHECK_SECONDS,
-        start_method=method,
-        signals_to_handle="SIGQUIT",
-    )
+    load_ahead(entry)
+
+    def words_of(attempt: int, rank: int, port: int) -> tuple[object, ...]:
+        return entry, str(folder), resume, launch_variables(rank, ranks, port, attempt)
+
     with tidying(folder), stopping(folder / STOP_FILE, say):
-        verdicts = _run_workers(config, entry, folder, resume)
-    return raise_worst(verdicts)
+        for attempt in range(restarts + 1):
+            try:
+                outcomes = run_workers(ranks, _work_with, partial(words_of, attempt))
+            except (EOFError, ConnectionError):
+                raise lost_server(folder) from None
+            verdicts = [one.result for one in outcomes if one.result is not None]
+            if len(verdicts) == ranks:
+                return raise_worst(verdicts)
+            failure = read_failure(folder)
+            if failure is not None:
+                return raise_worst([failure])
+    raise RunError(_story(max(outcomes, key=attrgetter("blame")), restarts, folder))
 
 
 def set_launch_environment() -> None:
     """Set the variables that workers inherit."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    # Torch 2.13 keeps one store over all restarts, in which new ranks find the addresses
-    # of dead ones. This gives every restart a new store.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
 
 
-def _run_workers(
-    config: LaunchConfig, entry: WorkerEntry, folder: Path, resume: bool
-) -> dict[int, Verdict]:
-    """Run the workers until they end; return their verdicts by rank."""
-    verdicts: dict[int, Verdict]
-    try:
-        verdicts = elastic_launch(config, entry)(str(folder), resume)
-    except ChildFailedError as error:
-        failure = read_failure(folder)
-        if failure is None:
-            text = _story(error, config.max_restarts, folder)
-            raise RunError(text) from None
-        verdicts = {0: failure}
-    except (EOFError, ConnectionError):
-        raise lost_server(folder) from None
-    except SignalException as error:
-        raise RunError(
-            f"the run was ended by {error.sigval.name}\n  {way_on(folder)}"
-        ) from None
-    return verdicts
+def launch_variables(rank: int, ranks: int, port: int, attempt: int) -> dict[str, str]:
+    """The variables with which torchrun would describe a rank on one machine, whose store we keep."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": LOCALHOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        RESTART_COUNT: str(attempt),
+    }
+
+
+def _work_with(
+    entry: WorkerEntry, folder: str, resume: bool, variables: dict[str, str]
+) -> Verdict:
+    os.environ.update(variables)
+    return entry(folder, resume)
 
 
 def lost_server(folder: Path) -> RunError:
@@ -483,12 +475,12 @@ def lost_server(folder: Path) -> RunError:
     )
 
 
-def raise_worst(verdicts: dict[int, Verdict]) -> Verdict:
+def raise_worst(verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict of rank 0, or raise the error of a failed rank.
 
     A RunError often only follows from the error of another rank, so others come first.
     """
-    failures = [verdict for verdict in verdicts.values() if verdict.error]
+    failures = [verdict for verdict in verdicts if verdict.error]
     if not failures:
         return verdicts[0]
     failures.sort(key=lambda verdict: verdict.error == "RunError")
@@ -503,7 +495,6 @@ def stopping(stop_file: Path, say: SayLine) -> Iterator[None]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop_file.exists():
-            _kill_workers(stop_file.parent / PIDS_FOLDER)
             raise KeyboardInterrupt
         stop_file.touch()
         say("this step is finished and saved first; Ctrl-C ends all at once")
@@ -570,34 +561,15 @@ def _handling(
             signal.signal(number, earlier)
 
 
-def _kill_workers(pids: Path) -> None:
-    """Kill all workers, because they and the launcher would wait for each other."""
-    for file in pids.glob("*.pid"):
-        with suppress(OSError, ValueError):
-            os.kill(int(file.read_text()), signal.SIGKILL)
-
-
-def _silence_torch() -> None:
-    """Silence the log of torch's launcher; errors come back as exceptions."""
-    for name in (
-        "torch.distributed.elastic",
-        "torch.multiprocessing",
-        "torch.distributed.launcher",
-    ):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
 # ---------------------------------------------------------------- messages
-def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
+def _story(outcome: WorkerOutcome[Verdict], restarts: int, folder: Path) -> str:
     """What happened to the first worker that failed, and how to continue."""
-    rank, failure = error.get_first_failure()
-    if failure.exitcode < 0:
-        event = f"was killed by {failure.signal_name()}"
-    else:
-        event = f"failed: {_last_line(failure.message)}"
+    event = outcome.text
+    if outcome.error != KILLED:
+        event = f"failed: {outcome.error}: {outcome.text}"
     attempts = f", {restarts} restarts did not help" if restarts else ""
-    hint = HINTS.get(failure.exitcode, "")
-    return f"rank {rank} {event}{attempts}\n  {way_on(folder)}{hint}"
+    hint = HINTS.get(outcome.code or 0, "")
+    return f"rank {outcome.rank} {event}{attempts}\n  {way_on(folder)}{hint}"
 
 
 def way_on(folder: Path) -> str:
@@ -609,15 +581,6 @@ def way_on(folder: Path) -> str:
         f"the last checkpoint is {checkpoints[0]}; "
         f"go on with: penstock train {folder} --resume"
     )
-
-
-def _last_line(message: object) -> str:
-    """The last line of what a worker left behind, which is its error without the trace."""
-    text = str(message)
-    if isinstance(message, dict):
-        text = message.get("message", text)
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it did not say why"
 
 
 def run_worker(

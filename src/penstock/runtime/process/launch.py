@@ -379,18 +379,35 @@ def worker_outcomes(
             f"other processes cannot import {work.__qualname__}: put it into a file, and "
             "import it from there"
         )
-    store = keep_store()
-    workers: list[WorkerProcess] = []
+
+    def words_of(rank: int, port: int) -> tuple[object, ...]:
+        return rank, ranks, port, patience, backend, work, args
+
     try:
-        for rank in range(ranks):
-            words = (rank, ranks, store.port, patience, backend, work, args)
-            workers.append(WorkerProcess(rank, f"rank {rank}", _work_as_rank, words))
-        return _collect(workers)
+        return run_workers(ranks, _work_as_rank, words_of)
     except (EOFError, ConnectionError):
         raise RunError(
             "the process that starts the workers is gone: somebody or the system has killed it\n"
             "  start again with the same command"
         ) from None
+
+
+def run_workers(
+    ranks: int,
+    entry: Callable[..., Returned],
+    words_of: Callable[[int, int], tuple[object, ...]],
+) -> list[WorkerOutcome[Returned]]:
+    """Run `entry` in a new process for each rank until all have ended; return how, by rank.
+
+    `words_of` gives the arguments of a rank, which can meet the others at a store on the port that it is told.
+    """
+    store = keep_store()
+    workers: list[WorkerProcess] = []
+    try:
+        for rank in range(ranks):
+            words = words_of(rank, store.port)
+            workers.append(WorkerProcess(rank, f"rank {rank}", entry, words))
+        return _collect(workers)
     finally:
         for worker in workers:
             worker.kill()
