@@ -82,30 +82,29 @@ class Axis(NamedTuple):
         ]
 
 
-class Look(NamedTuple):
-    """The attributes of the parts of a plot."""
-
-    grid: dict[str, str]
-    axis: dict[str, str]
-    number: dict[str, str]
-
-
-DRAWN = Look({"stroke": LINE_COLOUR}, {"stroke": TEXT_COLOUR}, {"fill": TEXT_COLOUR})
-STYLED = Look({"class_": "grid"}, {"class_": "axis"}, {"class_": "tick"})
+# The attributes of grid lines, of the axes, and of the numbers beside them.
+Look = tuple[dict[str, str], dict[str, str], dict[str, str]]
+DRAWN: Look = (
+    {"stroke": LINE_COLOUR},
+    {"stroke": TEXT_COLOUR},
+    {"fill": TEXT_COLOUR},
+)
+STYLED: Look = ({"class_": "grid"}, {"class_": "axis"}, {"class_": "tick"})
 
 
 def _axes(x: Axis, y: Axis, look: Look) -> Iterator[str]:
     """Grid lines with their values, ticks with theirs, and what both axes mean."""
+    grid, axis, digits = look
     for number, height in y.ticks():
-        yield _path(f"M{x.begin:g} {height:.1f}H{x.end:g}", **look.grid)
-        right = {"text_anchor": "end", **look.number}
+        yield _path(f"M{x.begin:g} {height:.1f}H{x.end:g}", **grid)
+        right = {"text_anchor": "end", **digits}
         yield element("text", number, x=x.begin - 7, y=f"{height + 4:.1f}", **right)
     for number, across in x.ticks():
-        yield _path(f"M{across:.1f} {y.begin:g}v5", **look.axis)
-        below = {"text_anchor": "middle", **look.number}
+        yield _path(f"M{across:.1f} {y.begin:g}v5", **axis)
+        below = {"text_anchor": "middle", **digits}
         yield element("text", number, x=f"{across:.1f}", y=y.begin + 19, **below)
     frame = f"M{x.begin:g} {y.end:g}V{y.begin:g}H{x.end:g}"
-    yield _path(frame, fill="none", **look.axis)
+    yield _path(frame, fill="none", **axis)
     middle = (x.begin + x.end) / 2
     yield _text(x.name, middle, y.begin + 40, text_anchor="middle")
     turned = f"translate(15 {(y.begin + y.end) / 2:g}) rotate(-90)"
@@ -178,12 +177,10 @@ def chart(
         colour = line.colour or COLOURS[number % len(COLOURS)]
         colours.append(colour)
         if line.low:
-            around = [*_points(x, y, line.x, line.high)]
+            around = _points(x, y, line.x, line.high)
             around += reversed(_points(x, y, line.x, line.low))
-            band = " ".join(around)
-            bands.append(
-                element("polygon", points=band, fill=colour, fill_opacity=0.13)
-            )
+            look = {"fill": colour, "fill_opacity": "0.13"}
+            bands.append(element("polygon", points=" ".join(around), **look))
         curves += _curve(x, y, line, colour, marks)
     plot = [*bands, *_moments(x, moments), *curves]
     clipped = {"clip_path": f"url(#{PLOT_AREA})"} if top is not None else {}
@@ -203,11 +200,9 @@ def chart(
 
 
 def _x_axis(lines: Sequence[Series], name: str) -> Axis:
-    left = min(min(line.x) for line in lines)
-    right = max(max(line.x) for line in lines)
-    if right == left:
-        right = left + 1
-    return Axis(name, left, right, PLOT_LEFT, PLOT_RIGHT)
+    values = [x for line in lines for x in line.x]
+    left, right = min(values), max(values)
+    return Axis(name, left, right if right > left else left + 1, PLOT_LEFT, PLOT_RIGHT)
 
 
 def _y_axis(lines: Sequence[Series], name: str, top: float | None) -> Axis:
@@ -322,31 +317,17 @@ class Front:
     limit: float | None = None  # the memory of a device
 
 
-class _Drawn(NamedTuple):
-    """A dot and its pixel."""
-
-    dot: Dot
-    x: float
-    y: float
+_Drawn = tuple[Dot, float, float]  # a dot and its pixel
+_Box = tuple[float, float, float, float]  # left, top, right and bottom, in pixels
 
 
-class _Box(NamedTuple):
-    """A rectangle of the figure, in pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, others: Sequence[_Box]) -> bool:
-        """Whether it overlaps one of the others."""
-        return any(
-            self.left < other.right
-            and other.left < self.right
-            and self.top < other.bottom
-            and other.top < self.bottom
-            for other in others
-        )
+def _meets(box: _Box, others: Sequence[_Box]) -> bool:
+    """Whether a box overlaps one of the others."""
+    left, top, right, bottom = box
+    return any(
+        left < other[2] and other[0] < right and top < other[3] and other[1] < bottom
+        for other in others
+    )
 
 
 def shown_dots(front: Front) -> list[Dot]:
@@ -365,9 +346,9 @@ def front_figure(front: Front, dots: list[Dot]) -> str:
     x = Axis(front.across, *_range(sizes, 0.06), LEFT, RIGHT, front.sizes)
     times = _range([dot.time for dot in dots], 0.08)
     y = Axis(front.up, *times, BOTTOM, TOP, front.times)
-    drawn = [_Drawn(dot, x.at(dot.size), y.at(dot.time)) for dot in dots]
+    drawn = [(dot, x.at(dot.size), y.at(dot.time)) for dot in dots]
     placed = sorted(
-        (one for one in drawn if one.dot.place), key=lambda one: one.dot.place
+        (one for one in drawn if one[0].place), key=lambda one: one[0].place
     )
     content = [
         element("title", "The time of a step over the memory of the fullest device"),
@@ -389,11 +370,8 @@ def front_figure(front: Front, dots: list[Dot]) -> str:
 
 def _range(values: list[float], room: float) -> tuple[float, float]:
     """The least and the greatest value, each with a share of their distance as room."""
-    least = min(values)
-    greatest = max(values)
-    distance = (greatest - least) * room
-    if distance == 0:
-        distance = greatest * 0.1 or 1.0
+    least, greatest = min(values), max(values)
+    distance = (greatest - least) * room or greatest * 0.1 or 1.0
     return max(0.0, least - distance), greatest + distance
 
 
@@ -419,7 +397,7 @@ def _front_line(placed: list[_Drawn]) -> Iterator[str]:
 def _dots(drawn: list[_Drawn]) -> Iterator[str]:
     """All dots; those with a name and those of the front last, so that nothing covers them."""
     for dot, x, y in sorted(
-        drawn, key=lambda one: (bool(one.dot.label), one.dot.place > 0)
+        drawn, key=lambda one: (bool(one[0].label), one[0].place > 0)
     ):
         radius = 5 if dot.place or dot.label else 3.4
         tip = element("title", escape(dot.tip))
@@ -437,23 +415,23 @@ def _names(placed: list[_Drawn], drawn: list[_Drawn]) -> Iterator[str]:
     numbers: list[_Box] = []
     for dot, x, y in placed:
         right, base = x - 6, y + 15
-        square = _Box(right - NUMBER_SIZE, base - NUMBER_SIZE, right, base)
-        if square.meets(numbers):
+        square = (right - NUMBER_SIZE, base - NUMBER_SIZE, right, base)
+        if _meets(square, numbers):
             continue
         numbers.append(square)
         number = str(dot.place)
-        taken.append(_Box(right - LABEL_WIDTH * len(number), base - 9, right, base))
+        taken.append((right - LABEL_WIDTH * len(number), base - 9, right, base))
         bold = {"font_weight": "600", "font_size": "11"}
         yield _text(number, right, base, class_="halo", text_anchor="end", **bold)
     for dot, x, y in drawn:
         if dot.place or dot.label:
-            taken.append(_Box(x - 6, y - 6, x + 6, y + 6))
-    named = [one for one in drawn if one.dot.label]
-    for dot, x, y in sorted(named, key=lambda one: one.dot.time):
+            taken.append((x - 6, y - 6, x + 6, y + 6))
+    named = [one for one in drawn if one[0].label]
+    for dot, x, y in sorted(named, key=lambda one: one[0].time):
         width = LABEL_WIDTH * len(dot.label)
         for left, base in _label_places(x, y, width):
-            box = _Box(left, base - 10, left + width, base + 3)
-            if not box.meets(taken):
+            box = (left, base - 10, left + width, base + 3)
+            if not _meets(box, taken):
                 break
         taken.append(box)
         yield _text(dot.label, left, base, class_="halo")

@@ -23,7 +23,6 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from penstock.ir.action import Op
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Span, Timeline, Units
 from penstock.view import palette
@@ -216,16 +215,13 @@ def _boxes(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
         palette.paints(timeline).tolist(),
         strict=True,
     )
-    boxes = []
-    for span, left, right, paint in columns:
-        boxes.append(Box(span, left, right, PAINTS[paint]))
+    boxes = [
+        Box(span, left, right, PAINTS[paint]) for span, left, right, paint in columns
+    ]
     drawn = _box_paths(boxes, sheet)
     if len(boxes) <= MAX_NAMED_BOXES:
         drawn = _named_boxes(boxes, sheet, timeline.units)
-    has_gaps = sheet.gap >= 1
-    edge: dict[str, str | float] = {}
-    if has_gaps:
-        edge = {"stroke": IDLE, "stroke_width": 0.8}
+    edge = {"stroke": IDLE, "stroke_width": "0.8"} if sheet.gap >= 1 else {}
     yield from group(drawn, class_="spans", **edge)
     if sheet.font >= MIN_FONT:
         yield from _numbers(boxes, sheet, _longest_label(timeline))
@@ -401,57 +397,33 @@ def _legend(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     """Each op that occurs, with several shades if they have a meaning, then sums and idle time."""
     meaning = " and ".join(_shade_meanings(timeline))
     levels = (0.15, 0.5, 0.85) if meaning else (0.5,)
-    x = sheet.left
-    y = sheet.bottom + 36
-    entries: list[str] = []
-    for op in palette.ops_of(timeline):
-        entries += _shades(op, levels, x, y)
-        entries.append(_legend_name(op.row.label, x, y))
-        x += _entry_width(op.row.label)
+    kinds = [
+        (op.row.label, [palette.paint_of(op, level).fill for level in levels])
+        for op in palette.ops_of(timeline)
+    ]
     if timeline.sums:
-        strip = element(
-            "rect", x=x, y=y + 4, width=LEGEND_BOX, height=4, fill=SUM_COLOUR
-        )
-        entries += [strip, _legend_name(SUM_NAME, x, y)]
-        x += _entry_width(SUM_NAME)
-    idle = element(
-        "rect",
-        x=x,
-        y=y,
-        width=LEGEND_BOX,
-        height=12,
-        fill=IDLE,
-        stroke=GRID_COLOUR,
-    )
-    entries += [idle, _legend_name("idle", x, y)]
+        kinds.append((SUM_NAME, [SUM_COLOUR]))
+    kinds.append(("idle", [IDLE]))
+    left = sheet.left
+    y = sheet.bottom + 36
+    entries = []
+    for name, fills in kinds:
+        x = left
+        width = LEGEND_BOX / len(fills)
+        top, height = (y + 4, 4) if name == SUM_NAME else (y, 12)
+        edge = {"stroke": GRID_COLOUR} if name == "idle" else {}
+        for number, fill in enumerate(fills):
+            size = {"width": width, "height": height}
+            box = element(
+                "rect", x=x + width * number, y=top, **size, fill=fill, **edge
+            )
+            entries.append(box)
+        entries.append(element("text", name, x=x + LEGEND_NAME, y=y + 10.5))
+        left += LEGEND_NAME + LEGEND_LETTER * len(name) + LEGEND_SPACE
     if meaning:
         words = f"light to dark: {meaning}"
         entries.append(element("text", words, x=x + 64, y=y + 10.5, fill=AXIS_COLOUR))
     yield from group(entries, class_="legend")
-
-
-def _shades(op: Op, levels: Sequence[float], x: float, y: float) -> Iterator[str]:
-    """A box in the colours of an op, from light to dark."""
-    width = LEGEND_BOX / len(levels)
-    for number, level in enumerate(levels):
-        yield element(
-            "rect",
-            x=x + width * number,
-            y=y,
-            width=width,
-            height=12,
-            fill=palette.paint_of(op, level).fill,
-        )
-
-
-def _legend_name(name: str, x: float, y: float) -> str:
-    """The name of the entry whose box is at this position."""
-    return element("text", name, x=x + LEGEND_NAME, y=y + 10.5)
-
-
-def _entry_width(name: str) -> float:
-    """The width of a box, its name, and the space after it."""
-    return LEGEND_NAME + LEGEND_LETTER * len(name) + LEGEND_SPACE
 
 
 def _shade_meanings(timeline: Timeline) -> list[str]:
