@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from html import escape
-from itertools import pairwise
+from itertools import pairwise, product
 from math import isfinite, isnan
 
 from penstock.cli.tables import console, print_table
@@ -51,6 +51,7 @@ from penstock.view.report import (
     HeatMap,
     front_section,
     heading,
+    heat_map,
     heat_section,
     list_of,
     paragraphs,
@@ -211,10 +212,6 @@ def _notes(
     landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
 ) -> list[str]:
     """Return the explanations under the table."""
-
-    def visits_all(row: Row) -> bool:
-        return visits_all_parts(row.candidate.schedule)
-
     bound = name_time(landscape.bound, question.units, digits=4)
     gap = ""
     if isfinite(landscape.gap):
@@ -241,25 +238,23 @@ def _notes(
         notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
     hidden = len(landscape.rows) - top
     if hidden > 0:
-        fitting = "candidate fits" if hidden == 1 else "candidates fit"
-        notes.append(f"{hidden} more {fitting}; --top shows more rows")
+        fitting = count_of(hidden, "more candidate fits", "more candidates fit")
+        notes.append(f"{fitting}; --top shows more rows")
     if landscape.too_large:
         name, peak = landscape.too_large[0]
         count = len(landscape.too_large)
-        exceeding = (
-            "1 candidate exceeds" if count == 1 else f"{count} candidates exceed"
-        )
+        exceeding = count_of(count, "candidate exceeds", "candidates exceed")
         limit = name_size(question.workload.memory or 0.0, question.units, 4)
         notes.append(
             f"{exceeding} the memory of {limit}; "
             f"the smallest of them is {name} ({name_size(peak, question.units, 4)})"
         )
     if landscape.left_out:
-        count = landscape.left_out
-        which = "1 division" if count == 1 else f"{count} divisions"
+        which = count_of(landscape.left_out, "division", "divisions")
+        they_were = "it was" if landscape.left_out == 1 else "they were"
         notes.append(
             f"{which} of the devices and the batch could have a faster plan, "
-            f"but the search reached its limit before {'it was' if count == 1 else 'they were'} tried"
+            f"but the search reached its limit before {they_were} tried"
         )
     untried = []
     if question.limits.skip:
@@ -267,11 +262,11 @@ def _notes(
             f"skips: each micro-batch leaves out this many parts, at most {question.limits.skip:.0%} "
             "of the layers; this changes what is computed"
         )
-        whole = next((r for r in landscape.rows if visits_all(r)), None)
-        if whole is not None:
-            step = name_time(whole.candidate.step, question.units, digits=4)
+        whole = [r for r in landscape.rows if visits_all_parts(r.candidate.schedule)]
+        if whole:
+            step = name_time(whole[0].candidate.step, question.units, digits=4)
             notes.append(
-                f"the best plan that leaves out nothing is {row_title(whole, landscape)}: {step}"
+                f"the best plan that leaves out nothing is {row_title(whole[0], landscape)}: {step}"
             )
     else:
         untried.append("skip (it leaves out work: --skip 0.25)")
@@ -517,32 +512,26 @@ class LandscapePage:
 
     def division_map(self, name: str, places: Map, slowest: float) -> HeatMap:
         """Return a map over copies and ranks."""
-        ranks = sorted({key[1] for key in places})
-        rows = []
-        for count in sorted({key[0] for key in places}):
-            cells = [places.get((count, column)) for column in ranks]
-            drawn = [self.place(one, slowest) if one else None for one in cells]
-            rows.append((f"D={count}", tuple(drawn)))
-        columns = tuple(f"P={count}" for count in ranks)
+        drawn = {key: self.place(place, slowest) for key, place in places.items()}
+        copies = {count: f"D={count}" for count in sorted({key[0] for key in places})}
+        ranks = {count: f"P={count}" for count in sorted({key[1] for key in places})}
         is_roomy = len(ranks) <= MAX_ROOMY_RANKS
-        return HeatMap(name, "copies D, ranks P", columns, tuple(rows), is_roomy)
+        return heat_map(name, "copies D, ranks P", drawn, copies, ranks, is_roomy)
 
     def placement_map(
         self, name: str, found: dict[tuple[str, int], Row], slowest: float
     ) -> HeatMap:
         """Return a map over placements and slices of the chosen division."""
-        slices = sorted({count for _, count in found})
-        rows = []
-        for placement in dict.fromkeys(placement for placement, _ in found):
-            cells = []
-            for count in slices:
-                row = found.get((placement, count))
-                finding = MapFinding.FOUND if row else MapFinding.OPEN
-                place = MapPlace(finding, row, reason=NOT_TRIED)
-                cells.append(self.place(place, slowest))
-            rows.append((placement, tuple(cells)))
-        columns = tuple(count_of(count, "slice", "slices") for count in slices)
-        return HeatMap(name, "stages of a rank, slices", columns, tuple(rows))
+        placements = {placement: placement for placement, _ in found}
+        counts = sorted({count for _, count in found})
+        slices = {count: count_of(count, "slice", "slices") for count in counts}
+        drawn = {}
+        for key in product(placements, slices):
+            row = found.get(key)
+            finding = MapFinding.FOUND if row else MapFinding.OPEN
+            place = MapPlace(finding, row, reason=NOT_TRIED)
+            drawn[key] = self.place(place, slowest)
+        return heat_map(name, "stages of a rank, slices", drawn, placements, slices)
 
     def place(self, place: MapPlace, slowest: float) -> HeatCell:
         """Return a place as a map shows it; `slowest` is the step of the slowest plan of all maps."""

@@ -212,22 +212,28 @@ def plan_command(
 
     Example: penstock plan config.toml --devices 32 --gpu h100 --for torchtitan -o plan.json
     """
-    counts = (limiting.stages, limiting.slices, limiting.weights)
-    require_at_least(
-        1,
-        **dict(zip(("stages", "slices", "weights"), counts, strict=True)),
-        top=result.top,
-    )
-    open_counts = {"granularity": limiting.granularity, "devices": devices.devices}
-    require_at_least(
-        1, **{name: count for name, count in open_counts.items() if count is not None}
-    )
+    counts = {
+        "stages": limiting.stages,
+        "slices": limiting.slices,
+        "weights": limiting.weights,
+        "top": result.top,
+        "granularity": limiting.granularity,
+        "devices": devices.devices,
+    }
+    given_counts = {name: one for name, one in counts.items() if one is not None}
+    require_at_least(1, **given_counts)
     skip = limiting.skip or 0.0
     if not 0 <= skip <= MAX_SKIP:
         raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
-    limits = Limits(*counts, skip=skip)
-    framework = _framework_of(result.framework, limits)
-    if framework is not None:
+    limits = Limits(limiting.stages, limiting.slices, limiting.weights, skip=skip)
+    framework = None
+    if result.framework is not None:
+        if skip:
+            raise ShapeError(
+                f"--skip plans partial paths, which {result.framework} cannot run\n"
+                "  leave out --skip or --for"
+            )
+        framework = framework_of(result.framework)
         limits = framework.narrow(limits)
     if source is not None or devices.gpu is not None:
         tokens = ["--tokens"] if profile.tokens is not None else []
@@ -263,18 +269,6 @@ def plan_command(
         print_json(landscape_facts(landscape, question))
     else:
         print_landscape(landscape, question, result.top)
-
-
-def _framework_of(name: str | None, limits: Limits) -> Framework | None:
-    """Return the framework to plan for; refuse limits that only our own runtime can use."""
-    if name is None:
-        return None
-    if limits.skip:
-        raise ShapeError(
-            f"--skip plans partial paths, which {name} cannot run\n"
-            "  leave out --skip or --for"
-        )
-    return framework_of(name)
 
 
 # ---------------------------------------------------------------- other frameworks

@@ -239,26 +239,22 @@ def _request_of_sizes(
 
     tokens = compute.tokens or DEFAULT_TOKENS
     preset = sizes.preset or config_toml.DEFAULT_PRESET
+    autocast = compute.autocast
+    kind = (compute.device or "cpu").partition(":")[0]
+    if compute.dtype is None and precision_on(Config(), kind) != "float32":
+        autocast = autocast or "bfloat16"  # as `train` would compute
     return ProfileRequest(
         sizes.hf or preset_sizes(preset, tokens, sizes.changes),
         tokens,
         1,
         compute.device or "cpu",
         compute.dtype or "float32",
-        compute.autocast or _default_autocast(compute.device, compute.dtype),
+        autocast,
         compute.threads,
         rounds=measuring_rounds(quick),
         graphs=compute.graphs,
         quick=quick,
     )
-
-
-def _default_autocast(device: str | None, dtype: str | None) -> str | None:
-    """Return the type in which a model computes that has no config, as `train` would compute it."""
-    kind = (device or "cpu").partition(":")[0]
-    if dtype is not None or precision_on(Config(), kind) == "float32":
-        return None
-    return "bfloat16"
 
 
 def _request_of_config(

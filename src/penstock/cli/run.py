@@ -384,22 +384,19 @@ def describe_step(forecast: Forecast, config: Config) -> str:
     if forecast.processors < processes:
         workers = "ranks" if config.mesh.size == 1 else "processes"
         details.append(f"{processes} {workers} on {forecast.processors} processors")
+    full = ""
+    if forecast.full is not None:
+        seconds = write_time(forecast.full.seconds, digits=3)
+        between = write_range(*forecast.full.range)
+        full = f"; a step that runs all parts {seconds} ({between})"
     gather = ""
     if forecast.gather:
         gather = f"{write_time(forecast.gather, digits=3)} to gather weights, "
     return (
         f"{forecast.speed:,.0f} tokens/s, {step} per step ({write_range(*forecast.range)}): "
         f"{gather}{passes} of {makespan} ({', '.join(details)}), optimizer and the rest {optimizer}"
-        f"{_describe_full(forecast)}"
+        f"{full}"
     )
-
-
-def _describe_full(forecast: Forecast) -> str:
-    """Describe the time of steps that run all parts, if there are such steps beside others."""
-    if forecast.full is None:
-        return ""
-    full = write_time(forecast.full.seconds, digits=3)
-    return f"; a step that runs all parts {full} ({write_range(*forecast.full.range)})"
 
 
 def hint(forecast: Forecast, config: Config) -> str:
@@ -418,7 +415,11 @@ def hint(forecast: Forecast, config: Config) -> str:
 def _show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
     if verdict.stopped and not verdict.step:
-        _print_no_checkpoint(folder)
+        steps = len(read_rows(folder))
+        moment = "before the first step"
+        if steps:
+            moment = f"after {steps} steps, before the first checkpoint"
+        print_plain(f"stopped {moment}\n{way_on(folder)}")
         return
     summary = summarize_run(folder)
     text = ""
@@ -436,15 +437,6 @@ def _show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     if text:
         console().rule("a sample", style="dim")
         sys.stdout.write(text + "\n")
-
-
-def _print_no_checkpoint(folder: Path) -> None:
-    """Say that a run was stopped before it saved anything, and how to continue."""
-    steps = len(read_rows(folder))
-    moment = "before the first step"
-    if steps:
-        moment = f"after {steps} steps, before the first checkpoint"
-    print_plain(f"stopped {moment}\n{way_on(folder)}")
 
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:

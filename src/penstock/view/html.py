@@ -88,9 +88,11 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
     """
     if not timelines:
         raise ShapeError("a page needs at least one timeline")
+    schedules = [timeline.schedule for _, timeline in timelines]
     data = {
         "timelines": [_timeline(name, timeline) for name, timeline in timelines],
-        "alike": _have_one_schedule([timeline for _, timeline in timelines]),
+        # An action has the same number in all of them.
+        "alike": all(one in schedules[:1] for one in schedules),
         "paints": PAINTS,
         "tones": TONES,
         "ops": [{"letter": op.value, "name": op.row.label} for op in OPS],
@@ -108,12 +110,6 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
 def _asset(name: str) -> str:
     """The text of a file that comes with this package."""
     return files("penstock.view").joinpath(name).read_text(encoding="utf-8")
-
-
-def _have_one_schedule(timelines: Sequence[Timeline]) -> bool:
-    """Whether all timelines have one schedule, so that an action has the same number in each."""
-    first = timelines[0].schedule
-    return all(t.schedule is first or t.schedule == first for t in timelines)
 
 
 def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
@@ -152,14 +148,14 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
             "slice": _ints(table.slice),
             "target": _ints(table.target() + 1),  # 0 if it sends no message
             "cause": _ints(timeline.cause.astype(np.int64) + 1),  # 0 if there is none
-            "start": _floats(timeline.start),
-            "end": _floats(timeline.end),
+            "start": _column(timeline.start, "f4"),
+            "end": _column(timeline.end, "f4"),
             # The difference of two large 32-bit times would not be exact.
-            "lasts": _floats(timeline.end - timeline.start),
-            "held": _floats(timeline.activations),
-            "sent": _floats(timeline.sent),
-            "arrived": _floats(timeline.arrived),
-            "bytes": _floats(timeline.bytes),
+            "lasts": _column(timeline.end - timeline.start, "f4"),
+            "held": _column(timeline.activations, "f4"),
+            "sent": _column(timeline.sent, "f4"),
+            "arrived": _column(timeline.arrived, "f4"),
+            "bytes": _column(timeline.bytes, "f4"),
         },
     }
 
@@ -172,10 +168,6 @@ def _ints(values: NDArray[Any]) -> Column:
     if largest < 2**16:
         return _column(values, "u2")
     return _column(values, "u4")
-
-
-def _floats(values: NDArray[Any]) -> Column:
-    return _column(values, "f4")
 
 
 def _column(values: NDArray[Any], kind: str) -> Column:

@@ -25,10 +25,11 @@ This file only draws. The page of a search, which runs no script, is put togethe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import isfinite
+from typing import Any
 
 from penstock.ir.timeline import Timeline, message_seconds, split_idle_time
 from penstock.view.chart import Front, Series, chart, front_figure, shown_dots
@@ -243,6 +244,21 @@ class HeatMap:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[HeatCell | None, ...]], ...]
     roomy: bool = True
+
+
+def heat_map(
+    title: str,
+    corner: str,
+    cells: Mapping[tuple[Any, Any], HeatCell],
+    rows: Mapping[Any, str],
+    columns: Mapping[Any, str],
+    roomy: bool = True,
+) -> HeatMap:
+    """A map of cells by row and column, whose names are given; where there is no cell, it stays empty."""
+    lines = []
+    for row, name in rows.items():
+        lines.append((name, tuple(cells.get((row, column)) for column in columns)))
+    return HeatMap(title, corner, tuple(columns.values()), tuple(lines), roomy)
 
 
 PAGE_CSS = """\
