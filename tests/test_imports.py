@@ -162,7 +162,7 @@ def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
         "import sys; import penstock; from penstock.view import svg; "
         "wave = penstock.make('hanayo', ranks=4, microbatches=4, waves=2); "
         "svg(penstock.simulate(wave, penstock.UnitCost())); "
-        "from penstock.cli.options import ProfileOptions; "
+        "from penstock.cli.terminal import ProfileOptions; "
         "from penstock.cli.plan import DeviceOptions, LimitOptions, ModelOptions, config_question; "
         "from penstock.plan.space import Limits; "
         "devices = DeviceOptions(devices=8, gpu='h100'); "

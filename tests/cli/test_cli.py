@@ -16,7 +16,9 @@ import pytest
 
 from penstock import REGISTRY, make
 from penstock.cli.app import COMMANDS, load
-from penstock.cli.options import PRESET_NAMES
+from penstock.cli.terminal import (
+    PRESET_NAMES,
+)
 from penstock.config import PRESETS, Config
 from penstock.formats import load_torch_csv, read_plan
 from suite import installed

@@ -58,7 +58,7 @@ def test_ctrl_c_during_an_import_prints_one_line(tmp_path, module, line, begin):
 
 def test_ctrl_c_after_the_imports_prints_one_line(tmp_path):
     code = (
-        "import os, signal, penstock.cli.tables as screen; from penstock.__main__ import main\n"
+        "import os, signal, penstock.cli.terminal as screen; from penstock.__main__ import main\n"
         "screen.print_table = lambda *_: os.kill(os.getpid(), signal.SIGINT)\nmain()"
     )
     done = subprocess.run(

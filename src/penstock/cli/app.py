@@ -13,8 +13,13 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from penstock.cli.options import flattened
-from penstock.cli.tables import INTERRUPTED, ShownInterrupt, console, print_plain
+from penstock.cli.terminal import (
+    INTERRUPTED,
+    ShownInterrupt,
+    console,
+    flattened,
+    print_plain,
+)
 from penstock.errors import PenstockError
 from penstock.runtime.process.torchrun import prints_errors, tell_launcher
 from penstock.version import missing_package, read_version

@@ -8,7 +8,10 @@ from html import escape
 from itertools import pairwise, product
 from math import isfinite, isnan
 
-from penstock.cli.tables import console, print_table
+from penstock.cli.terminal import (
+    console,
+    print_table,
+)
 from penstock.ir.timeline import Timeline
 from penstock.plan.candidates import title
 from penstock.plan.overview import (

@@ -11,8 +11,13 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import JsonFlag
-from penstock.cli.tables import console, print_json, print_plain, tell
+from penstock.cli.terminal import (
+    JsonFlag,
+    console,
+    print_json,
+    print_plain,
+    tell,
+)
 from penstock.errors import ConfigError, RunError
 from penstock.runtime.process.mps import run_in_testbed
 from penstock.train.before.doctor import examine

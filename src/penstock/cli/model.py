@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import PRESET_NAMES, ConfigChanges, beginning
-from penstock.cli.tables import counting, print_plain, progress, tell, write
+from penstock.cli.terminal import (
+    PRESET_NAMES,
+    ConfigChanges,
+    beginning,
+    counting,
+    print_plain,
+    progress,
+    tell,
+    write,
+)
 from penstock.config import Config, check_config
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats import config_toml

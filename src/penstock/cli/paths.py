@@ -12,24 +12,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import (
+from penstock.cli.plan import profiles_of
+from penstock.cli.terminal import (
+    INTERRUPTED,
     ConfigChanges,
+    Interrupt,
     JsonFlag,
     ProfileFile,
-    given,
-    option,
-    refuse,
-)
-from penstock.cli.plan import profiles_of
-from penstock.cli.tables import (
-    INTERRUPTED,
-    Interrupt,
     ShownInterrupt,
+    given,
     interruptible,
+    option,
     print_json,
     print_plain,
     print_table,
     progress,
+    refuse,
     write,
 )
 from penstock.config import Config, is_recording, precision_of

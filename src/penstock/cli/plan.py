@@ -18,22 +18,20 @@ from penstock.cli.landscape import (
     print_landscape,
     show_progress,
 )
-from penstock.cli.options import (
+from penstock.cli.schedule import price_of
+from penstock.cli.terminal import (
     ConfigChanges,
     ProfileFile,
     ProfileOptions,
     UnitTimes,
     beginning,
+    console,
     given,
     option,
-    refuse,
-)
-from penstock.cli.schedule import price_of
-from penstock.cli.tables import (
-    console,
     print_json,
     print_plain,
     progress,
+    refuse,
     tell,
     write,
 )

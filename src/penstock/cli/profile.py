@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import PRESET_NAMES, ConfigChanges, JsonFlag, given, option
-from penstock.cli.tables import print_json, print_table, progress, tell, write
+from penstock.cli.terminal import (
+    PRESET_NAMES,
+    ConfigChanges,
+    JsonFlag,
+    given,
+    option,
+    print_json,
+    print_table,
+    progress,
+    tell,
+    write,
+)
 from penstock.config import AUTO, Config
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from penstock.cli.landscape import show_progress
 from penstock.cli.model import REPORT, SAMPLE
-from penstock.cli.tables import (
+from penstock.cli.terminal import (
     INTERRUPTED,
     ShownInterrupt,
     console,

@@ -9,18 +9,21 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import (
+from penstock.cli.terminal import (
     JsonFlag,
     OutputFile,
     ProfileOptions,
     UnitTimes,
     UnitTimesAndSums,
     beginning,
+    console,
     given,
     option,
+    print_json,
+    print_table,
     refuse,
+    write,
 )
-from penstock.cli.tables import console, print_json, print_table, write
 from penstock.cost import ProfileCost
 from penstock.cost.cost import UnitCost
 from penstock.cost.profile import refuse_error
