@@ -35,7 +35,6 @@ from penstock.plan.space import skipped_share
 from penstock.plan.workload import Cell
 from penstock.schedules.coverage import visits_all_parts
 from penstock.view.chart import Dot, Front
-from penstock.view.element import framed
 from penstock.view.numbers import (
     FORWARDS,
     MICROBATCHES,
@@ -46,6 +45,9 @@ from penstock.view.numbers import (
     size_scale,
     time_scale,
     write_range,
+)
+from penstock.view.palette import (
+    framed,
 )
 from penstock.view.report import (
     CSS,

@@ -6,7 +6,7 @@ Timeline ──┬── gantt, plain   text.py    letters and colours
            ├── trace          trace.py   Perfetto, chrome://tracing
            └── report         report.py  the report of a run; the page of a search for a plan
                               chart.py   curves, and plans by memory and time
-                              palette.py colours, and the facts of a header
+                              palette.py colours, the facts of a header, elements of figures
                               numbers.py times and sizes with their units
 """
 

@@ -22,9 +22,13 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from penstock.errors import ShapeError
-from penstock.view.element import element, figure, group
 from penstock.view.numbers import COUNT, Scale
-from penstock.view.palette import round_step
+from penstock.view.palette import (
+    element,
+    figure,
+    group,
+    round_step,
+)
 
 COLOURS = (
     "#1c4fae",

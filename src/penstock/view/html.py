@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from penstock.errors import ShapeError
 from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
-from penstock.view.element import framed
 from penstock.view.palette import (
     PAINTS,
     SUM_COLOUR,
     SUM_NAME,
     TONES,
+    framed,
     paints,
     places,
 )

@@ -33,9 +33,11 @@ from typing import Any
 
 from penstock.ir.timeline import Timeline, message_seconds, split_idle_time
 from penstock.view.chart import Front, Series, chart, front_figure, shown_dots
-from penstock.view.element import framed
 from penstock.view.html import page
 from penstock.view.numbers import write_time
+from penstock.view.palette import (
+    framed,
+)
 from penstock.view.svg import svg
 
 TableRows = Sequence[Sequence[str]]

@@ -26,7 +26,6 @@ import numpy as np
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Span, Timeline, Units
 from penstock.view import palette
-from penstock.view.element import element, figure, group, write_number
 from penstock.view.numbers import FORWARDS, write_time
 from penstock.view.palette import (
     IDLE,
@@ -34,7 +33,11 @@ from penstock.view.palette import (
     SUM_COLOUR,
     SUM_NAME,
     Paint,
+    element,
+    figure,
+    group,
     label_of,
+    write_number,
 )
 
 MAX_BOXES = 20_000  # beyond that, pixels show mean colours
