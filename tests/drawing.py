@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from functools import cache, wraps
+from typing import TypeVar
 
 import torch
 
-Arguments = ParamSpec("Arguments")
 Drawn = TypeVar("Drawn")
 
-_drawing = threading.Lock()
+# Proofs on other threads draw from torch's generator too, so weights are drawn once and then copied.
+# The lock is reentrant, because one drawing may call another.
+_drawing = threading.RLock()
 
 
-def drawn_from(
-    seed: int,
-) -> Callable[[Callable[Arguments, Drawn]], Callable[Arguments, Drawn]]:
-    """Seed torch before each call of a function, and let one thread at a time draw: all of them share its generator."""
+def drawn_from(seed: int) -> Callable[[Callable[[], Drawn]], Callable[[], Drawn]]:
+    """Draw with torch's generator seeded the first time that a function is called, and give each caller a copy."""
 
-    def decorate(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
+    def decorate(draw: Callable[[], Drawn]) -> Callable[[], Drawn]:
+        @cache
+        def drawn() -> Drawn:
+            torch.manual_seed(seed)
+            return draw()
+
         @wraps(draw)
-        def seeded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
+        def copied() -> Drawn:
             with _drawing:
-                torch.manual_seed(seed)
-                return draw(*args, **kwargs)
+                return copy.deepcopy(drawn())
 
-        return seeded
+        return copied
 
     return decorate

@@ -450,6 +450,7 @@ class Own(nn.Linear):
         return super().forward(x).tanh()
 
 
+@drawn_from(0)
 def mixed_layers() -> list[nn.Module]:
     first, *middle, last = layers()
     return [first, Mixer(), *middle[:2], Mixer(), Own(WIDTH, WIDTH), last]
