@@ -416,15 +416,15 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                         arrival = leave_at_once(a)
                     else:
                         arrival, blame = leave_in_order(a)
+                place = where[a] + 1
+                if place < first[here + 1]:
+                    tail = pass_on(lane[place], end[a] + pause[a], a, False, tail)
                 for entry in range(user_start[a], user_start[a + 1]):
                     user = users[entry]
                     if rank[user] == here:
                         tail = pass_on(user, end[a], a, True, tail)
                     else:
                         tail = pass_on(user, arrival, blame, True, tail)
-                place = where[a] + 1
-                if place < first[here + 1]:
-                    tail = pass_on(lane[place], end[a] + pause[a], a, False, tail)
             head = upto
         makespan = -1.0
         if tail == size:
