@@ -434,7 +434,7 @@ hall it gains as much as smaller pieces of work do, but slices gain that too.
 ## Sums of gradients
 
 20 cities, with 100 MB of gradients per part. The rows plan without the time for summing gradients, which then happens
-in rings; for rings; and for the quickest kind of sum for each part (`cost/allreduce.py`).
+in rings; for rings; and for the quickest kind of sum for each part (`cost/sums.py`).
 
 {table(found["gradients"], {"planned": "planned", "last": "last backward", "step": "step"})}
 

@@ -122,7 +122,7 @@ class LastComm(MortalComm):
 
     def receive(self, shape: Any, dtype: Any, source: int) -> Any:
         arriving = super().receive(shape, dtype, source)
-        number = self.receives_started[source]
+        number = self.started[self.connection, source, self.rank]
         flow = (source, self.rank)
         return SimpleNamespace(
             wait=lambda into=None: self.wait(
@@ -132,7 +132,7 @@ class LastComm(MortalComm):
 
     def add(self, tensor: Any, group: Any) -> Any:
         self.live()
-        place = (group, self.sums_started.get(group, 0))
+        place = (group, self.started[group])
         with self.others.changed:
             self.others.joined[place] += 1
         pending = ThreadComm.add(self, tensor, group)

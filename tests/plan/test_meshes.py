@@ -19,6 +19,7 @@ from penstock.plan.workload import Workload, cells_of, workload_of
 from penstock.schedules import make
 
 MODEL = ModelConfig(layers=8, width=1024, heads=8, kv_heads=4, inner=2816, vocab=32_000)
+ROUNDING = 1e-12  # sums of the same seconds in another order
 
 
 def workload(*given: str, config: Config | None = None, **more) -> Workload:
@@ -52,7 +53,8 @@ def test_no_plan_beats_the_bound_of_its_cell_and_gathers_count():
     question = gpu_question(asked, MODEL, gpu_of("h100"), Limits(stages=2, slices=1))
     found = search(asked, question.pricing, question.limits)
     for row in found.rows:
-        assert row.candidate.step >= question.pricing.bound(row.cell)
+        bound = question.pricing.bound(row.cell)
+        assert row.candidate.step >= bound * (1 - ROUNDING)
     for cell in cells_of(asked):
         gather = question.pricing.judge(cell).gather
         assert (gather > 0) == (cell.shard > 1)

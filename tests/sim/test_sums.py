@@ -188,7 +188,7 @@ def test_gradients_of_a_profile_are_a_quarter_of_its_weights():
     whole = profile.cost((4,))
     alone = make("1f1b", ranks=1, microbatches=1)
     assert whole.weights(alone, 0).gradients == (1600 + 4 * 400 + 2000 - 800) / 4
-    assert whole.tied_gradients(alone) == 0.0
+    assert whole.tied(alone).gradients == 0.0
 
 
 def test_noise_and_shared_processors_keep_the_sums():
