@@ -13,8 +13,7 @@ import torch
 Drawn = TypeVar("Drawn")
 
 # Proofs on other threads draw from torch's generator too, so weights are drawn once and then copied.
-# The lock is reentrant, because one drawing may call another.
-_drawing = threading.RLock()
+_drawing = threading.RLock()  # reentrant, because one drawing may call another
 
 
 def drawn_from(seed: int) -> Callable[[Callable[[], Drawn]], Callable[[], Drawn]]:

@@ -68,8 +68,7 @@ def optimum(schedule: Schedule, cost: Cost, cap: float | None, work: float) -> O
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    # It would leave a Ctrl-C behind that ends the process, and with it all later tests of this worker.
-    solver.parameters.catch_sigint_signal = False
+    solver.parameters.catch_sigint_signal = False  # or a later Ctrl-C kills pytest
     solver.parameters.max_deterministic_time = work
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
