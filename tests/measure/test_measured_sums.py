@@ -74,7 +74,7 @@ def test_processes_measure_links_and_sums_over_gloo(ranks, every):
     assert all(one == found[0] for one in found)
     sums = found[0].sum_bandwidth
     assert isinstance(sums, tuple) == every
-    assert (sums[0][1] if every else sums) > 0  # infinite if noise hid all time
+    assert 0 < (min(map(min, sums)) if every else sums) < math.inf  # the slowest
 
 
 def test_one_rank_has_no_sums():
@@ -127,7 +127,7 @@ def test_penstock_profile_writes_how_fast_sums_are(run):
     code, out, _ = run(line)
     assert code == 0
     assert "/s in sums of all ranks" in out
-    assert read_profile("mine.json").network.sum_bandwidth > 0
+    assert 0 < read_profile("mine.json").network.sum_bandwidth < math.inf
 
 
 @pytest.fixture
