@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from penstock.cost import Cluster, Node
 from penstock.cost.cost import PartCost
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
-from penstock.plan.paths.problem import PUBLISHED, Policy
+from penstock.plan.paths.problem import PUBLISHED, Policy, Problem
 from penstock.plan.paths.rotation import full_pipeline
+from penstock.plan.paths.search import Budget
 
 CITED = json.loads(
     (Path(__file__).parent.parent / "tests" / "data" / "skippipe.json").read_text()
@@ -71,10 +72,9 @@ def search_sides(
     **how: Any,
 ) -> Sides:
     """Paths, and the full pipeline of the same search. Both follow their rules."""
-    paths = plan_paths(
-        cluster, parts, microbatches, iterations=iterations, seed=seed, **how
-    )
-    sides = Sides(full_pipeline(paths, iterations, seed=seed), paths)
+    problem = Problem(cluster, tuple(parts), microbatches, **how)
+    paths = plan_paths(problem, Budget(iterations), seed)
+    sides = Sides(full_pipeline(paths, Budget(iterations), seed), paths)
     assert not any(map(rule_faults, sides))
     return sides
 

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,20 @@ from penstock import simulate
 from penstock.cost import Cluster
 from penstock.cost.cluster import CITIES
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
-from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
-from penstock.plan.paths.rotation import full_pipeline, replan, rotate
-from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES
+from penstock.plan.paths.problem import (
+    PLANNED,
+    PUBLISHED,
+    Policy,
+    Problem,
+    even_parts,
+)
+from penstock.plan.paths.rotation import (
+    DEFAULT_RECOVERY_MOVES,
+    full_pipeline,
+    replan,
+    rotate,
+)
+from penstock.plan.paths.search import DEFAULT_SEARCH_MOVES, Budget
 
 ROOT = Path(__file__).parent.parent
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
@@ -65,16 +77,20 @@ def published(
 ) -> PathPlan:
     """Plan a published instance with its cost model. If `given`, on the authors' arrangement."""
     cited = CITED["instances"][name]
-    return plan_paths(
+    problem = Problem(
         cited_cluster(name, slots),
         even_parts(6, cited["forward"]),
         6,
         policy=policy,
         arrangement=cited["partitions"] if given else None,
-        iterations=iterations,
-        clock=CLOCK,
         **GAPS,
     )
+    return plan_paths(problem, work(iterations))
+
+
+def work(iterations: int) -> Budget:
+    """So many moves, timed by the processor's clock."""
+    return Budget(iterations, clock=CLOCK)
 
 
 def places(count: int, serial: bool = True) -> Cluster:
@@ -149,7 +165,7 @@ def baselines(iterations: int) -> list[Row]:
         blind = cited["plans"].get("without collision avoidance", {}).get("seconds")
         found = {
             "full pipeline": (
-                full_pipeline(plan, iterations, clock=CLOCK).makespan,
+                full_pipeline(plan, work(iterations)).makespan,
                 cited["full"]["seconds"],
             ),
             "random paths, median of 20": (statistics.median(dice), theirs),
@@ -200,26 +216,21 @@ def compositions(iterations: int) -> list[Row]:
             (1, True),
             (4, True),
         ):
-            found = plan_paths(
-                cluster,
-                parts,
-                6,
-                tokens=1024,
-                slices=slices,
-                waves=waves,
-                iterations=iterations,
-                clock=CLOCK,
+            problem = Problem(
+                cluster, parts, 6, tokens=1024, slices=slices, waves=waves
             )
+            found = plan_paths(problem, work(iterations))
             rows.append(row(found, where=where, slices=slices, waves=waves))
     return rows
 
 
 def gradients(iterations: int) -> list[Row]:
     parts = even_parts(6, 0.5, message=16e6)
-    how: dict[str, Any] = {"gradients": 100e6, "iterations": iterations, "clock": CLOCK}
-    blind = plan_paths(places(20), parts, 6, iterations=iterations, clock=CLOCK)
-    rings = plan_paths(places(20), parts, 6, planned_sums=False, **how)
-    planned = plan_paths(places(20), parts, 6, **how)
+    without = Problem(places(20), parts, 6)
+    summed = replace(without, gradients=100e6)
+    blind = plan_paths(without, work(iterations))
+    rings = plan_paths(replace(summed, planned_sums=False), work(iterations))
+    planned = plan_paths(summed, work(iterations))
     after = simulate(blind.schedule, rings.problem.cost())
     rows = []
     for what, timeline in {
@@ -260,9 +271,7 @@ def growth(sizes: dict[int, int]) -> list[Row]:
     parts = even_parts(6, 0.5, message=16e6)
     return [
         row(
-            plan_paths(
-                places(count, serial=False), parts, 6, iterations=moves, clock=CLOCK
-            ),
+            plan_paths(Problem(places(count, serial=False), parts, 6), work(moves)),
             nodes=count,
         )
         for count, moves in sizes.items()
@@ -272,7 +281,7 @@ def growth(sizes: dict[int, int]) -> list[Row]:
 def turns(iterations: int) -> Row:
     plan = published("A", PUBLISHED, True, DEFAULT)
     begin = CLOCK()
-    found = rotate(plan, slack=0.0, iterations=iterations, clock=CLOCK)
+    found = rotate(plan, work(iterations))
     return {
         "plans": len(found.plans),
         "makespans": [p.makespan for p in found.plans],
@@ -292,7 +301,7 @@ def losses() -> list[Row]:
     }
     rows: list[Row] = []
     for what, lost in cases.items():
-        found = replan(plan, lost=lost, clock=CLOCK) if lost else plan
+        found = replan(plan, work(DEFAULT_RECOVERY_MOVES), lost) if lost else plan
         assert not rule_faults(found)
         rows.append(
             {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from forked import Command
 from penstock.cost import Cluster
 from penstock.formats import read_plan, write_plan
 from penstock.formats.config_toml import read_config
-from penstock.plan.paths import Policy, even_parts, paths_plan, plan_paths, replan
+from penstock.plan.paths import (
+    Budget,
+    Policy,
+    Problem,
+    even_parts,
+    paths_plan,
+    plan_paths,
+    replan,
+)
 from penstock.plan.paths.problem import QueueOrder
 from penstock.plan.paths.rotation import full_steps
 from penstock.plan.paths.rules import Rules
@@ -42,19 +51,13 @@ def planned():
     """Paths for six nodes and four parts, with further paths and full steps on the same nodes."""
     nodes = Cluster.even(6, 0.01, 1e8, slots=4)
     parts = even_parts(4, 0.1)
-    how = {"rules": RULES, "gradients": 2e7}
-    plan = plan_paths(nodes, parts, 2, iterations=100, **how)
-    other = plan_paths(
-        nodes,
-        parts,
-        2,
-        policy=Policy((QueueOrder.ARRIVAL,)),
-        arrangement=plan.partitions,
-        iterations=0,
-        **how,
-    )
+    problem = Problem(nodes, parts, 2, RULES, gradients=2e7)
+    plan = plan_paths(problem, Budget(100))
+    policy = Policy((QueueOrder.ARRIVAL,))
+    changed = replace(problem, policy=policy, arrangement=plan.partitions)
+    other = plan_paths(changed, Budget(0))
     assert other.schedule != plan.schedule
-    return plan, (other,), full_steps(plan, iterations=100)
+    return plan, (other,), full_steps(plan, Budget(100))
 
 
 def run(folder: Path, line: str) -> tuple[str, str]:
@@ -110,7 +113,7 @@ def test_planned_paths_are_trained_as_they_are_and_compared_with_the_plan(
 def test_a_part_that_is_lost_with_its_only_node_is_held_by_another_one(text, planned):
     plan = planned[0]
     node = next(nodes[0] for nodes in plan.partitions[1:] if len(nodes) == 1)
-    recovered = replan(plan, [node], iterations=50)
+    recovered = replan(plan, Budget(50), [node])
     write_plan(paths_plan(recovered), text / "paths.json")
     total = len(recovered.schedule.microbatches)
     changes = f"--set data.batch={total} --set paths.full=0 --set run.steps=2"

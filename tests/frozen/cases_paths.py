@@ -21,7 +21,9 @@ from penstock.cost import Cluster, Node
 from penstock.plan.paths import (
     PLANNED,
     PUBLISHED,
+    Budget,
     PathPlan,
+    Problem,
     Rules,
     even_parts,
     full_steps,
@@ -99,9 +101,14 @@ def answer(plan: PathPlan) -> dict[str, object]:
     }
 
 
+def searched(*args: Any, iterations: int, seed: int = 0, **how: Any) -> PathPlan:
+    """The plan of a search."""
+    return plan_paths(Problem(*args, **how), Budget(iterations), seed)
+
+
 def planned(*args: Any, **how: Any) -> Callable[[], object]:
     """A case that plans paths."""
-    return lambda: answer(plan_paths(*args, **how))
+    return lambda: answer(searched(*args, **how))
 
 
 def memory_parts() -> tuple[PartCost, ...]:
@@ -112,17 +119,17 @@ def memory_parts() -> tuple[PartCost, ...]:
 
 def recovered() -> list[dict[str, object]]:
     """A node is lost, then a whole part and a data node, and the nodes come back."""
-    plan = plan_paths(geo(12), even_parts(4, 0.5, message=8e6), 3, iterations=500)
-    without = replan(plan, [plan.partitions[1][0]], iterations=500)
+    plan = searched(geo(12), even_parts(4, 0.5, message=8e6), 3, iterations=500)
+    without = replan(plan, Budget(500), [plan.partitions[1][0]])
     gone = [*plan.partitions[2], plan.partitions[0][0]]
-    alone = replan(without, gone, iterations=500)
-    back = replan(alone, (), gone, iterations=500)
+    alone = replan(without, Budget(500), gone)
+    back = replan(alone, Budget(500), (), gone)
     return [answer(one) for one in (without, alone, back)]
 
 
 def rotated() -> dict[str, object]:
-    plan = plan_paths(geo(10), even_parts(6, 0.5), 2, iterations=300)
-    found = rotate(plan, slack=0.02, iterations=30000)
+    plan = searched(geo(10), even_parts(6, 0.5), 2, iterations=300)
+    found = rotate(plan, Budget(30000), slack=0.02)
     return {
         **answer(max(found.plans, key=lambda one: one.makespan)),
         "plans": len(found.plans),
@@ -131,8 +138,8 @@ def rotated() -> dict[str, object]:
 
 
 def with_full_steps() -> list[dict[str, object]]:
-    plan = plan_paths(geo(10), even_parts(5, 0.5, message=8e6), 3, iterations=300)
-    return [answer(plan), answer(full_steps(plan, iterations=300))]
+    plan = searched(geo(10), even_parts(5, 0.5, message=8e6), 3, iterations=300)
+    return [answer(plan), answer(full_steps(plan, Budget(300)))]
 
 
 def cases() -> dict[str, Callable[[], object]]:

@@ -10,11 +10,17 @@ import pytest
 from penstock import simulate
 from penstock.cost import Cluster
 from penstock.ir.compiled import many_schedules
-from penstock.plan.paths import Rules, even_parts, path_bound, plan_paths, rule_faults
+from penstock.plan.paths import (
+    Budget,
+    Problem,
+    Rules,
+    even_parts,
+    path_bound,
+    plan_paths,
+    rule_faults,
+)
 from penstock.plan.paths.lanes import LaneSearch
 from penstock.plan.paths.planner import schedule_from
-from penstock.plan.paths.problem import Problem
-from penstock.plan.paths.search import Budget
 from penstock.plan.paths.simulator import (
     Solution,
     choose_queueing,
@@ -65,7 +71,7 @@ def test_more_lane_moves_are_never_worse_and_keep_the_rules():
     cluster = Cluster.geo(["Paris"] * 12)
     ends = []
     for moves in (250, 300, 1450, 1500, 3000):
-        plan = plan_paths(cluster, even_parts(4, 0.5), 4, iterations=moves)
+        plan = plan_paths(Problem(cluster, even_parts(4, 0.5), 4), Budget(moves))
         assert not rule_faults(plan)
         ends.append(plan.makespan)
     assert ends == sorted(ends, reverse=True)

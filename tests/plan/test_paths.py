@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from itertools import count as counting
 from itertools import permutations, product
@@ -23,6 +24,7 @@ from penstock.ir import Action, MicroBatch, Op, Stage
 from penstock.plan.paths.bound import Window, least_end, least_sum_seconds, path_bound
 from penstock.plan.paths.divide import cut_into_cells
 from penstock.plan.paths.planner import (
+    PathPlan,
     paths_plan,
     plan_paths,
     rule_faults,
@@ -44,6 +46,7 @@ from penstock.plan.paths.rotation import (
     rotate,
 )
 from penstock.plan.paths.rules import Rules, find_rule_faults, order_fault, part_subsets
+from penstock.plan.paths.search import DEFAULT_SEARCH_MOVES, Budget
 from penstock.plan.paths.simulator import (
     choose_queueing,
     ends_of_sums,
@@ -52,7 +55,7 @@ from penstock.plan.paths.simulator import (
     solution_value,
     task_graph,
 )
-from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES, is_restart, stage_moves
+from penstock.plan.paths.stages import is_restart, stage_moves
 from penstock.plan.paths.starts import (
     part_designs,
     part_of_each_node,
@@ -99,7 +102,7 @@ def plan_instance(name: str, given: bool, **how):
         even_parts(6, cited["forward"]),
         cited["partitions"] if given else None,
     )
-    return plan_paths(
+    return searched(
         cluster_of(name),
         parts,
         6,
@@ -107,6 +110,19 @@ def plan_instance(name: str, given: bool, **how):
         arrangement=arrangement,
         **GAPS,
         **how,
+    )
+
+
+def searched(
+    *problem,
+    iterations=DEFAULT_SEARCH_MOVES,
+    seconds=None,
+    seed=0,
+    clock=time.perf_counter,
+    **how,
+) -> PathPlan:
+    return plan_paths(
+        Problem(*problem, **how), Budget(iterations, seconds, clock), seed
     )
 
 
@@ -139,7 +155,7 @@ def warm():
     """Compile the loops, or load them, before any test measures seconds."""
     for given in (True, False):
         plan_instance("A", given, iterations=5)
-    plan_paths(geo(9), even_parts(4, 0.5), 2, Rules(share=0.25), iterations=5)
+    searched(geo(9), even_parts(4, 0.5), 2, Rules(share=0.25), iterations=5)
 
 
 # ---------------------------------------------------------------- the published figures
@@ -191,12 +207,12 @@ def test_the_published_rules_are_kept_node_by_node():
 
 def test_free_slots_and_a_planned_order_are_better_than_the_published_rules():
     cited = CITED["instances"]["B"]
-    found = plan_paths(
+    found = searched(
         cluster_of("B"), even_parts(6, cited["forward"]), 6, iterations=1600, **GAPS
     )
     check_plan(found)
     assert found.makespan < 65.6
-    wide = plan_paths(
+    wide = searched(
         cluster_of("B", 6), even_parts(6, cited["forward"]), 6, iterations=800, **GAPS
     )
     check_plan(wide)
@@ -381,7 +397,7 @@ def test_the_bound_is_below_the_optimum_and_the_plan_close_to_it(
         problem = Problem(cluster, parts, count, rules, **gaps)
         best = brute_force(problem, sizes)
         assert path_bound(problem, np.array(sizes), None) <= best + 1e-9
-        found = plan_paths(
+        found = searched(
             cluster, parts, count, rules, sizes=sizes, iterations=1500, **gaps
         )
         check_plan(found)
@@ -439,9 +455,7 @@ def any_order(window, count, slots):
 def test_the_plan_of_instance_a_on_its_own_arrangement_is_optimal():
     cited = CITED["instances"]["A"]
     how = {"arrangement": cited["partitions"], "iterations": 6000}
-    found = plan_paths(
-        cluster_of("A"), even_parts(6, cited["forward"]), 6, **how, **GAPS
-    )
+    found = searched(cluster_of("A"), even_parts(6, cited["forward"]), 6, **how, **GAPS)
     assert found.gap < 0.001
 
 
@@ -455,7 +469,7 @@ def test_the_bound_knows_that_good_nodes_cannot_serve_everybody():
     )
     problem = Problem(cluster, even_parts(4, 0.2), 4, Rules(share=0.25))
     best = min(
-        plan_paths(
+        searched(
             cluster,
             even_parts(4, 0.2),
             4,
@@ -485,7 +499,7 @@ def test_the_bound_knows_that_few_nodes_can_be_data_nodes():
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
 def test_every_plan_is_sound(count, share):
     check_plan(
-        plan_paths(
+        searched(
             geo(count),
             even_parts(4, 0.5, message=8e6),
             4,
@@ -510,7 +524,7 @@ def test_every_plan_is_sound(count, share):
 def test_plans_with_combined_options_are_sound(how, serial):
     parts = even_parts(4, 0.5, tokens=how.get("tokens", 1), message=8e6)
     check_plan(
-        plan_paths(
+        searched(
             geo(11, serial=serial), parts, 3, Rules(share=0.25), iterations=120, **how
         )
     )
@@ -526,7 +540,7 @@ def test_unequal_nodes_are_planned_for():
         base.latency,
         base.bandwidth,
     )
-    found = plan_paths(slow, even_parts(4, 0.5), 4, Rules(share=0.25), iterations=800)
+    found = searched(slow, even_parts(4, 0.5), 4, Rules(share=0.25), iterations=800)
     check_plan(found)
     assert found.solution.part_of_node[4] != 0  # the slow node has no data
     work = np.bincount(
@@ -538,7 +552,7 @@ def test_unequal_nodes_are_planned_for():
 def test_slices_overlap_transfer_and_work_on_slow_links():
     parts = even_parts(6, 0.5, tokens=64, message=33e6)
     whole, cut = (
-        plan_paths(
+        searched(
             geo(20, serial=True), parts, 6, tokens=64, slices=slices, iterations=400
         )
         for slices in (1, 4)
@@ -551,7 +565,7 @@ def test_waves_bring_the_loss_home_and_pay_where_links_are_quick():
     parts = even_parts(4, 1.0)
     how = {"rules": Rules(share=0.25), "iterations": 1500}
     quick = [
-        plan_paths(Cluster.even(12, latency=0.001, slots=8), parts, 3, waves=w, **how)
+        searched(Cluster.even(12, latency=0.001, slots=8), parts, 3, waves=w, **how)
         for w in (False, True)
     ]
     assert quick[1].makespan < quick[0].makespan
@@ -562,7 +576,7 @@ def test_waves_bring_the_loss_home_and_pay_where_links_are_quick():
     ]
     assert ends[::2] == ends[1::2]
     slow = [
-        plan_paths(Cluster.even(12, latency=3.0, slots=8), parts, 3, waves=w, **how)
+        searched(Cluster.even(12, latency=3.0, slots=8), parts, 3, waves=w, **how)
         for w in (False, True)
     ]
     # A wave passes more links: it loses on slow ones.
@@ -572,16 +586,16 @@ def test_waves_bring_the_loss_home_and_pay_where_links_are_quick():
 def test_the_plan_takes_the_allreduce_of_gradients_into_account():
     parts = even_parts(4, 0.1, message=1e5)
     how = {"rules": Rules(share=0.25), "iterations": 1500}
-    blind = plan_paths(geo(12), parts, 3, **how)
-    seen = plan_paths(geo(12), parts, 3, gradients=2e8, **how)
+    blind = searched(geo(12), parts, 3, **how)
+    seen = searched(geo(12), parts, 3, gradients=2e8, **how)
     check_plan(seen)
     late = simulate(blind.schedule, seen.problem.cost()).makespan
     assert blind.makespan < seen.makespan < late
-    rings = plan_paths(geo(12), parts, 3, gradients=2e8, planned_sums=False, **how)
+    rings = searched(geo(12), parts, 3, gradients=2e8, planned_sums=False, **how)
     check_plan(rings)
     quicker = simulate(rings.schedule, seen.problem.cost()).makespan
     assert quicker <= rings.makespan  # the quickest kind of sum, on the same lanes
-    waves = plan_paths(geo(12), parts, 3, gradients=2e8, waves=True, **how)
+    waves = searched(geo(12), parts, 3, gradients=2e8, waves=True, **how)
     check_plan(waves)
 
 
@@ -634,7 +648,7 @@ def test_sums_go_over_near_links_first_and_over_many_links_at_once():
 def test_a_seed_gives_the_same_plan_again():
     how = {"rules": Rules(share=0.25), "iterations": 300}
     one, other = (
-        plan_paths(geo(9), even_parts(4, 0.5), 3, seed=4, **how) for _ in range(2)
+        searched(geo(9), even_parts(4, 0.5), 3, seed=4, **how) for _ in range(2)
     )
     assert one.schedule == other.schedule
     assert one.makespan == other.makespan
@@ -644,12 +658,12 @@ def test_a_seed_gives_the_same_plan_again():
 def test_a_slow_clock_does_not_change_the_plan():
     ticks = counting(step=1000)  # seconds between two readings of the clock
     how = {"rules": Rules(share=0.25), "iterations": 300}
-    slow = plan_paths(
+    slow = searched(
         geo(9), even_parts(4, 0.5), 3, clock=lambda: float(next(ticks)), **how
     )
     assert slow.seconds >= 1000
     assert not slow.cut_short
-    usual = plan_paths(geo(9), even_parts(4, 0.5), 3, **how)
+    usual = searched(geo(9), even_parts(4, 0.5), 3, **how)
     assert slow.schedule == usual.schedule
     assert dump_plan(paths_plan(slow)) == dump_plan(paths_plan(usual))
 
@@ -657,7 +671,7 @@ def test_a_slow_clock_does_not_change_the_plan():
 @pytest.mark.parametrize("count", [9, 42])
 def test_a_time_limit_cuts_a_search_short_and_the_plan_says_so(count):
     ticks = counting()  # one second for each reading, one reading for each move
-    found = plan_paths(
+    found = searched(
         geo(count),
         even_parts(4, 0.5),
         3,
@@ -666,7 +680,7 @@ def test_a_time_limit_cuts_a_search_short_and_the_plan_says_so(count):
     )
     assert 100 <= found.simulations <= 200
     assert found.cut_short
-    none = plan_paths(geo(count), even_parts(4, 0.5), 3, seconds=1e-9)
+    none = searched(geo(count), even_parts(4, 0.5), 3, seconds=1e-9)
     assert none.simulations == 0
     assert none.cut_short
     assert dict(paths_plan(none).why)["cut_short"] is True
@@ -674,7 +688,7 @@ def test_a_time_limit_cuts_a_search_short_and_the_plan_says_so(count):
 
 
 def test_a_full_pipeline_that_was_cut_short_says_so():
-    whole = full_pipeline(plan_instance("A", True, iterations=10), seconds=1e-9)
+    whole = full_pipeline(plan_instance("A", True, iterations=10), Budget(seconds=1e-9))
     assert whole.cut_short
     check_plan(whole)
 
@@ -685,7 +699,7 @@ def test_more_work_never_gives_a_worse_plan(name, policy):
     parts = even_parts(6, CITED["instances"][name]["forward"])
     work = [1, 400, 1500]  # the second stage of the search begins after 300
     found = [
-        plan_paths(
+        searched(
             cluster_of(name), parts, 6, policy=policy, iterations=n, **GAPS
         ).makespan
         for n in work
@@ -702,7 +716,7 @@ def test_more_work_never_gives_a_worse_plan_of_a_large_cluster():
     )
     cluster = replace(base, nodes=nodes)
     budgets = (0, 400, 1000, 1600)  # stages begin after 300 and 1500
-    found = [plan_paths(cluster, parts, 4, iterations=n).makespan for n in budgets]
+    found = [searched(cluster, parts, 4, iterations=n).makespan for n in budgets]
     assert found == sorted(found, reverse=True)
 
 
@@ -720,14 +734,14 @@ def test_a_search_has_stages_of_growing_length():
 
 @pytest.mark.parametrize("count", [42, 200])
 def test_large_clusters_are_planned(count):
-    found = plan_paths(geo(count), even_parts(6, 0.5, message=8e6), 6, iterations=500)
+    found = searched(geo(count), even_parts(6, 0.5, message=8e6), 6, iterations=500)
     assert found.simulations == 500
     assert found.gap < 1.0
     assert rule_faults(found) == ()
 
 
 def test_a_plan_file_stores_the_figures_of_the_plan():
-    found = plan_paths(geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=50)
+    found = searched(geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=50)
     kept = load_plan(dump_plan(paths_plan(found)))
     assert kept.schedule == found.schedule
     assert kept.facts["lower_bound"] == found.bound
@@ -738,7 +752,7 @@ def test_a_plan_file_stores_the_figures_of_the_plan():
 # ---------------------------------------------------------------- baselines, rotation, recovery
 def test_planned_is_faster_than_random_and_full():
     found = plan_instance("A", True, iterations=1000)
-    whole = full_pipeline(found, iterations=1000)
+    whole = full_pipeline(found, Budget(1000))
     assert {len(path) for path in whole.solution.paths} == {6}
     assert len(whole.schedule.microbatches) == len(found.schedule.microbatches)
     check_plan(whole)
@@ -755,9 +769,9 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
     """On instance B, the paths' own arrangement would cost the full pipeline more than a fifth."""
     cited = CITED["instances"]["B"]
     parts = even_parts(6, cited["forward"])
-    found = plan_paths(cluster_of("B"), parts, 6, iterations=400)
-    whole = full_pipeline(found, iterations=400)
-    kept = plan_paths(
+    found = searched(cluster_of("B"), parts, 6, iterations=400)
+    whole = full_pipeline(found, Budget(400))
+    kept = searched(
         cluster_of("B"),
         parts,
         6,
@@ -768,24 +782,29 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
     assert whole.simulations == found.simulations
     assert whole.makespan < kept.makespan / 1.2
     assert len(whole.partitions[0]) == len(found.partitions[0])
-    anew = plan_paths(
+    anew = searched(
         cluster_of("B"), parts, 6, whole.problem.rules, iterations=400, data_nodes=5
     )
     assert whole.schedule == anew.schedule
-    given = full_pipeline(plan_instance("B", True, iterations=100), iterations=100)
+    given = full_pipeline(plan_instance("B", True, iterations=100), Budget(100))
     # One that was asked for is kept.
     assert list(map(set, given.partitions)) == list(map(set, cited["partitions"]))
-    sized = plan_paths(
+    sized = searched(
         cluster_of("B"), parts, 6, iterations=100, sizes=(5, 3, 3, 3, 3, 3)
     )
-    assert [
-        len(nodes) for nodes in full_pipeline(sized, iterations=100).partitions
-    ] == [5, 3, 3, 3, 3, 3]
+    assert [len(nodes) for nodes in full_pipeline(sized, Budget(100)).partitions] == [
+        5,
+        3,
+        3,
+        3,
+        3,
+        3,
+    ]
 
 
 def test_a_rotation_meets_every_set_of_parts_with_every_shard():
     found = plan_instance("A", True, iterations=500)
-    turns = rotate(found, slack=0.01)
+    turns = rotate(found, Budget(120_000), slack=0.01)
     assert not turns.cut_short
     assert turns.left_out == ()
     assert turns.makespan <= found.makespan * 1.01
@@ -811,7 +830,7 @@ def test_a_plan_after_a_loss_leaves_the_parts_where_they_are():
         [found.partitions[3][0]],
         [found.partitions[0][1], found.partitions[2][0]],
     ):
-        left = replan(found, lost=lost)
+        left = replan(found, Budget(DEFAULT_RECOVERY_MOVES), lost)
         assert left.simulations == DEFAULT_RECOVERY_MOVES
         check_plan(left)
         assert not {node for path in left.solution.paths for node in path} & set(lost)
@@ -826,14 +845,14 @@ def test_a_plan_after_a_loss_leaves_the_parts_where_they_are():
 
 def test_a_part_without_replicas_is_skipped_until_it_returns():
     found = plan_instance("A", True, iterations=200)
-    left = replan(found, lost=found.partitions[2])
+    left = replan(found, Budget(300), found.partitions[2])
     check_plan(left)
     assert 2 not in {
         left.solution.part_of_node[node]
         for path in left.solution.paths
         for node in path
     }
-    back = replan(left, returned=found.partitions[2])
+    back = replan(left, Budget(20), returned=found.partitions[2])
     check_plan(back)
     assert 2 in {
         back.solution.part_of_node[node]
@@ -847,13 +866,13 @@ def test_a_part_without_replicas_is_skipped_until_it_returns():
 def test_a_node_that_cannot_be_lost_or_return_is_named():
     found = plan_instance("A", True, iterations=20)
     with pytest.raises(ShapeError, match="no data node is left"):
-        replan(found, lost=found.partitions[0])
+        replan(found, Budget(20), lost=found.partitions[0])
     with pytest.raises(
         ShapeError, match=r"node 99 is lost, but the plan has nodes 0\.\.19"
     ):
-        replan(found, lost=[99])
+        replan(found, Budget(20), lost=[99])
     with pytest.raises(ShapeError, match="node 3 returned, but it was not lost"):
-        replan(found, returned=[3])
+        replan(found, Budget(20), returned=[3])
 
 
 # ---------------------------------------------------------------- sizes and errors
@@ -888,19 +907,17 @@ def test_sizes_balance_the_work():
 )
 def test_an_error_names_both_numbers_that_do_not_fit(how, says):
     with pytest.raises(ShapeError, match=says):
-        plan_paths(
-            geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=10, **how
-        )
+        searched(geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=10, **how)
 
 
 def test_too_few_nodes_are_refused():
     with pytest.raises(ShapeError, match="3 nodes cannot hold 4 parts"):
-        plan_paths(geo(3), even_parts(4, 0.5), 3, Rules(share=0.25))
+        searched(geo(3), even_parts(4, 0.5), 3, Rules(share=0.25))
 
 
 def test_a_part_without_visits_has_nothing_to_sum():
     cluster = Cluster.even(6, bandwidth=1.0)
-    found = plan_paths(
+    found = searched(
         cluster,
         even_parts(4, 1.0),
         1,
@@ -911,7 +928,7 @@ def test_a_part_without_visits_has_nothing_to_sum():
     )
     for node in range(6):
         if [node] != list(found.partitions[0]):
-            left = replan(found, [node])
+            left = replan(found, Budget(50), [node])
             assert left.bound <= left.makespan
 
 
@@ -927,7 +944,7 @@ def test_the_bound_counts_a_path_once_for_every_round():
     nodes = tuple(Node("x", speed, 1) for speed in (1.0, 0.1, 1.0))
     apart = ((0.0, 0.7, 0.4), (1.1, 0.0, 1.9), (0.7, 1.3, 0.0))
     cluster = Cluster(nodes, apart, ((math.inf,) * 3,) * 3)
-    found = plan_paths(
+    found = searched(
         cluster,
         even_parts(3, 0.1),
         2,
@@ -964,9 +981,7 @@ def test_no_node_holds_more_than_its_memory(recompute, head):
 def memory_plan(nodes, parts):
     count = len(nodes)
     apart = ((0.01,) * count,) * count, ((math.inf,) * count,) * count
-    return plan_paths(
-        Cluster(nodes, *apart), parts, 4, Rules(share=0.25), iterations=50
-    )
+    return searched(Cluster(nodes, *apart), parts, 4, Rules(share=0.25), iterations=50)
 
 
 def slots_in(plan) -> list[int]:
@@ -989,7 +1004,7 @@ def test_small_nodes_get_the_parts_that_fit():
     with pytest.raises(ShapeError, match="part 0 fits into the memory of 1 of 8 nodes"):
         memory_plan(small, (part,) * 4 + (head,))
     with pytest.raises(ShapeError, match="part 0 does not fit into the memory of node"):
-        plan_paths(
+        searched(
             found.problem.cluster,
             (part,) * 4 + (head,),
             4,
@@ -1002,22 +1017,22 @@ def test_a_limit_on_waiting_is_searched_for():
     """The rules forbid to wait for another micro-batch for long; the search must find a plan that keeps to it."""
     parts = even_parts(4, 0.5, message=8e6)
     free, short = Rules(share=0.25), Rules(share=0.25, wait=0.3)
-    usual = plan_paths(geo(16), parts, 2, free, iterations=1000)
+    usual = searched(geo(16), parts, 2, free, iterations=1000)
     faults = find_rule_faults(usual.schedule, 4, short, timeline=usual.timeline)
     assert {fault.rule for fault in faults} == {"collision"}
-    found = plan_paths(geo(16), parts, 2, short, iterations=1000)
+    found = searched(geo(16), parts, 2, short, iterations=1000)
     assert rule_faults(found) == ()
     check_plan(found)
 
 
 def test_sites_are_planned_one_by_one_as_well_as_a_lane_alone():
     cluster = Cluster.geo(["Paris"] * 20 + ["Tokyo"] * 20)
-    found = plan_paths(cluster, even_parts(6, 0.5, message=8e6), 6, iterations=300)
+    found = searched(cluster, even_parts(6, 0.5, message=8e6), 6, iterations=300)
     check_plan(found)
     sites = {node: cluster.nodes[node].site for node in range(40)}
     for path in found.solution.paths:
         assert len({sites[node] for node in path}) == 1  # no path leaves its site
-    lane = plan_paths(
+    lane = searched(
         Cluster.geo(["Paris"] * 4),
         even_parts(4, 0.5, message=8e6),
         6,
@@ -1042,7 +1057,7 @@ def test_cells_share_plans_and_take_the_data_nodes_that_places_have_no_room_for(
     for cell in crowded:
         assert len(cell.nodes) == 7
         assert len({places[node] for node in cell.nodes}) == 1
-    found = plan_paths(cluster, parts, 6, iterations=0)
+    found = searched(cluster, parts, 6, iterations=0)
     check_plan(found)  # also that all parts are visited equally often
     home = {node: number for number, cell in enumerate(cells) for node in cell.nodes}
     for path in found.solution.paths:

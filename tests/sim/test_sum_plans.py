@@ -26,7 +26,14 @@ from penstock.ir.sums import (
     sums_of_survivors,
 )
 from penstock.ir.verify_sums import run_rounds, verify_sums
-from penstock.plan.paths import even_parts, paths_plan, plan_paths, rule_faults
+from penstock.plan.paths import (
+    Budget,
+    Problem,
+    even_parts,
+    paths_plan,
+    plan_paths,
+    rule_faults,
+)
 from penstock.plan.paths.bound import path_bound
 from penstock.sim.simulate import simulate
 
@@ -175,8 +182,9 @@ def test_passes_share_the_time_of_the_sums_in_the_price_and_in_the_bound():
     cluster = Cluster.geo(["Oslo", "Rome", "Paris", "Oslo", "Rome", "Madrid"], slots=4)
     parts = sum_as(even_parts(2, 0.2, message=1e6, gradients=2e8), "bfloat16")
     assert parts[0].gradients == 1e8
-    how = {"iterations": 60}
-    once, often = (plan_paths(cluster, parts, 2, passes=n, **how) for n in (1, 4))
+    once, often = (
+        plan_paths(Problem(cluster, parts, 2, passes=n), Budget(60)) for n in (1, 4)
+    )
     assert often.makespan < once.makespan
     timeline = often.timeline
     last = float(timeline.end.max())

@@ -52,11 +52,15 @@ from penstock.plan.paths import (
     rule_faults,
 )
 from penstock.plan.paths.planner import planned_sums_of
-from penstock.plan.paths.problem import ModelParts, choose_data_nodes, model_parts
+from penstock.plan.paths.problem import (
+    ModelParts,
+    Problem,
+    choose_data_nodes,
+    model_parts,
+)
 from penstock.plan.paths.rotation import DEFAULT_RECOVERY_MOVES, full_pipeline, replan
 from penstock.plan.paths.rules import raise_rule_faults, rules_from
-from penstock.plan.paths.search import Budget
-from penstock.plan.paths.stages import DEFAULT_SEARCH_MOVES
+from penstock.plan.paths.search import DEFAULT_SEARCH_MOVES, Budget
 from penstock.plan.paths.starts import replica_counts
 from penstock.plan.pricing import basis_of
 from penstock.plan.workload import USABLE_SHARE, Fixed, Workload, parse_bytes
@@ -202,6 +206,11 @@ class SearchOptions:
     )
     seed: int = option(0, "Random seed of the search.")
 
+    def budget(self, interrupt: Interrupt, most: int | None = None) -> Budget:
+        """The work of one search, of `most` moves if that is less."""
+        moves = self.iterations if most is None else min(self.iterations, most)
+        return Budget(moves, self.seconds, stop=interrupt)
+
 
 @dataclass(frozen=True, slots=True)
 class PathQuestion:
@@ -284,12 +293,11 @@ def paths_command(
         cluster = with_slots(cluster, nodes.slots)
     rotation = None
     stages: list[PathPlan] = []
-    limits = asdict(search)
     with (
         progress("planning; Ctrl-C shows the best plan so far"),
         interruptible() as interrupt,
     ):
-        plan = plan_paths(
+        problem = Problem(
             cluster,
             sum_as(question.parts, step.sum_messages),
             question.microbatches,
@@ -302,22 +310,19 @@ def paths_command(
             passes=question.passes if step.accumulate is None else step.accumulate,
             gap=question.gap,
             first_gap=question.gap,
-            stop=interrupt,
-            stages=stages,
-            **limits,
         )
+        plan = plan_paths(problem, search.budget(interrupt), search.seed, stages)
         plan, full, full_step = _with_full_steps(plan, stages, search, interrupt)
         if ruled.lost:
-            moves = min(search.iterations, DEFAULT_RECOVERY_MOVES)
-            plan = replan(
-                plan, ruled.lost, (), moves, search.seconds, search.seed, stop=interrupt
-            )
+            budget = search.budget(interrupt, DEFAULT_RECOVERY_MOVES)
+            plan = replan(plan, budget, ruled.lost, seed=search.seed)
             full = full_step = None
             if not interrupt.stopped and rules.full and all(plan.partitions):
-                full_step = full_steps(plan, **limits, stop=interrupt)
+                full_step = full_steps(plan, search.budget(interrupt), search.seed)
         raise_rule_faults(rule_faults(plan))
         if not interrupt.stopped and ruled.rotate:
-            rotation = rotate(plan, ruled.slack, **limits, stop=interrupt)
+            budget = search.budget(interrupt)
+            rotation = rotate(plan, budget, ruled.slack, search.seed)
     others = () if rotation is None else rotation.plans[1:]
     if output is not None:
         written = paths_plan(plan, question.model, others, full_step, step.sum_messages)
@@ -362,7 +367,7 @@ def _with_full_steps(
     if interrupt.stopped:
         return plan, None, None
     others: list[PathPlan] = []
-    full = full_pipeline(plan, **asdict(search), stop=interrupt, stages=others)
+    full = full_pipeline(plan, search.budget(interrupt), search.seed, others)
     if interrupt.stopped or not plan.problem.rules.full:
         return plan, full, None
     # A short search has no complete stage.

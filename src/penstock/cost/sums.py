@@ -178,7 +178,7 @@ def choose_sums(
         np.zeros((sums, len(labels)), np.int64),
     )
     compile_if_large(_fill_choices, MIN_COMPILED_SIZE)(
-        latency, byte, labels, times, sizes, planned, detailed, *choices
+        latency, byte, labels, times, sizes, planned, detailed, choices
     )
     return choices
 
@@ -191,12 +191,9 @@ def _fill_choices(  # noqa: PLR0915
     sizes: Floats,
     planned: bool,
     detailed: bool,
-    ends: Floats,
-    kinds: Ints,
-    shares: Floats,
-    groups: Ints,
+    choices: SumChoices,
 ) -> None:
-    """Fill the last four, which are those of `SumChoices`.
+    """Fill the choices.
 
     Members of a part are numbered k = 0 .. n-1; `members[k]` is the node.
     """
@@ -289,7 +286,7 @@ def _fill_choices(  # noqa: PLR0915
                 share = largest_share(n, size, owner, end)
                 total += share
                 if notes:
-                    shares[number, members[owner]] = share
+                    choices.shares[number, members[owner]] = share
             if total >= 1.0:
                 high = end
             else:
@@ -350,7 +347,7 @@ def _fill_choices(  # noqa: PLR0915
                     shared = max(shared, latency[a, b] + piece / group_count)
         return 2.0 * within + min(whole, 2.0 * shared), whole <= 2.0 * shared
 
-    for part in range(len(ends)):
+    for part in range(len(choices.ends)):
         n = 0
         for node in range(count):
             if labels[node] == part:
@@ -372,14 +369,15 @@ def _fill_choices(  # noqa: PLR0915
             seconds, whole = two_levels(n, size)
             if begin + seconds < end:
                 end = begin + seconds
-                kinds[part, number] = WHOLE_GROUPS if whole else SHARED_GROUPS
+                kind = WHOLE_GROUPS if whole else SHARED_GROUPS
+                choices.kinds[part, number] = kind
                 for k in range(n):
-                    groups[number, members[k]] = group[k]
+                    choices.groups[number, members[k]] = group[k]
             least = direct(number, n, size, begin, end)
             if least < end:
                 end = least
-                kinds[part, number] = DIRECT
-        ends[part] = end
+                choices.kinds[part, number] = DIRECT
+        choices.ends[part] = end
 
 
 def quickest_sum(

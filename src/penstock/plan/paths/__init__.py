@@ -2,7 +2,13 @@
 
 from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.planner import PathPlan, paths_plan, plan_paths, rule_faults
-from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
+from penstock.plan.paths.problem import (
+    PLANNED,
+    PUBLISHED,
+    Policy,
+    Problem,
+    even_parts,
+)
 from penstock.plan.paths.rotation import (
     Rotation,
     StepPair,
@@ -17,12 +23,15 @@ from penstock.plan.paths.rules import (
     check_schedule_rules,
     find_rule_faults,
 )
+from penstock.plan.paths.search import Budget
 
 __all__ = [
     "PLANNED",
     "PUBLISHED",
+    "Budget",
     "PathPlan",
     "Policy",
+    "Problem",
     "Rotation",
     "RuleFault",
     "Rules",

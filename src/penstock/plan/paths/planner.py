@@ -14,14 +14,12 @@ one, can end the search earlier; the plan then says so.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost.cluster import Cluster
-from penstock.cost.cost import PartCost, PlannedSumsCost
+from penstock.cost.cost import PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, backward, forward
 from penstock.ir.plan import Facts, Plan
@@ -37,9 +35,7 @@ from penstock.plan.paths.divide import (
     site_solution,
 )
 from penstock.plan.paths.problem import (
-    PLANNED,
     ModelParts,
-    Policy,
     Problem,
     QueueOrder,
     waved_partition,
@@ -52,7 +48,7 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
-from penstock.plan.paths.search import Budget, TimeSource, never_stop
+from penstock.plan.paths.search import Budget
 from penstock.plan.paths.simulator import (
     PathTimes,
     Solution,
@@ -62,7 +58,6 @@ from penstock.plan.paths.simulator import (
     visits_of,
 )
 from penstock.plan.paths.stages import (
-    DEFAULT_SEARCH_MOVES,
     MAX_NODES_AT_ONCE,
     cell_stage_moves,
     search_in_stages,
@@ -138,90 +133,22 @@ class PathPlan:
 
 
 def plan_paths(
-    cluster: Cluster,
-    parts: Sequence[PartCost],
-    microbatches: int,
-    rules: Rules = Rules(),  # noqa: B008  # frozen
-    policy: Policy = PLANNED,
-    *,
-    arrangement: Sequence[Sequence[int]] | None = None,
-    sizes: Sequence[int] | None = None,
-    data_nodes: int | None = None,
-    tokens: int = 1,
-    slices: int = 1,
-    waves: bool = False,
-    gradients: float = 0.0,
-    planned_sums: bool = True,
-    passes: int = 1,
-    gap: float = 0.0,
-    first_gap: float = 0.0,
-    iterations: int = DEFAULT_SEARCH_MOVES,
-    seconds: float | None = None,
-    seed: int = 0,
-    clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never_stop,
-    stages: list[PathPlan] | None = None,
-) -> PathPlan:
-    """Return the best plan that the search finds for a model of these `parts`, the head last.
-
-    microbatches: micro-batches per data node.
-    arrangement: the nodes of each part. If it is not given, the search chooses them.
-    sizes: the number of nodes of each part, if the search may choose only which nodes these are.
-    data_nodes: the number of nodes with the first part, if that is all that is given.
-    tokens: tokens of a micro-batch, which is cut into `slices`.
-    waves: whether a path visits every node twice, down and up.
-    gradients: bytes of a part's gradients, which its replicas sum at the end of a step, in place of
-        those that the `parts` have.
-    planned_sums: whether replicas sum in the quickest way, or in rings, as gloo and NCCL do.
-    passes: passes of a step, of which only the last one sums gradients. All times are means of a pass.
-    gap: seconds between two tasks on a node; `first_gap` after the first task of a micro-batch.
-    iterations: moves that the search tries. It ends earlier, and marks the plan as `cut_short`, if
-        `seconds` pass on the `clock` or once `stop()` returns True.
-    stages: a list that takes the plan of each complete stage of the search.
-    """
-    budget = Budget(iterations, seconds, clock, stop)
-    problem = Problem(
-        cluster,
-        tuple(parts),
-        microbatches,
-        rules,
-        policy,
-        tokens,
-        slices,
-        waves,
-        gradients,
-        gap,
-        first_gap,
-        sizes is not None,
-        arrangement is not None,
-        planned_sums,
-        passes,
-    )
-    nodes = len(cluster.nodes)
-    part_of_node = None
-    if arrangement is not None:
-        part_of_node = part_of_each_node(arrangement, nodes)
-        _refuse_arrangement(problem, part_of_node)
-        shape = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
-    else:
-        shape = np.array(_sizes(problem, sizes, data_nodes, nodes))
-    return best_plan(problem, part_of_node, shape, budget, seed, stages)
-
-
-def best_plan(
     problem: Problem,
-    part_of_node: Ints | None,
-    shape: Ints,
     budget: Budget,
-    seed: int,
+    seed: int = 0,
     stages: list[PathPlan] | None = None,
 ) -> PathPlan:
     """Return the best plan that a search finds for a problem.
 
-    part_of_node: the part of each node, if the arrangement is given.
-    shape: the number of nodes of each part.
+    budget: how long the search goes on. If a time limit or an interrupt ends it earlier, the plan is
+        marked as `cut_short`.
     stages: a list that takes the plan of each complete stage of the search.
     """
+    part_of_node = given_parts(problem)
+    if part_of_node is None:
+        shape = np.array(_sizes(problem))
+    else:
+        shape = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
     per_data_node = 2 * (problem.hops + 2) * problem.microbatches * problem.slices
     refuse_if_too_large(
         per_data_node * int(shape[0]),
@@ -288,7 +215,7 @@ def _start_solutions(
 def may_divide(problem: Problem) -> bool:
     """Whether a cluster is so large that its cells or sites are planned one by one, if it has any."""
     is_large = problem.arrays.nodes > MAX_NODES_AT_ONCE
-    may_arrange = not problem.sized and not problem.policy.reserved
+    may_arrange = problem.sizes is None and not problem.policy.reserved
     return is_large and may_arrange and problem.hops > 0
 
 
@@ -403,7 +330,7 @@ def paths_plan(
     """
     problem = plan.problem
     bound_holds_for = "every plan under these rules"
-    if problem.arranged:
+    if problem.arrangement is not None:
         bound_holds_for += " on this arrangement"
     orders = {QueueOrder(order).name.lower() for order in plan.solution.orders}
     why: Facts = (
@@ -524,11 +451,36 @@ def _lanes(
     return lanes
 
 
-# ---------------------------------------------------------------- sizes
-def _sizes(
-    problem: Problem, sizes: Sequence[int] | None, data: int | None, nodes: int
-) -> tuple[int, ...]:
+# ---------------------------------------------------------------- the arrangement and the sizes that are given
+def given_parts(problem: Problem) -> Ints | None:
+    """Return the part of each node if the arrangement is given."""
+    if problem.arrangement is None:
+        return None
+    part_of_node = part_of_each_node(problem.arrangement, problem.arrays.nodes)
+    if part_of_node.max() >= problem.body:
+        raise ShapeError(
+            f"the arrangement has {part_of_node.max() + 1} parts, but the model has {problem.body}"
+        )
+    missing = [part for part in range(problem.body) if part not in part_of_node]
+    if missing:
+        raise ShapeError(
+            f"part {missing[0]} is on no node; every part needs at least one"
+        )
+    too_small = np.flatnonzero(problem.arrays.slots_with(part_of_node) < 1)
+    if len(too_small):
+        node = int(too_small[0])
+        raise ShapeError(
+            f"part {part_of_node[node]} does not fit into the memory of node {node}; "
+            "give it another part, or make more parts"
+        )
+    return part_of_node
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
     """Return the number of nodes of each part: those given, or balanced ones."""
+    nodes = problem.arrays.nodes
+    sizes = problem.sizes
+    data = problem.data_nodes
     if sizes is None:
         return replica_counts(nodes, problem.body, problem.hops, data)
     if data not in (None, sizes[0] if sizes else None):
@@ -544,22 +496,3 @@ def _sizes(
     if min(sizes) < 1:
         raise ShapeError("a part has no node; every part needs at least one")
     return tuple(sizes)
-
-
-def _refuse_arrangement(problem: Problem, part_of_node: Ints) -> None:
-    if part_of_node.max() >= problem.body:
-        raise ShapeError(
-            f"the arrangement has {part_of_node.max() + 1} parts, but the model has {problem.body}"
-        )
-    missing = [part for part in range(problem.body) if not (part_of_node == part).any()]
-    if missing:
-        raise ShapeError(
-            f"part {missing[0]} is on no node; every part needs at least one"
-        )
-    too_small = np.flatnonzero(problem.arrays.slots_with(part_of_node) < 1)
-    if len(too_small):
-        node = int(too_small[0])
-        raise ShapeError(
-            f"part {part_of_node[node]} does not fit into the memory of node {node}; "
-            "give it another part, or make more parts"
-        )

@@ -273,8 +273,9 @@ class Problem:
         as gloo and NCCL do.
     gap: seconds between two tasks on a node.
     first_gap: seconds after the first task of a micro-batch.
-    sized: whether the number of nodes of each part is given.
-    arranged: whether the nodes of each part are given.
+    arrangement: the nodes of each part. If it is not given, the search chooses them.
+    sizes: the number of nodes of each part, if the search may choose only which nodes these are.
+    data_nodes: the number of nodes with the first part, if that is all that is given.
     passes: passes of a step over its micro-batches. Gradients are summed once, in the last one, and
         plans are compared by the mean time of a pass.
     """
@@ -290,8 +291,9 @@ class Problem:
     gradients: float = 0.0
     gap: float = 0.0
     first_gap: float = 0.0
-    sized: bool = False
-    arranged: bool = False
+    arrangement: Sequence[Sequence[int]] | None = None
+    sizes: Sequence[int] | None = None
+    data_nodes: int | None = None
     planned_sums: bool = True
     passes: int = 1
     arrays: ProblemArrays = field(init=False)
@@ -650,6 +652,8 @@ class CircuitTerms(NamedTuple):
     # How often a micro-batch uses a link within the circuit, there and back.
     inner: float
     close: float  # how often it uses the link from the last hop to the data node
+    slots: Ints  # micro-batches that a node can hold [node]
+    microbatches: int  # per data node
 
 
 def circuit_terms(problem: Problem) -> CircuitTerms:
@@ -667,6 +671,8 @@ def circuit_terms(problem: Problem) -> CircuitTerms:
         problem.by_part(work)[1:].mean() * arrays.slow,
         problem.by_part(backward)[1:].mean() * arrays.slow + arrays.gap,
         *problem.link_uses,
+        arrays.slots,
+        problem.microbatches,
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -14,13 +13,13 @@ from penstock.ir.table import Ints
 from penstock.plan.paths.bound import pass_bound
 from penstock.plan.paths.planner import (
     PathPlan,
-    best_plan,
     finish_plan,
     first_solutions,
+    plan_paths,
 )
 from penstock.plan.paths.problem import NO_PART_HELD, Policy, Problem
 from penstock.plan.paths.rules import part_orders, part_subsets
-from penstock.plan.paths.search import Budget, TimeSource, never_stop
+from penstock.plan.paths.search import Budget
 from penstock.plan.paths.simulator import (
     TIME_ROUNDING,
     NodePath,
@@ -29,23 +28,16 @@ from penstock.plan.paths.simulator import (
     simulate_solution,
     solution_value,
 )
-from penstock.plan.paths.stages import (
-    DEFAULT_SEARCH_MOVES,
-    improve_solution,
-    search_in_stages,
-)
-from penstock.plan.paths.starts import find_circuits, replica_counts
+from penstock.plan.paths.stages import improve_solution, search_in_stages
+from penstock.plan.paths.starts import find_circuits
 
 # ---------------------------------------------------------------- full pipelines
 
 
 def full_pipeline(
     plan: PathPlan,
-    iterations: int = DEFAULT_SEARCH_MOVES,
-    seconds: float | None = None,
+    budget: Budget,
     seed: int = 0,
-    clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never_stop,
     stages: list[PathPlan] | None = None,
 ) -> PathPlan:
     """Return the best full pipeline that the same search finds. It leaves out no part.
@@ -54,18 +46,15 @@ def full_pipeline(
     sizes, unless the paths were planned for given ones. Slots are not reserved for paths. `stages`
     takes the plan of each complete stage of the search.
     """
-    budget = Budget(iterations, seconds, clock, stop)
     planned = plan.problem
-    policy = Policy(planned.policy.queue_orders, ordered=planned.policy.ordered)
-    problem = replace(planned, rules=planned.rules.full_model(), policy=policy)
-    sizes = [len(nodes) for nodes in plan.partitions]
-    part_of_node = None
-    if problem.arranged:
-        part_of_node = plan.solution.part_of_node
-    elif not problem.sized:
-        nodes = problem.arrays.nodes
-        sizes = list(replica_counts(nodes, problem.body, problem.hops, sizes[0]))
-    return best_plan(problem, part_of_node, np.array(sizes), budget, seed, stages)
+    problem = replace(
+        planned,
+        rules=planned.rules.full_model(),
+        policy=Policy(planned.policy.queue_orders, ordered=planned.policy.ordered),
+        arrangement=None if planned.arrangement is None else plan.partitions,
+        data_nodes=len(plan.partitions[0]),
+    )
+    return plan_paths(problem, budget, seed, stages)
 
 
 # ---------------------------------------------------------------- a different plan in each step
@@ -84,7 +73,6 @@ def full_pipeline(
 PartSet = frozenset[int]
 MAX_FORCED_UNITS = 60  # units that are tried for one set of parts
 FORCED_SET_MOVES = 6_000  # moves of the search for a plan that meets one set of parts
-DEFAULT_ROTATION_MOVES = 120_000  # moves and simulations of all these searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,21 +107,14 @@ def parts_met(plan: PathPlan) -> frozenset[PartSet]:
 
 
 def rotate(
-    plan: PathPlan,
-    slack: float = 0.0,
-    iterations: int = DEFAULT_ROTATION_MOVES,
-    seconds: float | None = None,
-    seed: int = 0,
-    clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never_stop,
+    plan: PathPlan, budget: Budget, slack: float = 0.0, seed: int = 0
 ) -> Rotation:
     """Return the plan and others that together meet every set of parts.
 
+    budget: how long all searches together go on.
     slack: by which share of its makespan another plan may be slower.
-    iterations: moves of all searches together. They end earlier if `seconds` pass on the `clock`.
     """
     problem = plan.problem
-    budget = Budget(iterations, seconds, clock, stop)
     longest = plan.makespan * (1.0 + slack) + TIME_ROUNDING
     plans = [plan]
     missing = _missing_sets(plan, plans)
@@ -153,20 +134,13 @@ def rotate(
     return Rotation(tuple(plans), left_out, budget.cut_short)
 
 
-def full_steps(
-    plan: PathPlan,
-    iterations: int = DEFAULT_SEARCH_MOVES,
-    seconds: float | None = None,
-    seed: int = 0,
-    clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never_stop,
-) -> PathPlan:
+def full_steps(plan: PathPlan, budget: Budget, seed: int = 0) -> PathPlan:
     """Return the best plan of a step that runs all parts, with the weights where this plan has them.
 
     Training takes it now and then, between steps with partial paths.
     """
-    arranged = replace(plan, problem=replace(plan.problem, arranged=True))
-    return full_pipeline(arranged, iterations, seconds, seed, clock, stop)
+    arranged = replace(plan.problem, arrangement=plan.partitions)
+    return full_pipeline(replace(plan, problem=arranged), budget, seed)
 
 
 def _missing_sets(plan: PathPlan, plans: Sequence[PathPlan]) -> list[PartSet]:
@@ -315,10 +289,7 @@ def _pairs(
         if number and budget.spent:
             return
         part = budget.part(max(1, plan.simulations))
-        full = full_steps(
-            plan, part.iterations, part.seconds, seed, part.clock, part.stop
-        )
-        yield StepPair(plan, full)
+        yield StepPair(plan, full_steps(plan, part, seed))
     first = paths[0]
     for full in fulls:
         if budget.spent or not all(full.partitions):
@@ -329,10 +300,8 @@ def _pairs(
 
 def _paths_on(first: PathPlan, full: PathPlan, budget: Budget, seed: int) -> PathPlan:
     """Return paths for the arrangement of a full pipeline, as a plan of the same problem as `first`."""
-    problem: Problem = replace(first.problem, arranged=True)
-    part_of_node = full.solution.part_of_node
-    shape = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
-    found = best_plan(problem, part_of_node, shape, budget, seed)
+    problem = replace(first.problem, arrangement=full.partitions)
+    found = plan_paths(problem, budget, seed)
     # The bound of `first` holds for every arrangement.
     return replace(found, problem=first.problem, bound=min(first.bound, found.makespan))
 
@@ -353,21 +322,16 @@ DEFAULT_RECOVERY_MOVES = 6_300  # moves of the search: its first three stages
 
 def replan(
     plan: PathPlan,
+    budget: Budget,
     lost: Sequence[int] = (),
     returned: Sequence[int] = (),
-    iterations: int = DEFAULT_RECOVERY_MOVES,
-    seconds: float | None = None,
     seed: int = 0,
-    clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never_stop,
 ) -> PathPlan:
     """Return a plan for the nodes that are left.
 
     lost: nodes that have gone since the plan was made.
     returned: nodes that were lost before and come back with the parts they had.
-    iterations: moves of the search. It ends earlier if `seconds` pass on the `clock`.
     """
-    budget = Budget(iterations, seconds, clock, stop)
     homes = dict(plan.homes) | _parts_by_node(plan.solution)
     gone = (set(plan.lost) | set(lost)) - set(returned)
     part_of_node = np.full(

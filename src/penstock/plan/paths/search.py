@@ -45,6 +45,8 @@ from penstock.plan.paths.starts import cheapest_path
 # ---------------------------------------------------------------- how long a search may go on
 # A budget counts moves, not seconds, so that a seed gives the same plan on every machine.
 TimeSource = Callable[[], float]
+# Moves of a search by default: four whole stages, about two seconds for twenty nodes.
+DEFAULT_SEARCH_MOVES = 25_500
 
 
 def never_stop() -> bool:
@@ -60,7 +62,7 @@ class Budget:
     `cut_short` then becomes True.
     """
 
-    iterations: int
+    iterations: int = DEFAULT_SEARCH_MOVES
     seconds: float | None = None
     clock: TimeSource = time.perf_counter
     stop: Callable[[], bool] = never_stop
@@ -260,7 +262,7 @@ class Annealing(MoveSearch):
     ) -> None:
         super().__init__(problem, units_alone(solution, units), random)
         self.free = free
-        self.resizable = not (problem.sized or problem.policy.reserved)
+        self.resizable = problem.sizes is None and not problem.policy.reserved
         self.state.turns[:] = NO_TURN
         visited = set(self.state.paths.ravel().tolist())
         self.nodes = sorted(visited | self._idle_nodes(solution))

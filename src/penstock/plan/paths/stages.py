@@ -25,7 +25,14 @@ from random import Random
 
 from penstock.plan.paths.lanes import LaneSearch, can_search_lanes
 from penstock.plan.paths.problem import Problem
-from penstock.plan.paths.search import HOT, MAX_GROUP_NODES, WARM, Annealing, Budget
+from penstock.plan.paths.search import (
+    DEFAULT_SEARCH_MOVES,
+    HOT,
+    MAX_GROUP_NODES,
+    WARM,
+    Annealing,
+    Budget,
+)
 from penstock.plan.paths.simulator import (
     Solution,
     better_queueing,
@@ -257,8 +264,6 @@ def _components(solution: Solution) -> dict[int, list[int]]:
 
 # ---------------------------------------------------------------- stages
 
-# Moves of a search by default: four whole stages, about two seconds for twenty nodes.
-DEFAULT_SEARCH_MOVES = 25_500
 FIRST_STAGE_MOVES = 300
 STAGE_GROWTH = 4  # each stage has this many times the moves of the one before
 MAX_STAGE_MOVES = 40_000

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,17 @@ from penstock.plan.paths.simulator import seconds_of_sums
 NEAREST_NODES = 24  # nearest nodes of each node, which half of the moves choose from
 
 
+class GivenParts(NamedTuple):
+    """The parts of nodes that keep them, and the rules for paths over them."""
+
+    fixed: bool  # whether nodes have parts at all
+    part_of_node: Ints
+    behind: int
+    distance: int
+    swaps: int
+    ahead: int
+
+
 def improve_circuits(
     problem: Problem,
     circuits: Ints,
@@ -57,21 +69,21 @@ def improve_circuits(
     distance = terms.pair + np.diag(np.full(len(terms.pair), np.inf))
     nearest = np.argsort(distance, axis=1, kind="stable")[:, :NEAREST_NODES]
     rules = problem.rules
-    limits = np.array([rules.behind, rules.distance, rules.swaps, rules.ahead])
-    fixed = part_of_node is not None
-    if part_of_node is None:
-        part_of_node = np.full(problem.arrays.nodes, NO_PART_HELD)
+    given = GivenParts(
+        part_of_node is not None,
+        np.zeros(0, np.int64) if part_of_node is None else part_of_node,
+        rules.behind,
+        rules.distance,
+        rules.swaps,
+        rules.ahead,
+    )
     place = np.concatenate([circuits.ravel(), spare]).astype(np.int64)
     compile_if_large(_anneal_circuits, MIN_COMPILED_SIZE)(
         place,
         circuits.shape,
         np.ascontiguousarray(nearest),
         terms,
-        problem.arrays.slots,
-        problem.microbatches,
-        part_of_node.astype(np.int64),
-        fixed,
-        limits,
+        given,
         iterations,
         seed,
     )
@@ -83,11 +95,7 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
     shape: tuple[int, int],
     nearest: Ints,
     terms: CircuitTerms,
-    slots: Ints,
-    microbatches: int,
-    part_of_node: Ints,
-    fixed: bool,
-    limits: Ints,
+    given: GivenParts,
     iterations: int,
     seed: int,
 ) -> None:
@@ -102,34 +110,35 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
         trip = terms.data[home]
         work = terms.data[home]
         slowest = terms.back[home]
-        held = slots[home]
+        held = terms.slots[home]
         for p in range(1, length):
             n = circuit[p]
             trip += terms.hop[n] + terms.inner * terms.pair[circuit[p - 1], n]
             work = max(work, terms.hop[n])
             slowest = max(slowest, terms.back[n])
-            held = min(held, slots[n])
+            held = min(held, terms.slots[n])
         trip += terms.close * terms.pair[circuit[length - 1], home]
-        held = min(held, microbatches)
-        by_trips = trip * microbatches / held + (held - 1) * slowest
-        by_work = trip + (microbatches - 1) * work
+        held = min(held, terms.microbatches)
+        by_trips = trip * terms.microbatches / held + (held - 1) * slowest
+        by_work = trip + (terms.microbatches - 1) * work
         return float(max(by_trips, by_work))
 
     def legal(i: int) -> bool:
-        parts = part_of_node[place[i * length : (i + 1) * length]]
+        parts = given.part_of_node[place[i * length : (i + 1) * length]]
         frontier = 0
         distance = 0
         swaps = 0
         for p in range(1, length):
-            if parts[p] <= 0 or parts[p] - frontier > limits[3]:
+            if parts[p] <= 0 or parts[p] - frontier > given.ahead:
                 return False
-            if (parts[:p] == parts[p]).any() or frontier - parts[p] > limits[0]:
+            if (parts[:p] == parts[p]).any() or frontier - parts[p] > given.behind:
                 return False
             if parts[p] < frontier:
                 distance += frontier - parts[p]
                 swaps += 1
             frontier = max(frontier, parts[p])
-        return bool(parts[0] == 0 and distance <= limits[1] and swaps <= limits[2])
+        within = distance <= given.distance and swaps <= given.swaps
+        return bool(parts[0] == 0 and within)
 
     where = np.full(len(nearest), -1, np.int64)  # the place of each node
     for k in range(len(place)):
@@ -161,7 +170,7 @@ def _anneal_circuits(  # noqa: PLR0912, PLR0915
             continue
         place[a], place[b] = place[b], place[a]
         j = min(b // length, count)
-        allowed = not fixed or (legal(i) and (j == count or legal(j)))
+        allowed = not given.fixed or (legal(i) and (j == count or legal(j)))
         change = np.inf
         if allowed:
             new_i = seconds(i)
@@ -591,29 +600,28 @@ def exchange_parts(
     """
     terms = circuit_terms(problem)
     arrays = problem.arrays
-    orders: list[tuple[int, ...]] = []
-    first = [0]  # the orders of set r are those from first[r] to first[r + 1]
+    orders = []  # of each set
     for parts in sorted(set(deal_parts(problem, part_of_node))):
         allowed = part_orders(frozenset(parts), problem.rules)[:MAX_ORDERS_PER_SET]
         if not allowed:
             raise ShapeError(
                 "no order of the remaining parts keeps to the rules; leave out fewer parts"
             )
-        orders += allowed
-        first.append(len(orders))
+        orders.append(allowed)
+    most = max(map(len, orders))
+    # A set with fewer orders has its last one several times, which changes nothing.
+    padded = [allowed + allowed[-1:] * (most - len(allowed)) for allowed in orders]
     replicas = np.bincount(part_of_node[part_of_node >= 0], minlength=problem.body)
     links = int(replicas[1:].max()) ** 2  # between two parts
     steps_per_move = (
-        int(replicas[0]) * len(orders) * problem.hops * links + arrays.nodes
+        int(replicas[0]) * sum(map(len, orders)) * problem.hops * links + arrays.nodes
     )
     part_of_node = part_of_node.copy()
     compile_if_large(_anneal_parts, MIN_COMPILED_SIZE)(
         part_of_node,
-        np.array(orders, dtype=np.int64),
-        np.array(first, dtype=np.int64),
+        np.array(padded, dtype=np.int64),
         terms,
         arrays,
-        problem.microbatches,
         min(max_moves, MAX_INNER_STEPS // steps_per_move),
         seed,
         arrays.sums.sum(axis=1) if with_sums else np.zeros(problem.body),
@@ -625,19 +633,20 @@ def exchange_parts(
 def _anneal_parts(  # noqa: PLR0915
     part_of_node: Ints,
     orders: Ints,
-    first: Ints,
     terms: CircuitTerms,
     arrays: ProblemArrays,
-    microbatches: int,
     iterations: int,
     seed: int,
     gradients: Floats,
     rings: bool,
 ) -> None:
-    """Exchange the parts in `part_of_node`, and leave the best ones there."""
+    """Exchange the parts in `part_of_node`, and leave the best ones there.
+
+    orders: the parts that units visit, in some orders of each set of parts [set, order, hop].
+    """
     count = len(part_of_node)
-    hops = orders.shape[1]
-    sets = len(first) - 1
+    sets, ways, hops = orders.shape
+    microbatches = terms.microbatches
     np.random.seed(seed)
     members = np.zeros((len(gradients), count), np.int64)
     sizes = np.zeros(len(gradients), np.int64)
@@ -659,10 +668,10 @@ def _anneal_parts(  # noqa: PLR0915
             trips = 0.0
             for r in range(sets):
                 least = np.inf
-                for w in range(first[r], first[r + 1]):
+                for w in range(ways):
                     before = np.full(1, home)
                     cost[home] = 0.0
-                    for part in orders[w]:
+                    for part in orders[r, w]:
                         layer = members[part, : sizes[part]]
                         for n in layer:
                             best = np.inf
