@@ -35,7 +35,7 @@ from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import MicroBatch, Schedule, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.plan.slices.curves import Grid, sliced_pipeline, times_from_curves
-from penstock.plan.slices.cuts import EXPECTED_PASSES, reach, retrace
+from penstock.plan.slices.cuts import EXPECTED_PASSES, PeakLimits, reach, retrace
 from penstock.schedules.orders import loop_placement, weave, whole_backwards
 
 LIMIT_ROUNDS = 12  # rounds of the golden-section search for a limit
@@ -296,9 +296,9 @@ def _find_short(step: _Step, limit: float) -> list[bool]:
 
 def _run_pass(step: _Step, limit: float) -> None:
     """Fill `reached` with the least sum of every length, in points, with slices below a limit."""
-    first, sums, peaks = step.planner.grid
-    walk = compile_if_large(reach, len(sums) * EXPECTED_PASSES)
-    walk(first, sums, peaks[0], peaks[0], False, limit, limit, limit, step.reached)
+    grid = step.planner.grid
+    walk = compile_if_large(reach, len(grid.sums) * EXPECTED_PASSES)
+    walk(grid, PeakLimits(limit, limit, limit), step.reached)
 
 
 def _pack(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
@@ -352,19 +352,13 @@ def _make_bundles(step: _Step, limit: float) -> tuple[DocumentBundle, ...]:
 
 def _cut_document(step: _Step, place: int, limit: float) -> tuple[int, ...]:
     """Return the cuts of one document that the last pass found."""
-    first, sums, peaks = step.planner.grid
-    steps = np.empty(len(first), dtype=np.int64)
+    grid = step.planner.grid
+    steps = np.empty(len(grid.first), dtype=np.int64)
     highest = np.empty(2)
-    walk_back = compile_if_large(retrace, len(sums) * EXPECTED_PASSES)
+    walk_back = compile_if_large(retrace, len(grid.sums) * EXPECTED_PASSES)
     count = walk_back(
-        first,
-        sums,
-        peaks[0],
-        peaks[0],
-        False,
-        limit,
-        limit,
-        limit,
+        grid,
+        PeakLimits(limit, limit, limit),
         step.reached,
         int(step.points[place]),
         steps,

@@ -26,7 +26,8 @@ from batches import best_batch
 from document_plans import document_planner, plan_documents
 
 from penstock.cost import ModelCost, PartCost, Seconds
-from penstock.plan.slices import best_cuts, times_from_curves, times_from_table
+from penstock.plan.slices import SliceTimes, best_cuts, times_from_curves
+from penstock.plan.slices.curves import tabulated_times
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "slicing.md"
@@ -108,6 +109,11 @@ def long_table(tokens: int, grain: int) -> np.ndarray:
     return 3 * work + 2 * (60e-6 + 2 * 5120 * length / 3.125e9)
 
 
+def times_from_table(table: np.ndarray) -> SliceTimes:
+    """The times of whole slices, one peak each."""
+    return tabulated_times(table, table, np.zeros_like(table))
+
+
 # ---------------------------------------------------------------- measuring
 def timed(work: Callable[[], Any], runs: int = 5) -> tuple[float, Any]:
     """The least CPU seconds of some runs after a first, and the result."""
@@ -159,7 +165,7 @@ def scaled(row: Case) -> dict[str, Any]:
     )
     pairs = (length + row["granularity"]) * (prefix + (length + row["granularity"]) / 2)
     forward, backward = table / 3, table * 2 / 3 + 2 * 5120 * pairs / (PEAK * 8 * SHARE)
-    both = times_from_table(forward, backward)
+    both = tabulated_times(forward + backward, forward, backward)
     two_seconds, two = timed(lambda: best_cuts(both, row["stages"]), 1)
     return {
         "tokens": row["tokens"],

@@ -210,7 +210,8 @@ def times(setting: Setting, known: Calibration, rows: int) -> SliceTimes:
         stage(setting, known, rows, length, prefix),
         message(setting, rows, length),
     )
-    return tabulated_times(seconds + wire, seconds + crossings(setting) * wire)
+    peaks = seconds + crossings(setting) * wire
+    return tabulated_times(seconds + wire, peaks, np.zeros_like(peaks))
 
 
 def gradient_bytes(setting: Setting) -> float:

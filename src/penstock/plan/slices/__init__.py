@@ -6,9 +6,8 @@ from penstock.plan.slices.curves import (
     StageTables,
     sliced_pipeline,
     times_from_curves,
-    times_from_table,
 )
-from penstock.plan.slices.cuts import Slicing, best_cuts, latency_of
+from penstock.plan.slices.cuts import Slicing, best_cuts
 from penstock.plan.slices.uneven import UnevenSlicing, longest_path, uneven_cuts
 
 __all__ = [
@@ -19,10 +18,8 @@ __all__ = [
     "best_cuts",
     "cut_choices",
     "equal_work_cuts",
-    "latency_of",
     "longest_path",
     "sliced_pipeline",
     "times_from_curves",
-    "times_from_table",
     "uneven_cuts",
 ]

@@ -10,8 +10,8 @@ one prefix:
     prefix 4 | 1
 
 A slice has two sorts of times. Its `sum` is what it adds to the work of a rank. Its `peaks` are what the ranks before
-and after it wait for, and only the largest value of each peak counts. A pipeline with one table t has sum t and peak t.
-Forwards f and backwards b have sum f + b and two peaks, f and b, each with its hop.
+and after it wait for, and only the largest value of each peak counts. Forwards f and backwards b have sum f + b and
+two peaks, f and b, each with its hop. Where only one peak counts, the other is 0.
 
 The curves are those that a cost is made of. Formulas are used as they are. Curves with corrections become tables,
 because cuts that follow a formula miss the tiles of kernels; where a table would be too large, the points move apart.
@@ -55,7 +55,7 @@ class Grid(NamedTuple):
 
     first: Ints
     sums: Floats
-    peaks: Floats  # one row per peak
+    peaks: Floats  # a row for the first peak, and one for the second
 
 
 def narrow_grid(grid: Grid, limit: float) -> Grid:
@@ -97,38 +97,17 @@ class SliceTimes:
 
 
 # ---------------------------------------------------------------- from tables
-def times_from_table(forward: Floats, backward: Floats | None = None) -> SliceTimes:
-    """Return times from one table of whole slices, or from one for forwards and one for backwards.
+def tabulated_times(sums: Floats, first: Floats, second: Floats) -> SliceTimes:
+    """Return times from tables of sums and peaks, [prefix, length - 1], whose values need not rise with the length.
 
-    The tables are [prefix, length - 1]. Entries beyond the end of the sequence are not
-    read. An impossible slice has the time `inf`.
+    An impossible slice has the time `inf`.
     """
-    given = [forward] if backward is None else [forward, backward]
-    tables = [np.ascontiguousarray(table, dtype=np.float64) for table in given]
-    for table in tables:
-        if table.ndim != 2 or table.shape[0] != table.shape[1] or not len(table):
-            raise ShapeError(
-                f"a table of slices is square with a row per prefix; "
-                f"this one is {_show_shape(table.shape)}"
-            )
-        if table.shape != tables[0].shape:
-            raise ShapeError(
-                f"the table of forwards is {_show_shape(tables[0].shape)}, "
-                f"but that of backwards is {_show_shape(table.shape)}"
-            )
-        _check_seconds(table)
-    sums = tables[0] if len(tables) == 1 else tables[0] + tables[1]
-    return tabulated_times(sums, *tables)
-
-
-def tabulated_times(sums: Floats, *peaks: Floats) -> SliceTimes:
-    """Return times from tables of sums and peaks with any values: they need not rise with the length."""
     points = len(sums)
-    total = peaks[0] if len(peaks) == 1 else peaks[0] + peaks[1]
+    peaks = np.stack([first, second])
+    total = first + second
 
     def times_of(prefixes: Ints, lengths: Ints) -> tuple[Floats, Floats]:
-        highest = [table[prefixes, lengths - 1] for table in peaks]
-        return sums[prefixes, lengths - 1], np.stack(highest)
+        return sums[prefixes, lengths - 1], peaks[:, prefixes, lengths - 1]
 
     def longest_below(limit: float) -> Ints:
         longest = np.zeros(points, dtype=np.int64)
@@ -184,15 +163,13 @@ def _find_invalid(table: Floats, place: Ints) -> bool:
     return False
 
 
-def _show_shape(shape: tuple[int, ...]) -> str:
-    return " by ".join(map(str, shape))
-
-
 # ---------------------------------------------------------------- from curves
 def times_from_curves(
     points: int, grain: int, sums: Sequence[Curve], peaks: Sequence[Curve]
 ) -> SliceTimes:
     """Return times from curves in tokens, with points of `grain` tokens; the sum of a slice adds up all `sums`.
+
+    There are one or two peaks.
 
     Formulas without negative terms do not fall as a slice grows, so they need no table.
     """
@@ -202,6 +179,7 @@ def times_from_curves(
             f"it takes at least 1 of each, and at most {MAX_PEAKS} peaks"
         )
     work = sum_curves([(1, curve) for curve in sums])
+    peaks = (*peaks, NO_TIME)[:MAX_PEAKS]
     curves = (work, *peaks)
     if not all(_never_falls(curve) for curve in curves):
         tables = [_tabulate(curve, points, grain) for curve in curves]

@@ -55,11 +55,8 @@ PROBE_ROUNDS = 8
 # The factor between the limits of the first round of probing, and how it shrinks.
 FIRST_PROBE_STEP = 1.25
 PROBE_STEP_SHRINK = 3
-# Where to probe around the best limits known, for one peak and for two.
-PROBE_SIDES: dict[int, list[tuple[int, ...]]] = {
-    1: [(1,), (-1,), (0,)],
-    2: [(1, 1), (-1, -1), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1)],
-}
+# Where to probe around the best limits known.
+PROBE_SIDES = ((1, 1), (-1, -1), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1))
 # The ratio between the limits for which a narrower copy of the grid is made.
 LIMIT_RATIO = 1.2
 # Limits below this share of the highest peak use the whole grid.
@@ -70,17 +67,28 @@ FEW_SLICES = 1000
 EXPECTED_PASSES = 32
 
 
+Peaks = tuple[float, float]  # forward and backward
+
+
 class SliceSum(NamedTuple):
     """Slices with the sum of their times, and the highest value of each peak."""
 
     sum: float
-    peaks: tuple[float, ...]
+    peaks: Peaks
     lengths: tuple[int, ...]  # of the slices, in grid points
+
+
+class PeakLimits(NamedTuple):
+    """What the peaks of all slices must stay below, each of them and both together."""
+
+    first: float
+    second: float
+    total: float
 
 
 # A pass takes limits of the peaks and a limit of the sum of the peaks.
 # It returns the cheapest slices below these limits, or None.
-LimitedPass = Callable[[Sequence[float], float], SliceSum | None]
+LimitedPass = Callable[[Peaks, float], SliceSum | None]
 
 
 class BestSlices(NamedTuple):
@@ -144,13 +152,6 @@ def best_cuts(
     return _as_slicing(best, weight)
 
 
-def latency_of(times: SliceTimes, stages: int, lengths: Sequence[int]) -> float:
-    """Return the latency of slices of these lengths through `stages` equal stages."""
-    _check_stages(stages)
-    check_lengths(lengths, times.points)
-    return latency_with_peaks(evaluate_slices(times, lengths), stages - 1)
-
-
 def check_lengths(lengths: Sequence[int], points: int) -> None:
     """Refuse slices that are empty or do not add up to the sequence."""
     if sum(lengths) != points or min(lengths, default=0) < 1:
@@ -171,8 +172,8 @@ def evaluate_slices(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
     sizes = np.asarray(lengths, dtype=np.int64)
     prefixes = np.cumsum(sizes) - sizes
     sums, peaks = times.of(prefixes, sizes)
-    highest = tuple(peaks.max(axis=1).tolist())
-    return SliceSum(float(sums.sum()), highest, tuple(sizes.tolist()))
+    first, second = peaks.max(axis=1).tolist()
+    return SliceSum(float(sums.sum()), (first, second), tuple(sizes.tolist()))
 
 
 def _fastest(candidates: Iterable[SliceSum], weight: float) -> SliceSum:
@@ -209,8 +210,8 @@ class LimitBox(NamedTuple):
 
     bound: float
     number: int
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    low: Peaks
+    high: Peaks
     sum: float
 
 
@@ -244,8 +245,7 @@ def least_latency(
     passes = 0
     if weight:
         best, passes = probe_limits(run_pass, weight, known, probes)
-    peaks = len(known.peaks)
-    boxes = [LimitBox(0.0, 0, (0.0,) * peaks, (math.inf,) * peaks, 0.0)]
+    boxes = [LimitBox(0.0, 0, (0.0, 0.0), (math.inf, math.inf), 0.0)]
     while boxes:
         box = boxes[0]
         best_latency = latency_with_peaks(best, weight)
@@ -256,8 +256,9 @@ def least_latency(
         heapq.heappop(boxes)
         if spare <= 0:
             continue
-        high = tuple(
-            min(top, low + spare) for top, low in zip(box.high, box.low, strict=True)
+        high = (
+            min(box.high[0], box.low[0] + spare),
+            min(box.high[1], box.low[1] + spare),
         )
         candidate = run_pass(high, allowance)
         passes += 1
@@ -273,7 +274,7 @@ def least_latency(
         for peak, (low, top) in enumerate(rest):
             if low[peak] < top[peak]:
                 bound = candidate.sum + weight * sum(low)
-                number = passes * peaks + peak
+                number = 2 * passes + peak
                 heapq.heappush(boxes, LimitBox(bound, number, low, top, candidate.sum))
     return BestSlices(best, passes, latency_with_peaks(best, weight))
 
@@ -284,11 +285,8 @@ def _better(best: SliceSum, candidate: SliceSum, weight: float) -> SliceSum:
 
 
 def _remaining_boxes(
-    low: tuple[float, ...],
-    high: tuple[float, ...],
-    peaks: tuple[float, ...],
-    allowance: float,
-) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    low: Peaks, high: Peaks, peaks: Peaks, allowance: float
+) -> tuple[tuple[Peaks, Peaks], tuple[Peaks, Peaks]]:
     """Return the boxes of limits that can still hold better slices.
 
     The peaks of better slices add up to less than `allowance`, and at least one of them
@@ -301,12 +299,10 @@ def _remaining_boxes(
     low  └────┴───────┘
               split = allowance - second peak found
     """
-    if len(peaks) == 1:
-        return [(low, (min(high[0], peaks[0]),))]
     split = min(peaks[0], max(low[0], allowance - peaks[1]))
     below_split = (low, (split, high[1]))
     from_split = ((split, low[1]), (high[0], min(high[1], peaks[1])))
-    return [below_split, from_split]
+    return below_split, from_split
 
 
 def probe_limits(
@@ -320,15 +316,13 @@ def probe_limits(
     passes = 0
     if not 0 < sum(known.peaks) < math.inf:
         return best, passes
-    tried: set[tuple[float, ...]] = set()
+    tried: set[Peaks] = set()
     step = FIRST_PROBE_STEP
     for _ in range(rounds):
-        centre = tuple(math.nextafter(peak, math.inf) for peak in best.peaks)
+        first, second = (math.nextafter(peak, math.inf) for peak in best.peaks)
         before = latency_with_peaks(best, weight)
-        for sides in PROBE_SIDES[len(centre)]:
-            limits = tuple(
-                peak * step**side for peak, side in zip(centre, sides, strict=True)
-            )
+        for side, other in PROBE_SIDES:
+            limits = (first * step**side, second * step**other)
             if limits in tried:
                 continue
             tried.add(limits)
@@ -356,7 +350,7 @@ def pass_over(grid: Grid, slices: int | None = None) -> LimitedPass:
     points = len(grid.first) - 1
     layers = slices or 1
     size = len(grid.sums) * EXPECTED_PASSES * layers
-    walk = compile_if_large(reach if slices is None else _reach_in_layers, size)
+    walk = compile_if_large(reach, size)
     walk_back = compile_if_large(retrace, size)
     reached = np.empty((layers + 1 if slices else 1, points + 1))
     steps = np.empty(points, dtype=np.int64)
@@ -375,88 +369,35 @@ def pass_over(grid: Grid, slices: int | None = None) -> LimitedPass:
             narrow_grids[level] = narrow_grid(grid, limit)
         return narrow_grids[level]
 
-    def run_pass(limits: Sequence[float], total: float) -> SliceSum | None:
-        total = min(total, sum(limits))
-        first, sums, peaks = grid_for(total)
-        arguments = (
-            first,
-            sums,
-            peaks[0],
-            peaks[-1],
-            len(peaks) > 1,
-            min(limits[0], total),
-            limits[-1],
-            total,
-            reached,
-        )
-        walk(*arguments)
+    def run_pass(peaks: Peaks, total: float) -> SliceSum | None:
+        total = min(total, sum(peaks))
+        limits = PeakLimits(min(peaks[0], total), min(peaks[1], total), total)
+        narrow = grid_for(total)
+        walk(narrow, limits, reached)
         least_sum = float(reached[-1, points])
         if least_sum == math.inf:
             return None
-        count = walk_back(*arguments, points, steps, highest)
+        count = walk_back(narrow, limits, reached, points, steps, highest)
         lengths = tuple(steps[:count][::-1].tolist())
-        peak_values = tuple(highest[: len(peaks)].tolist())
-        return SliceSum(least_sum, peak_values, lengths)
+        return SliceSum(least_sum, (float(highest[0]), float(highest[1])), lengths)
 
     return run_pass
 
 
-def reach(
-    first: Ints,
-    sums: Floats,
-    first_peaks: Floats,
-    second_peaks: Floats,
-    two_peaks: bool,
-    first_limit: float,
-    second_limit: float,
-    total_limit: float,
-    reached: Floats,
-) -> None:
-    """Fill `reached` with the least sum at every point.
+def reach(grid: Grid, limits: PeakLimits, reached: Floats) -> None:
+    """Fill `reached` with the least sum at every point: one row for any slices, or a row for 0, 1, 2, ... slices.
 
-    The inner loops have no branches, so that they compile to vector instructions.
+    The inner loop has no branches, so that it compiles to vector instructions.
     """
-    best = reached[0]
-    best[:] = np.inf
-    best[0] = 0.0
-    for prefix in range(len(first) - 1):
-        here = best[prefix]
-        begin = first[prefix]
-        if here == np.inf:
-            continue
-        if two_peaks:
-            for k in range(first[prefix + 1] - begin):
-                a = first_peaks[begin + k]
-                b = second_peaks[begin + k]
-                fits = (a < first_limit) & (b < second_limit) & (a + b < total_limit)
-                there = here + sums[begin + k] if fits else np.inf
-                known = best[prefix + 1 + k]
-                best[prefix + 1 + k] = there if there < known else known
-        else:
-            for k in range(first[prefix + 1] - begin):
-                fits = first_peaks[begin + k] < first_limit
-                there = here + sums[begin + k] if fits else np.inf
-                known = best[prefix + 1 + k]
-                best[prefix + 1 + k] = there if there < known else known
-
-
-def _reach_in_layers(
-    first: Ints,
-    sums: Floats,
-    first_peaks: Floats,
-    second_peaks: Floats,
-    two_peaks: bool,
-    first_limit: float,
-    second_limit: float,
-    total_limit: float,
-    reached: Floats,
-) -> None:
-    """Fill `reached` with the least sum at every point with 0, 1, 2, ... slices, a row for each number."""
+    first, sums, peaks = grid
+    first_peaks = peaks[0]
+    second_peaks = peaks[1]
     reached[:] = np.inf
     reached[0, 0] = 0.0
-    for layer in range(len(reached) - 1):
+    layered = len(reached) > 1
+    for layer in range(max(len(reached) - 1, 1)):
         now = reached[layer]
-        then = reached[layer + 1]
+        then = reached[layer + 1] if layered else now
         for prefix in range(layer, len(first) - 1):
             here = now[prefix]
             begin = first[prefix]
@@ -465,22 +406,15 @@ def _reach_in_layers(
             for k in range(first[prefix + 1] - begin):
                 a = first_peaks[begin + k]
                 b = second_peaks[begin + k]
-                second_fits = (b < second_limit) & (a + b < total_limit)
-                fits = (a < first_limit) & ((not two_peaks) | second_fits)
+                fits = (a < limits.first) & (b < limits.second) & (a + b < limits.total)
                 there = here + sums[begin + k] if fits else np.inf
                 known = then[prefix + 1 + k]
                 then[prefix + 1 + k] = there if there < known else known
 
 
 def retrace(
-    first: Ints,
-    sums: Floats,
-    first_peaks: Floats,
-    second_peaks: Floats,
-    two_peaks: bool,
-    first_limit: float,
-    second_limit: float,
-    total_limit: float,
+    grid: Grid,
+    limits: PeakLimits,
     reached: Floats,
     point: int,
     steps: Ints,
@@ -490,6 +424,7 @@ def retrace(
 
     Returns the number of slices.
     """
+    first, sums, peaks = grid
     layer = len(reached) - 1
     layered = layer > 0
     count = 0
@@ -499,17 +434,15 @@ def retrace(
         before = reached[layer - 1] if layered else now
         prefix = point - 1
         while True:
-            k = point - 1 - prefix
-            index = first[prefix] + k
+            index = first[prefix] + point - 1 - prefix
             if index < first[prefix + 1] and before[prefix] + sums[index] == now[point]:
-                a = first_peaks[index]
-                b = second_peaks[index]
-                second_fits = b < second_limit and a + b < total_limit
-                if a < first_limit and (second_fits or not two_peaks):
+                a = peaks[0, index]
+                b = peaks[1, index]
+                if a < limits.first and b < limits.second and a + b < limits.total:
                     break
             prefix -= 1
-        highest[0] = max(highest[0], first_peaks[index])
-        highest[1] = max(highest[1], second_peaks[index])
+        highest[0] = max(highest[0], a)
+        highest[1] = max(highest[1], b)
         steps[count] = point - prefix
         count += 1
         point = prefix
