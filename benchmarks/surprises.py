@@ -36,6 +36,7 @@ from penstock.plan.search import (
 from penstock.plan.space import Limits
 from penstock.plan.workload import (
     RECOMPUTED_SHARES,
+    Hardware,
     Workload,
     cells_of,
     workload_of,
@@ -179,8 +180,7 @@ def workload_for(case: Case) -> Workload:
     return workload_of(
         config,
         case.model.layers,
-        devices=case.ranks,
-        memory=case.memory * GIB,
+        hardware=Hardware(case.ranks, case.memory * GIB),
         granularity=128,
         model=case.model,
     )

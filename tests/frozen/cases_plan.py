@@ -24,7 +24,7 @@ from penstock.plan.pricing import (
 from penstock.plan.search import search
 from penstock.plan.slices import best_cuts, times_from_curves
 from penstock.plan.space import Limits
-from penstock.plan.workload import Fixed, Workload, workload_of
+from penstock.plan.workload import Fixed, Hardware, Workload, workload_of
 
 TOLERANCE = 1e-12
 SLOWER = 1e-3  # by which a plan may be slower than the frozen one
@@ -94,9 +94,7 @@ def of_gpus(devices: int, gigabytes: float, limits: Limits, gpu: str = "h100") -
             config,
             LARGE.layers,
             (),
-            devices=devices,
-            memory=gigabytes * 2.0**30,
-            uneven=True,
+            Hardware(devices, gigabytes * 2.0**30, uneven=True),
             open_mesh=True,
         )
         return gpu_question(workload, LARGE, gpu_of(gpu), limits)

@@ -15,7 +15,7 @@ from penstock.plan.planner import plan_run
 from penstock.plan.pricing import gpu_question
 from penstock.plan.search import search
 from penstock.plan.space import Limits
-from penstock.plan.workload import Workload, cells_of, workload_of
+from penstock.plan.workload import Hardware, Workload, cells_of, workload_of
 from penstock.schedules import make
 
 MODEL = ModelConfig(layers=8, width=1024, heads=8, kv_heads=4, inner=2816, vocab=32_000)
@@ -26,8 +26,10 @@ def workload(*given: str, config: Config | None = None, **more) -> Workload:
     config = config or Config()
     data = replace(config.data, tokens=512, batch=8)
     config = replace(config, model=MODEL, data=data)
-    more = {"devices": 4, "open_mesh": True, "memory": 8 * 2.0**30, **more}
-    return workload_of(config, MODEL.layers, given, **more)
+    hardware = Hardware(more.pop("devices", 4), 8 * 2.0**30)
+    return workload_of(
+        config, MODEL.layers, given, hardware, **{"open_mesh": True, **more}
+    )
 
 
 def meshes(workload: Workload) -> set[tuple[int, int]]:

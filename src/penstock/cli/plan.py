@@ -58,6 +58,7 @@ from penstock.plan.search import Landscape, row_title, search
 from penstock.plan.space import Limits
 from penstock.plan.workload import (
     USABLE_SHARE,
+    Hardware,
     Workload,
     microbatches_of,
     parse_bytes,
@@ -467,13 +468,15 @@ def _gpu_workload(
         config,
         sizes.layers,
         settings,
-        wanted.devices or 0,
-        wanted.memory_bytes or USABLE_SHARE * gpu.memory,
-        granularity=options.limits.granularity or tile_of("cuda"),
-        uneven=True,
+        Hardware(
+            wanted.devices or 0,
+            wanted.memory_bytes or USABLE_SHARE * gpu.memory,
+            uneven=True,
+            on_gpu=True,
+        ),
+        options.limits.granularity or tile_of("cuda"),
         open_mesh=True,
         model=config_of(sizes),
-        on_gpu=True,
     )
 
 

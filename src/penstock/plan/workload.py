@@ -234,57 +234,58 @@ def divisors(number: int) -> list[int]:
 
 
 # ---------------------------------------------------------------- from a config
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What there is to run a config on, as far as it is known."""
+
+    devices: int = 0  # 0: as many as the config says
+    memory: float | None = None  # bytes of a device
+    processors: int | None = None  # that the processes share; None for one each
+    exact: bool = False  # all devices must be used, because they already run
+    uneven: bool = False  # Some links are faster than others.
+    on_gpu: bool = False  # Actions are recorded there unless the config says otherwise.
+
+
 def workload_of(
     config: Config,
     layers: int,
     given: Collection[str] | None = None,
-    devices: int = 0,
-    memory: float | None = None,
-    processors: int | None = None,
+    hardware: Hardware = Hardware(),
     granularity: int = MIN_GRANULARITY,
-    exact: bool = False,
-    uneven: bool = False,
     open_mesh: bool = False,
     model: ModelConfig | None = None,
-    on_gpu: bool = False,
 ) -> Workload:
     """Return the workload of a config for a model with `layers` layers.
 
     `given` names the values that the user wrote, such as "schedule.ranks". Micro-batches
     that nobody wrote are the planner's choice. So are ranks and copies if the number of
-    `devices` is known, here or in the config. A value of 0 is always open. Without `given`,
-    every value that is not 0 counts as written.
+    devices is known, from `hardware` or from the config. A value of 0 is always open. Without
+    `given`, every value that is not 0 counts as written.
 
     The mesh is that of the config. With `open_mesh` and a number of devices, the planner
     chooses what nobody wrote of it, unless the run has options that go with no mesh. `model`
-    has the sizes of the model, if they are not those of the config. `on_gpu` says that the
-    devices are GPUs, where actions are recorded unless the config says otherwise.
+    has the sizes of the model, if they are not those of the config.
     """
     schedule = config.schedule
     mesh = config.mesh
     model = model or config.model
 
-    def written(key: str, section: str = "schedule") -> bool:
-        return given is None or f"{section}.{key}" in given
+    def left_open(key: str, section: str = "schedule") -> bool:
+        return given is not None and f"{section}.{key}" not in given
 
-    devices = devices or schedule.devices
-    if devices:
+    devices = hardware.devices or schedule.devices
+    is_known = devices > 0
+    if is_known:
         check_devices(devices)
-    ranks = schedule.ranks
-    copies = schedule.copies
-    if devices:
-        ranks = ranks if written("ranks") else 0
-        copies = copies if written("copies") else 0
     else:
-        devices = max(1, ranks) * max(1, copies) * mesh.size
-        open_mesh = False
-    open_mesh = open_mesh and allows_meshes(config)
+        devices = max(1, schedule.ranks) * max(1, schedule.copies) * mesh.size
+    open_mesh = open_mesh and is_known and allows_meshes(config)
     fixed = Fixed(
-        ranks=ranks,
-        microbatches=schedule.microbatches if written("microbatches") else 0,
-        copies=copies,
-        tensor=0 if open_mesh and not written("tensor", "mesh") else mesh.tensor,
-        shard=0 if open_mesh and not written("shard", "mesh") else mesh.shard,
+        ranks=0 if is_known and left_open("ranks") else schedule.ranks,
+        microbatches=0 if left_open("microbatches") else schedule.microbatches,
+        copies=0 if is_known and left_open("copies") else schedule.copies,
+        tensor=0 if open_mesh and left_open("tensor", "mesh") else mesh.tensor,
+        shard=0 if open_mesh and left_open("shard", "mesh") else mesh.shard,
         recompute=True if config.run.recompute else None,
         partition=schedule.partition,
     )
@@ -297,13 +298,13 @@ def workload_of(
         model.heads if model.family in ("gpt", "bert") else model.kv_heads,
         model.inner,
         model.tied,
-        memory,
-        processors,
+        hardware.memory,
+        hardware.processors,
         config.run.accumulate,
         granularity=gcd(granularity, config.data.tokens),
-        recorded=is_recording(config, on_gpu),
-        exact=exact,
-        uneven=uneven,
+        recorded=is_recording(config, hardware.on_gpu),
+        exact=hardware.exact,
+        uneven=hardware.uneven,
         fixed=fixed,
         config=config,
     )

@@ -42,7 +42,7 @@ from penstock.integrations.torchtitan.options import (
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.plan.space import Limits
-from penstock.plan.workload import USABLE_SHARE, workload_of
+from penstock.plan.workload import USABLE_SHARE, Hardware, workload_of
 from penstock.schedules.coverage import visits_all_parts
 from penstock.torch_internals import provide_set_timeout
 from penstock.train.before.forecast import Forecast, forecast
@@ -341,9 +341,8 @@ def search_plan(
     workload = workload_of(
         asked,
         asked.model.layers,
-        memory=memory,
+        hardware=Hardware(memory=memory, on_gpu=True),
         granularity=tile_of("cuda"),
-        on_gpu=True,
     )
     # torchtitan decides what is recomputed, for all layers alike.
     recomputes = asked.run.recompute

@@ -44,6 +44,7 @@ from penstock.plan.space import Limits
 from penstock.plan.workload import (
     MIN_GRANULARITY,
     USABLE_SHARE,
+    Hardware,
     Workload,
     cells_of,
     workload_of,
@@ -497,7 +498,7 @@ def machine_workload(
     only `memory` limits it. `model` has the sizes of the model, if they are not those of the
     config.
     """
-    workload = workload_of(config, layers, given, devices)
+    workload = workload_of(config, layers, given, Hardware(devices))
     placement = decide_placement(config, workload.devices)
     processors = None
     allowed = devices
@@ -512,14 +513,16 @@ def machine_workload(
         config,
         layers,
         given,
-        allowed,
-        memory,
-        processors,
+        Hardware(
+            allowed,
+            memory,
+            processors,
+            exact=under_launcher(),
+            uneven=uneven,
+            on_gpu=placement.device == "cuda",
+        ),
         granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
-        exact=under_launcher(),
-        uneven=uneven,
         model=model,
-        on_gpu=placement.device == "cuda",
     )
     return workload, placement
 
