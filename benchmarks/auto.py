@@ -68,10 +68,10 @@ from penstock.plan.search import Landscape
 from penstock.plan.space import Limits, fixed_recipes
 from penstock.plan.workload import (
     MIN_GRANULARITY,
-    Cell,
+    Division,
     Fixed,
     Workload,
-    cells_of,
+    divisions_of,
 )
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
 from penstock.runtime.proof import warm_up
@@ -125,7 +125,7 @@ class Contender:
     """A candidate with the cell that it is for."""
 
     label: str
-    cell: Cell
+    cell: Division
     candidate: Candidate
     total: float = 0.0  # bytes of all ranks
 
@@ -253,18 +253,18 @@ def plan_case(case: Case, profiles: RowProfiles, run: Run) -> Contest:
     begin = time.perf_counter()
     workload = workload_of_case(case, run)
     if case.memory_share:
-        plain = next(cells_of(workload))
+        plain = next(divisions_of(workload))
         needed = best_of_name(workload, profiles, (plain,), ("1f1b",))["1f1b"]
         limit = case.memory_share * needed.candidate.peak
         workload = workload_of_case(case, run, limit)
     landscape = plan_workload(workload, profiles).landscape
     planning = time.perf_counter() - begin
-    rivals = best_of_name(workload, profiles, tuple(cells_of(workload)), RIVALS)
+    rivals = best_of_name(workload, profiles, tuple(divisions_of(workload)), RIVALS)
     fixed = best_fixed(landscape, rivals.pop(BEST_FIXED, None))
     if fixed is not None and not any(is_same(fixed, one) for one in rivals.values()):
         rivals[BEST_FIXED] = fixed
     best = landscape.best
-    contenders = [Contender(AUTO, best.cell, best.candidate), *rivals.values()]
+    contenders = [Contender(AUTO, best.division, best.candidate), *rivals.values()]
     pricing = ProfilePricing(workload, profiles.at)
     return Contest(
         case,
@@ -279,14 +279,14 @@ def plan_case(case: Case, profiles: RowProfiles, run: Run) -> Contest:
 def best_of_name(
     workload: Workload,
     profiles: RowProfiles,
-    cells: Sequence[Cell],
+    cells: Sequence[Division],
     names: Sequence[str],
 ) -> dict[str, Contender]:
     """Return the fastest of each name that fits, over all cells; and of all fixed ones."""
     found: dict[str, Contender] = {}
     for cell, candidate in fixed_candidates(workload, profiles, cells):
         labels = [name_of_rival(candidate, names)]
-        if candidate.sort == "fixed":
+        if candidate.order_kind == "fixed":
             labels.append(BEST_FIXED)
         for label in filter(None, labels):
             if label not in found or candidate.step < found[label].candidate.step:
@@ -295,14 +295,14 @@ def best_of_name(
 
 
 def fixed_candidates(
-    workload: Workload, profiles: RowProfiles, cells: Sequence[Cell]
-) -> Iterator[tuple[Cell, Candidate]]:
+    workload: Workload, profiles: RowProfiles, cells: Sequence[Division]
+) -> Iterator[tuple[Division, Candidate]]:
     """Yield all orders of the registry, whole and split, that fit."""
     pricing = ProfilePricing(workload, profiles.at)
     for cell in cells:
-        judge = pricing.judge(cell)
+        evaluator = pricing.evaluator(cell)
         limits = Limits(stages=max(1, workload.layers // cell.ranks))
-        for recipe in fixed_recipes(pricing.setting(cell), judge, limits, 1):
+        for recipe in fixed_recipes(pricing.pipeline(cell), evaluator, limits, 1):
             try:
                 schedule = recipe.build()
             except ShapeError:
@@ -310,9 +310,9 @@ def fixed_candidates(
             if schedule.parts > workload.layers:
                 continue
             candidate = evaluate_schedule(
-                recipe.name, recipe.shape, recipe.sort, schedule, judge
+                recipe.name, recipe.shape, recipe.order_kind, schedule, evaluator
             )
-            if judge.fits(candidate.peak):
+            if evaluator.fits(candidate.peak):
                 yield cell, candidate
 
 
@@ -329,9 +329,9 @@ def best_fixed(landscape: Landscape, whole: Contender | None) -> Contender | Non
     """Return the fastest fixed order, whole or with the slices that the search tried."""
     found = [whole] if whole is not None else []
     found += [
-        Contender(BEST_FIXED, row.cell, row.candidate)
+        Contender(BEST_FIXED, row.division, row.candidate)
         for row in landscape.rows
-        if row.candidate.sort == "fixed"
+        if row.candidate.order_kind == "fixed"
     ]
     return min(found, key=lambda one: one.candidate.step, default=None)
 
@@ -524,7 +524,7 @@ def row_of(
         cuts = candidate.schedule.microbatches[0].cuts
         rows[one.label] = {
             "plan": title(candidate.name, candidate.shape),
-            "order": candidate.sort,
+            "order": candidate.order_kind,
             "cell": one.cell.name,
             "rows": one.cell.rows,
             "microbatches": one.cell.microbatches,

@@ -50,7 +50,8 @@ def measure(ranks: int, microbatches: int, comm: float) -> dict[str, object]:
     cost = UnitCost(comm=comm)
     found = portfolio(ranks, microbatches, cost, memory=ranks, slices=1)
     fixed = min(
-        (c for c in found.candidates if c.sort == "fixed"), key=lambda c: c.makespan
+        (c for c in found.candidates if c.order_kind == "fixed"),
+        key=lambda c: c.makespan,
     )
     planned = found.best
     noises = [NoisyCost(cost, seed=seed) for seed in SEEDS]

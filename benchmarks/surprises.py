@@ -38,7 +38,7 @@ from penstock.plan.workload import (
     RECOMPUTED_SHARES,
     Hardware,
     Workload,
-    cells_of,
+    divisions_of,
     workload_of,
 )
 from penstock.schedules import make
@@ -208,10 +208,10 @@ def usual_plan(case: Case, workload: Workload) -> Row:
         question = gpu_question(
             replace(workload, fixed=fixed), case.model, gpu_of(case.gpu), Limits()
         )
-        cell = next(one for one in cells_of(workload) if one.recomputed == share)
-        judge = question.pricing.judge(cell)
-        found = evaluate_schedule(name, shape, "fixed", schedule, judge)
-        if judge.fits(found.peak):
+        cell = next(one for one in divisions_of(workload) if one.recomputed == share)
+        evaluator = question.pricing.evaluator(cell)
+        found = evaluate_schedule(name, shape, "fixed", schedule, evaluator)
+        if evaluator.fits(found.peak):
             rows.append(Row(cell, found))
     return min(rows, key=lambda row: row.candidate.step)
 
@@ -279,7 +279,7 @@ def draw(case: Case, best: Row, usual: Row) -> None:
         question = gpu_question(
             replace(workload, fixed=fixed), case.model, gpu_of(case.gpu), Limits()
         )
-        timeline = question.pricing.judge(row.cell).timeline(one.schedule)
+        timeline = question.pricing.evaluator(row.division).timeline(one.schedule)
         heading = (
             f"{words}: {title(one.name, one.shape)}, {one.step * 1e3:,.0f} ms per step"
         )

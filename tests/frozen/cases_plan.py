@@ -161,7 +161,7 @@ def plan_of(ask: Ask) -> object:
     best = found.best.candidate
     return {
         "name": title(best.name, best.shape),
-        "cell": found.best.cell.name,
+        "cell": found.best.division.name,
         "step": best.step,
         "makespan": best.makespan,
         "peak": best.peak,

@@ -31,7 +31,7 @@ from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import Question, unit_question
 from penstock.plan.search import Landscape, row_title, search
 from penstock.plan.space import Limits
-from penstock.plan.workload import Cell, Fixed, Workload
+from penstock.plan.workload import Division, Fixed, Workload
 
 STEM = Path("plan")
 
@@ -171,11 +171,11 @@ def test_an_order_that_a_framework_cannot_run_is_refused_with_the_reason(
         assert words in FRAMEWORKS[name].refuse_order(schedule), name
 
 
-HALF = Cell(1, 3, 1, 1, 4, 1, 0.5)
+HALF = Division(1, 3, 1, 1, 4, 1, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("names", "cell", "tied", "words"),
+    ("names", "division", "tied", "words"),
     [
         (
             "torchtitan megatron",
@@ -187,16 +187,18 @@ HALF = Cell(1, 3, 1, 1, 4, 1, 0.5)
     ],
 )
 def test_a_division_that_a_framework_cannot_run_is_refused_with_the_reason(
-    names, cell, tied, words
+    names, division, tied, words
 ):
     for name in names.split():
-        assert words in FRAMEWORKS[name].refuse_cell(cell, tied), name
+        assert words in FRAMEWORKS[name].refuse_division(division, tied), name
 
 
 def test_every_framework_runs_1f1b():
     for framework in FRAMEWORKS.values():
         assert framework.refuse_order(FLAT().schedule) == ""
-        assert framework.refuse_cell(replace(HALF, recomputed=1.0), tied=False) == ""
+        assert (
+            framework.refuse_division(replace(HALF, recomputed=1.0), tied=False) == ""
+        )
 
 
 def test_an_unknown_framework_has_a_suggestion():

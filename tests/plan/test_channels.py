@@ -18,9 +18,9 @@ from penstock.ir.schedule import Schedule, schedule_of
 from penstock.plan.bound import lower_bound
 from penstock.plan.improve import improve_order, problem_of, time_lanes
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.search import Landscape, rank_setting, search
+from penstock.plan.search import Landscape, rank_pipeline, search
 from penstock.plan.space import Limits, StagePlacement
-from penstock.plan.workload import Cell, profile_workload
+from penstock.plan.workload import Division, profile_workload
 from random_schedules import random_schedule
 
 TOKENS = 256
@@ -175,26 +175,28 @@ def test_no_candidate_beats_the_bound_of_its_placement(seed, channels):
     )
     network = replace(network, buffers=buffers)
     profile = replace(profile, message=20 * profile.message, network=network)
-    cell = Cell(1, 2, 1, 1, 4, 1, 0.0)
+    division = Division(1, 2, 1, 1, 4, 1, 0.0)
     pricing = pricing_of(profile, 4)
     with many_schedules():
-        found = rank_setting(
-            pricing.setting(cell), pricing.judge(cell), pricing.limits
+        found = rank_pipeline(
+            pricing.pipeline(division), pricing.evaluator(division), pricing.limits
         ).candidates
     for one in found:
         shape = dict(one.shape)
-        waves = shape.get("waves", int(len(one.schedule.stages) > cell.ranks))
+        waves = shape.get("waves", int(len(one.schedule.stages) > division.ranks))
         placement = StagePlacement("waves", waves)
         if "chunks" in shape or not waves:
             placement = StagePlacement("chunks", shape.get("chunks", 1))
         cuts = one.schedule.microbatches[0].cuts
-        least = pricing.least_time(cell, placement, cuts)
+        least = pricing.least_time(division, placement, cuts)
         assert least <= one.step * ROUNDING
-    assert pricing.close_bound(cell) <= found[0].step * ROUNDING
+    assert pricing.close_bound(division) <= found[0].step * ROUNDING
     at_once = replace(profile, network=replace(profile.network, channels=None))
-    assert pricing_of(at_once, 4).close_bound(cell) <= pricing.close_bound(cell)
+    assert pricing_of(at_once, 4).close_bound(division) <= pricing.close_bound(division)
     if not buffers:
-        assert pricing_of(at_once, 4).close_bound(cell) < pricing.close_bound(cell)
+        assert pricing_of(at_once, 4).close_bound(division) < pricing.close_bound(
+            division
+        )
 
 
 @pytest.mark.parametrize("channels", [None, 1])
@@ -202,15 +204,15 @@ def test_the_bound_knows_that_messages_travel_in_fewer_bytes(channels):
     profile = random_profile(np.random.default_rng(3), channels)
     profile = replace(profile, message=40 * profile.message)
     halved = replace(profile, device=(("messages", "bfloat16"),))
-    cell = Cell(1, 2, 1, 1, 4, 1, 0.0)
-    whole = pricing_of(profile, 4).close_bound(cell)
+    division = Division(1, 2, 1, 1, 4, 1, 0.0)
+    whole = pricing_of(profile, 4).close_bound(division)
     pricing = pricing_of(halved, 4)
     with many_schedules():
-        found = rank_setting(
-            pricing.setting(cell), pricing.judge(cell), pricing.limits
+        found = rank_pipeline(
+            pricing.pipeline(division), pricing.evaluator(division), pricing.limits
         ).candidates
-    assert pricing.close_bound(cell) <= found[0].step * ROUNDING
-    assert pricing.close_bound(cell) < whole
+    assert pricing.close_bound(division) <= found[0].step * ROUNDING
+    assert pricing.close_bound(division) < whole
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -223,7 +225,7 @@ def test_a_plan_for_channels_is_never_slower_there_than_a_plan_without_them(
     at_once = replace(profile, network=replace(profile.network, channels=None))
     mine = plan_of(pricing_of(profile, 4))
     other = plan_of(pricing_of(at_once, 4)).best
-    cost = pricing_of(profile, 4).judge(other.cell).cost
+    cost = pricing_of(profile, 4).evaluator(other.division).cost
     judged = simulate(other.candidate.schedule, cost).makespan
     assert mine.best.candidate.makespan <= judged * PRINTED
     assert mine.bound <= mine.best.candidate.step * ROUNDING

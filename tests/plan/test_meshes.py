@@ -15,7 +15,7 @@ from penstock.plan.planner import plan_run
 from penstock.plan.pricing import gpu_question
 from penstock.plan.search import search
 from penstock.plan.space import Limits
-from penstock.plan.workload import Hardware, Workload, cells_of, workload_of
+from penstock.plan.workload import Hardware, Workload, divisions_of, workload_of
 from penstock.schedules import make
 
 MODEL = ModelConfig(layers=8, width=1024, heads=8, kv_heads=4, inner=2816, vocab=32_000)
@@ -33,7 +33,7 @@ def workload(*given: str, config: Config | None = None, **more) -> Workload:
 
 
 def meshes(workload: Workload) -> set[tuple[int, int]]:
-    return {(cell.tensor, cell.shard) for cell in cells_of(workload)}
+    return {(division.tensor, division.shard) for division in divisions_of(workload)}
 
 
 def test_an_open_mesh_is_the_planners_choice_unless_it_is_written():
@@ -56,10 +56,12 @@ def test_no_plan_beats_the_bound_of_its_cell_and_gathers_count():
     found = search(asked, question.pricing, question.limits)
     for row in found.rows:
         assert row.candidate.step >= found.bound
-        assert row.candidate.step >= question.pricing.bound(row.cell) * (1 - ROUNDING)
-    for cell in cells_of(asked):
-        gather = question.pricing.judge(cell).gather
-        assert (gather > 0) == (cell.shard > 1)
+        assert row.candidate.step >= question.pricing.bound(row.division) * (
+            1 - ROUNDING
+        )
+    for division in divisions_of(asked):
+        gather = question.pricing.evaluator(division).gather
+        assert (gather > 0) == (division.shard > 1)
 
 
 def test_a_plan_file_brings_its_mesh_along(tmp_path):

@@ -61,7 +61,7 @@ def test_a_search_lists_partial_paths_beside_whole_ones_and_keeps_to_the_share()
         assert row.candidate.peak <= 40e6 * ROUNDING
     assert fastest(partial_rows) < fastest(whole)
     assert fastest(whole) == fastest(model_search(0.0).rows)
-    for one in found.cells:
+    for one in found.divisions:
         if one.best is not None:
             assert one.bound <= one.best.step * ROUNDING
     assert model_search(0.0).bound > found.bound > 0

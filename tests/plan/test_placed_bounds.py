@@ -1,4 +1,4 @@
-"""No plan beats the bound of its cell, which knows the layers and the memory of every rank."""
+"""No plan beats the bound of its division, which knows the layers and the memory of every rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.plan.candidates import Candidate
 from penstock.plan.pricing import Machines, ProfilePricing
-from penstock.plan.search import rank_setting, survey_setting
+from penstock.plan.search import rank_pipeline, survey_pipeline
 from penstock.plan.space import Limits, StagePlacement
-from penstock.plan.workload import Cell, Workload
+from penstock.plan.workload import Division, Workload
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 
@@ -63,13 +63,13 @@ def random_profile(rng: random.Random, layers: int) -> Profile:
     )
 
 
-def random_cell(seed: int) -> tuple[random.Random, Cell, ProfilePricing]:
+def random_cell(seed: int) -> tuple[random.Random, Division, ProfilePricing]:
     rng = random.Random(seed)
     layers = rng.randint(2, 8)
     ranks = rng.randint(1, min(4, layers))
     count = rng.randint(1, 6)
     copies = rng.choice([1, 1, 2, 3])
-    cell = Cell(copies, ranks, 1, 1, count, 1, rng.choice([0.0, 0.0, 0.5, 1.0]))
+    division = Division(copies, ranks, 1, 1, count, 1, rng.choice([0.0, 0.0, 0.5, 1.0]))
     limits = Limits(
         min(rng.choice([1, 2, 4]), max(1, layers // ranks)),
         rng.choice([1, 2, 4, 8]),
@@ -91,7 +91,11 @@ def random_cell(seed: int) -> tuple[random.Random, Cell, ProfilePricing]:
         granularity=rng.choice([16, 32, 64]),
         recorded=rng.random() < 0.2,
     )
-    return rng, cell, ProfilePricing(workload, lambda rows: measured, limits, machines)
+    return (
+        rng,
+        division,
+        ProfilePricing(workload, lambda rows: measured, limits, machines),
+    )
 
 
 def with_memory(pricing: ProfilePricing, memory: float) -> ProfilePricing:
@@ -114,35 +118,43 @@ def placement_of(candidate: Candidate) -> StagePlacement:
 
 
 @pytest.mark.parametrize(
-    ("find", "seeds"), [(survey_setting, range(12)), (rank_setting, range(50, 62))]
+    ("find", "seeds"), [(survey_pipeline, range(12)), (rank_pipeline, range(50, 62))]
 )
 def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
     gaps = []
     with many_schedules():
         for seed in seeds:
-            rng, cell, free = random_cell(seed)
-            every = find(free.setting(cell), free.judge(cell), free.limits).candidates
+            rng, division, free = random_cell(seed)
+            every = find(
+                free.pipeline(division), free.evaluator(division), free.limits
+            ).candidates
             for one in every:
                 cuts = one.schedule.microbatches[0].cuts
                 if len(cuts) > 2:
-                    assert free.least_time(cell, placement_of(one), cuts) <= one.step
+                    assert (
+                        free.least_time(division, placement_of(one), cuts) <= one.step
+                    )
             for one in rng.sample(every, min(4, len(every))):
                 # This plan fits into its own peak. So the bound there is not above it.
                 pricing = with_memory(free, one.peak)
-                bound = pricing.close_bound(cell)
-                assert pricing.bound(cell) <= bound <= one.step * ROUNDING
+                bound = pricing.close_bound(division)
+                assert pricing.bound(division) <= bound <= one.step * ROUNDING
             # Machines round differently, so that equal plans come in another order.
             peak = rng.choice(sorted(round(one.peak, 6) for one in every))
             tight = with_memory(free, peak * rng.uniform(0.8, 1.05))
             try:
-                found = find(tight.setting(cell), tight.judge(cell), tight.limits)
+                found = find(
+                    tight.pipeline(division), tight.evaluator(division), tight.limits
+                )
             except ShapeError:  # nothing can be built in so little memory
                 continue
             for one in found.candidates:
-                assert tight.close_bound(cell) <= one.step * ROUNDING
-                assert free.close_bound(cell) <= tight.close_bound(cell) * ROUNDING
+                assert tight.close_bound(division) <= one.step * ROUNDING
+                assert (
+                    free.close_bound(division) <= tight.close_bound(division) * ROUNDING
+                )
             if found.candidates:
-                gaps.append(found.best.step / tight.close_bound(cell) - 1)
+                gaps.append(found.best.step / tight.close_bound(division) - 1)
     assert sorted(gaps)[len(gaps) // 2] < 0.25
 
 
@@ -168,28 +180,30 @@ def test_no_optimum_of_cp_sat_beats_the_bound_of_its_cell(in_flight):
         head=even_block(0.0),
         network=Network(0.5),
     )
-    cell = Cell(1, 2, 1, 1, 3, 1, 0.0)
+    division = Division(1, 2, 1, 1, 3, 1, 0.0)
     workload = Workload(4, TOKENS, 3, 2, granularity=TOKENS)
     free = ProfilePricing(workload, lambda rows: measured, Limits(2, 1))
     for stages in (loop_placement(2, 1), wave_placement(2, 1)):
         draft = sequential_schedule(stages, paths_through(stages, 3), split=True)
-        memory = in_flight * free.judge(cell).peak(draft)
+        memory = in_flight * free.evaluator(division).peak(draft)
         pricing = with_memory(free, memory)
-        judged = optimum(draft, pricing.cost(cell), memory, work=1.0)
-        bound = pricing.close_bound(cell)
+        judged = optimum(draft, pricing.cost(division), memory, work=1.0)
+        bound = pricing.close_bound(division)
         assert 0.7 * judged.makespan <= bound <= judged.makespan * ROUNDING
 
 
 def test_less_memory_raises_the_bound_until_nothing_fits():
     rng, _, free = random_cell(3)
-    cell = Cell(1, 2, 1, 1, 6, 1, 0.0)
+    division = Division(1, 2, 1, 1, 6, 1, 0.0)
     workload = replace(free.workload, layers=8, batch=6, devices=2)
     measured = random_profile(rng, 8)
     pricing = ProfilePricing(workload, lambda rows: measured, Limits(1, 1))
-    found = rank_setting(pricing.setting(cell), pricing.judge(cell), pricing.limits)
+    found = rank_pipeline(
+        pricing.pipeline(division), pricing.evaluator(division), pricing.limits
+    )
     most = max(one.peak for one in found.candidates)
     bounds = [
-        with_memory(pricing, most * share).close_bound(cell)
+        with_memory(pricing, most * share).close_bound(division)
         for share in (1.0, 0.8, 0.7, 0.6, 0.5, 0.3)
     ]
     assert bounds == sorted(bounds)

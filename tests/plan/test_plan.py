@@ -91,7 +91,7 @@ def test_the_choice_is_no_slower_than_the_best_fixed_order_under_unseen_noise():
             costs = [NoisyCost(cost, seed=seed) for seed in range(100, 116)]
             return np.mean([simulate(candidate.schedule, c).makespan for c in costs])
 
-        fixed = [noisy(c) for c in found.candidates if c.sort == "fixed"]
+        fixed = [noisy(c) for c in found.candidates if c.order_kind == "fixed"]
         assert noisy(found.best) <= min(fixed) * 1.002  # means of 16 samples
 
 

@@ -26,7 +26,7 @@ from penstock.formats import dump_plan, load_plan
 from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.partition import balanced_partition
-from penstock.plan.candidates import Judge, add_noise, evaluate_schedule
+from penstock.plan.candidates import Evaluator, add_noise, evaluate_schedule
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import (
     Machines,
@@ -46,10 +46,10 @@ from penstock.plan.search import (
 from penstock.plan.space import Limits, split_and_defer
 from penstock.plan.space_bound import tried_bound
 from penstock.plan.workload import (
-    Cell,
+    Division,
     Fixed,
     Workload,
-    cells_of,
+    divisions_of,
     divisors,
     microbatches_of,
     parse_bytes,
@@ -126,7 +126,7 @@ def test_no_candidate_beats_the_bound_of_the_space(
 def test_no_plan_of_a_model_beats_the_bound_of_its_space(devices, memory):
     found = model_search(devices, memory)
     assert 0 < found.bound <= fastest(found) * ROUNDING
-    for one in found.cells:
+    for one in found.divisions:
         if one.best is not None:
             assert one.bound <= one.best.step * ROUNDING
             assert memory is None or one.best.peak <= memory * ROUNDING
@@ -275,11 +275,11 @@ def test_the_choice_prints_as_the_fastest_plan_and_is_the_simplest_of_the_steady
 
 def test_the_time_under_noise_is_that_of_a_step():
     """It counts all passes, the gather and the optimizer, and on average noise only delays."""
-    judge = Judge(UnitCost(comm=0.1), passes=3, gather=5.0)
+    evaluator = Evaluator(UnitCost(comm=0.1), passes=3, gather=5.0)
     schedule = make("1f1b", ranks=4, microbatches=4)
-    one = evaluate_schedule("1f1b", (), "fixed", schedule, judge)
+    one = evaluate_schedule("1f1b", (), "fixed", schedule, evaluator)
     assert one.step == 3 * one.makespan + 5.0
-    assert one.step <= add_noise(one, judge).noisy < 1.1 * one.step
+    assert one.step <= add_noise(one, evaluator).noisy < 1.1 * one.step
 
 
 def test_the_time_under_noise_is_no_less_than_that_of_the_step():
@@ -303,7 +303,7 @@ def test_a_plan_appears_once_under_its_published_name():
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_no_plan_of_a_model_appears_twice(devices):
     found = model_search(devices)
-    plans = [(row.cell, row.candidate.schedule) for row in found.rows]
+    plans = [(row.division, row.candidate.schedule) for row in found.rows]
     assert len(set(plans)) == len(plans)
     assert found.rows[0].candidate is found.best.candidate
 
@@ -352,7 +352,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(presses):
 
 
 def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
-    """There is one cell, so that the best schedule so far is one of its own."""
+    """There is one division, so that the best schedule so far is one of its own."""
     seen: list[SearchProgress] = []
 
     def press_ctrl_c(progress: SearchProgress) -> None:
@@ -414,7 +414,7 @@ def test_a_plan_from_a_file_takes_the_predicted_time(memory, cluster, choices):
     for row in one_row_of_each_cell(found):
         plan = chosen_plan(replace(found, rows=(row,)))
         plan = load_plan(dump_plan(plan))
-        price = Price(UnitCost(), profile_at(row.cell.rows), TOKENS)
+        price = Price(UnitCost(), profile_at(row.division.rows), TOKENS)
         cost = price.for_plan(plan, cluster).cost
         makespan = simulate(plan.schedule, cost).makespan
         assert makespan == pytest.approx(row.candidate.makespan, rel=1e-9)
@@ -423,20 +423,20 @@ def test_a_plan_from_a_file_takes_the_predicted_time(memory, cluster, choices):
 def one_row_of_each_cell(found: Landscape):
     rows = {}
     for row in found.rows:
-        rows.setdefault(row.cell, row)
+        rows.setdefault(row.division, row)
     return list(rows.values())
 
 
 def test_both_layouts_of_copies_are_compared_in_a_cluster():
     found = model_search(4, None, SERIAL_CLUSTER, copies=2, ranks=2, microbatches=4)
-    assert {one.cell.side_by_side for one in found.cells} == {False, True}
+    assert {one.division.side_by_side for one in found.divisions} == {False, True}
     # Side by side, the fast nodes are one rank and the slow ones the other, which gets fewer
     # layers. In a row, all ranks of the second copy are slow, and the first copy waits.
     excess: dict[bool, dict[object, int]] = {False: {}, True: {}}
     for row in found.rows:
         first, second = layers_of_ranks(row.candidate)
-        key = (row.candidate.name, row.candidate.shape, row.cell.rows)
-        excess[row.cell.side_by_side][key] = first - second
+        key = (row.candidate.name, row.candidate.shape, row.division.rows)
+        excess[row.division.side_by_side][key] = first - second
     both = excess[False].keys() & excess[True].keys()
     assert len(both) > 2
     assert all(excess[True][key] >= excess[False][key] for key in both)
@@ -453,11 +453,13 @@ def layers_of_ranks(candidate) -> list[int]:
 def test_copies_pay_for_the_sums_of_their_gradients():
     alone = model_search(1, copies=1, ranks=1, microbatches=2)
     both = model_search(2, copies=2, ranks=1, microbatches=2)
-    rows_alone = {row.cell.rows for row in alone.rows}
+    rows_alone = {row.division.rows for row in alone.rows}
     assert rows_alone == {4}
     for row in both.rows:
         plan = chosen_plan(replace(both, rows=(row,)))
-        cost = PlacedCost(profile_at(row.cell.rows), TOKENS, partition=plan.partition)
+        cost = PlacedCost(
+            profile_at(row.division.rows), TOKENS, partition=plan.partition
+        )
         timeline = simulate(plan.schedule, cost)
         assert len(timeline.sums) > 0
         assert timeline.makespan > timeline.end.max()
@@ -477,8 +479,10 @@ def test_copies_sum_with_the_bandwidth_that_sums_have():
         last = timeline.sums[-1]
         pair = 2 * 1e-5 + last.bytes / 1e8
         assert last.end - last.start == pytest.approx(pair)
-        assert question.pricing.estimate(row.cell).seconds > pair
-        assert question.pricing.close_bound(row.cell) <= row.candidate.step * ROUNDING
+        assert question.pricing.estimate(row.division).seconds > pair
+        assert (
+            question.pricing.close_bound(row.division) <= row.candidate.step * ROUNDING
+        )
 
 
 def test_a_search_is_the_same_twice():
@@ -552,19 +556,29 @@ def test_every_cell_uses_the_devices_and_deals_out_the_batch(
         uneven=uneven,
         fixed=Fixed(ranks=fixed_ranks),
     )
-    cells = list(cells_of(workload))
-    assert len(cells) == len(set(cells))
-    for cell in cells:
-        used = cell.processes
+    divisions = list(divisions_of(workload))
+    assert len(divisions) == len(set(divisions))
+    for division in divisions:
+        used = division.processes
         assert used == devices if exact else used <= devices
-        assert cell.ranks <= layers
-        assert cell.ranks == (fixed_ranks or cell.ranks)
-        assert heads % cell.tensor == inner % cell.tensor == 0
-        dealt = cell.copies * cell.shard * passes * cell.microbatches * cell.rows
+        assert division.ranks <= layers
+        assert division.ranks == (fixed_ranks or division.ranks)
+        assert heads % division.tensor == inner % division.tensor == 0
+        dealt = (
+            division.copies
+            * division.shard
+            * passes
+            * division.microbatches
+            * division.rows
+        )
         assert dealt == batch
-        assert not cell.side_by_side or (uneven and min(cell.copies, cell.ranks) > 1)
-        assert not (cell.recomputed and memory is None)
-    plain = {(one.copies, one.ranks) for one in cells if one.tensor == one.shard == 1}
+        assert not division.side_by_side or (
+            uneven and min(division.copies, division.ranks) > 1
+        )
+        assert not (division.recomputed and memory is None)
+    plain = {
+        (one.copies, one.ranks) for one in divisions if one.tensor == one.shard == 1
+    }
     expected = {
         (copies, ranks)
         for copies in range(1, devices + 1)
@@ -587,8 +601,8 @@ INSIDE, BETWEEN = Link(1e-6, 1e11), Link(1e-5, 1e9)
 MACHINES = Machines(4, INSIDE, BETWEEN)
 
 
-def slow_pairs(cell: Cell) -> set[tuple[int, int]]:
-    latency = MACHINES.network(cell).latency
+def slow_pairs(division: Division) -> set[tuple[int, int]]:
+    latency = MACHINES.network(division).latency
     if not isinstance(latency, tuple):
         return set() if latency == INSIDE.latency else {(-1, -1)}
     return {
@@ -601,8 +615,8 @@ def slow_pairs(cell: Cell) -> set[tuple[int, int]]:
 
 def test_messages_inside_a_machine_use_its_fast_links():
     """Ranks of the first copy are numbered first, then those of the second."""
-    assert slow_pairs(Cell(1, 4, 1, 1, 8, 1, 0.0)) == set()
-    in_a_row = Cell(2, 4, 1, 1, 8, 1, 0.0)
+    assert slow_pairs(Division(1, 4, 1, 1, 8, 1, 0.0)) == set()
+    in_a_row = Division(2, 4, 1, 1, 8, 1, 0.0)
     across = {(a, b) for a in range(4) for b in range(4, 8)}
     assert slow_pairs(in_a_row) == across
     # Side by side, ranks 0 and 1 of both copies fill the first machine: 0 0 1 1 | 2 2 3 3.
@@ -610,15 +624,15 @@ def test_messages_inside_a_machine_use_its_fast_links():
     inner = {(a, b) for a in (0, 1) for b in (2, 3)}
     assert slow_pairs(near) == inner | {(a + 4, b + 4) for a, b in inner}
     # Two devices for each rank: a machine has two ranks.
-    wide = Cell(1, 4, 2, 1, 8, 1, 0.0)
+    wide = Division(1, 4, 2, 1, 8, 1, 0.0)
     assert slow_pairs(wide) == inner
 
 
 def test_a_cluster_lists_the_nodes_of_the_first_copy_first():
-    cell = Cell(2, 2, 1, 1, 4, 1, 0.0)
-    speeds = [node.speed for node in cluster_nodes(SERIAL_CLUSTER, cell)]
+    division = Division(2, 2, 1, 1, 4, 1, 0.0)
+    speeds = [node.speed for node in cluster_nodes(SERIAL_CLUSTER, division)]
     assert speeds == [1.0, 1.0, 0.5, 0.5]
-    near = replace(cell, side_by_side=True)
+    near = replace(division, side_by_side=True)
     assert [node.speed for node in cluster_nodes(SERIAL_CLUSTER, near)] == [
         1.0,
         0.5,
@@ -629,7 +643,7 @@ def test_a_cluster_lists_the_nodes_of_the_first_copy_first():
     assert latency[0][1] == SERIAL_CLUSTER.latency[0][2]
     assert latency[0][2] == SERIAL_CLUSTER.latency[0][1]
     with pytest.raises(ShapeError, match="there are 4 nodes, but 6 ranks"):
-        cluster_network(SERIAL_CLUSTER, Cell(3, 2, 1, 1, 4, 1, 0.0))
+        cluster_network(SERIAL_CLUSTER, Division(3, 2, 1, 1, 4, 1, 0.0))
 
 
 @pytest.mark.parametrize(

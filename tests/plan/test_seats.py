@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import Plan, make
-from penstock.plan.survivors import least_time, part_work, seats_to_change
+from penstock.plan.survivors import least_time, moves_to_empty_ranks, part_work
 from penstock.schedules.coverage import full_schedule
 from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
@@ -33,18 +33,18 @@ def test_plans_for_fewer_workers_are_nearly_as_fast_as_possible(empty):
 
 
 def test_a_worker_with_little_to_do_takes_the_seat_of_a_lost_one_with_much_to_do():
-    (seat, goal), *others = seats_to_change(PARTIAL, [3]).items()
+    (seat, goal), *others = moves_to_empty_ranks(PARTIAL, [3]).items()
     assert (others, goal, seat % 3 > 0) == ([], 3, True)
     assert speed(PARTIAL, (seat,)) > 1.15 * speed(PARTIAL, (3,))
-    assert not seats_to_change(PARTIAL, [4])
-    assert len(seats_to_change(PARTIAL, [0, 3])) == 2
+    assert not moves_to_empty_ranks(PARTIAL, [4])
+    assert len(moves_to_empty_ranks(PARTIAL, [0, 3])) == 2
 
 
 def test_nobody_moves_away_from_a_part_that_nobody_else_holds():
     plan = Plan(make("1f1b", ranks=3, microbatches=6), "1f1b", (4, 1, 1))
-    assert not seats_to_change(plan, [0])
+    assert not moves_to_empty_ranks(plan, [0])
     two = Plan(replicate(plan.schedule, 2), "1f1b copies=2", (4, 1, 1))
-    moves = seats_to_change(two, [0, 4])
+    moves = moves_to_empty_ranks(two, [0, 4])
     assert moves == {5: 0}  # Seat 1 alone has the second part.
 
 

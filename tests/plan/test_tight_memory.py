@@ -14,10 +14,10 @@ from penstock.plan.pricing import ProfilePricing
 from penstock.plan.search import search
 from penstock.plan.space import Limits, fixed_recipes
 from penstock.plan.workload import (
-    Cell,
+    Division,
     Fixed,
     Workload,
-    cells_of,
+    divisions_of,
 )
 
 MODEL = ModelConfig(layers=4, width=64, heads=2, kv_heads=2, inner=96, vocab=64)
@@ -34,29 +34,34 @@ def pricing_for(memory: float) -> ProfilePricing:
     return ProfilePricing(workload, profile_at)
 
 
-def peaks(pricing: ProfilePricing, cell: Cell) -> list[float]:
-    judge = pricing.judge(cell)
+def peaks(pricing: ProfilePricing, division: Division) -> list[float]:
+    evaluator = pricing.evaluator(division)
     found = []
     for slices in (1, 2):
-        for recipe in fixed_recipes(pricing.setting(cell), judge, LIMITS, slices):
+        for recipe in fixed_recipes(
+            pricing.pipeline(division), evaluator, LIMITS, slices
+        ):
             try:
-                found.append(judge.peak(recipe.build()))
+                found.append(evaluator.peak(recipe.build()))
             except ShapeError:
                 continue
     return found
 
 
 @cache
-def least_peaks() -> dict[Cell, float]:
-    """The least peak of a fixed order in each cell, with room for everything."""
+def least_peaks() -> dict[Division, float]:
+    """The least peak of a fixed order in each division, with room for everything."""
     roomy = pricing_for(1e12)
-    return {cell: min(peaks(roomy, cell)) for cell in cells_of(roomy.workload)}
+    return {
+        division: min(peaks(roomy, division))
+        for division in divisions_of(roomy.workload)
+    }
 
 
 def test_no_schedule_of_a_cell_holds_less_than_its_least_bytes():
     pricing = pricing_for(1e12)
-    for cell, peak in least_peaks().items():
-        assert pricing.least_bytes(cell) <= peak, cell.name
+    for division, peak in least_peaks().items():
+        assert pricing.least_bytes(division) <= peak, division.name
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3])

@@ -29,7 +29,7 @@ from penstock.measure.overhead import empty_schedule, measured_overhead
 from penstock.measure.probe import Probe, load_of
 from penstock.measure.profile import Setup, measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
-from penstock.plan.candidates import Judge
+from penstock.plan.candidates import Evaluator
 from penstock.runtime import spawn
 from penstock.runtime.recorder import Clock
 from penstock.sim import simulate_in_order, simulate_shared
@@ -134,10 +134,10 @@ def test_ranks_that_take_turns_on_a_gpu_are_slower_than_one_rank():
         layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=256
     )
     profile = analytic_profile(sizes, 1024, rows=16, gpu="h200", ranks=2)
-    judge = Judge(PlacedCost(profile, 1024), processors=1)
+    evaluator = Evaluator(PlacedCost(profile, 1024), processors=1)
     one, two = (make("1f1b", ranks=ranks, microbatches=4) for ranks in (1, 2))
-    alone = judge.step(one, judge.timeline(one).makespan)
-    assert judge.step(two, judge.timeline(two).makespan) > 1.03 * alone
+    alone = evaluator.step(one, evaluator.timeline(one).makespan)
+    assert evaluator.step(two, evaluator.timeline(two).makespan) > 1.03 * alone
     assert replace(profile, device=(("device", "cpu"),)).handover == 0
 
 

@@ -199,7 +199,7 @@ def test_divisions_are_rivals_too() -> None:
     assert {"with another number of copies", "with another number of ranks"} <= kinds
     for rival in rivals(landscape):
         if "with another number of copies" in rival.kinds:
-            assert rival.row.cell.copies != landscape.best.cell.copies
+            assert rival.row.division.copies != landscape.best.division.copies
 
 
 def test_a_plan_that_is_as_fast_is_not_called_slower() -> None:
@@ -225,10 +225,11 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
         if cell is not None
     }
     assert set(cells) == {
-        (f"D={one.cell.copies}", f"P={one.cell.ranks}") for one in landscape.cells
+        (f"D={one.division.copies}", f"P={one.division.ranks}")
+        for one in landscape.divisions
     }
     best = landscape.best
-    chosen = cells[f"D={best.cell.copies}", f"P={best.cell.ranks}"]
+    chosen = cells[f"D={best.division.copies}", f"P={best.division.ranks}"]
     speed = TOKENS * 4 / best.candidate.step
     assert chosen.chosen
     assert chosen.level == 1.0
@@ -236,7 +237,10 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
         speed if speed < 1e4 else speed / 1e3, rel=1e-3
     )
     assert sum(cell.chosen for cell in cells.values()) == 1
-    assert f"{best.cell.microbatches} micro-batches of {best.cell.rows}" in chosen.tip
+    assert (
+        f"{best.division.microbatches} micro-batches of {best.division.rows}"
+        in chosen.tip
+    )
 
 
 def test_there_is_a_map_for_each_placement() -> None:
@@ -282,21 +286,21 @@ def test_divisions_that_do_not_fit_are_hatched_with_the_reason() -> None:
     assert "MiB" in hatched[0]
     details = html[html.index('<details class="card" id="misfits">') :]
     assert "<details open" not in html
-    for one in landscape.cells:
+    for one in landscape.divisions:
         if not one.fits:
-            assert f"<td>{one.cell.name}</td>" in details
+            assert f"<td>{one.division.name}</td>" in details
             assert one.reason in unescape(details)
 
 
 def test_the_reason_of_a_division_is_that_of_its_smallest_cell() -> None:
     landscape, question = profile_case()
-    [result] = [one for one in landscape.cells if one.cell.ranks == 4]
+    [result] = [one for one in landscape.divisions if one.division.ranks == 4]
     small = replace(result, best=None, reason="needs at least 3 GiB")
-    larger_cell = replace(result.cell, rows=8 * result.cell.rows)
-    large = replace(small, cell=larger_cell, reason="needs at least 24 GiB")
-    others = [row for row in landscape.rows if row.cell.ranks != 4]
+    larger_cell = replace(result.division, rows=8 * result.division.rows)
+    large = replace(small, division=larger_cell, reason="needs at least 24 GiB")
+    others = [row for row in landscape.rows if row.division.ranks != 4]
     for cells in ((small, large), (large, small)):
-        unfit = replace(landscape, cells=cells, rows=tuple(others))
+        unfit = replace(landscape, divisions=cells, rows=tuple(others))
         place = divisions(unfit, question.pricing)[1, 4]
         assert place.finding is MapFinding.TOO_LARGE
         assert place.reason == "needs at least 3 GiB"
@@ -307,12 +311,14 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
     best = landscape.best
     late = tuple(
         replace(one, best=None, reason=CANNOT_WIN, bound=2 * best.candidate.step)
-        if one.cell.ranks == 3
+        if one.division.ranks == 3
         else one
-        for one in landscape.cells
+        for one in landscape.divisions
     )
-    rows = tuple(row for row in landscape.rows if row.cell.ranks != 3)
-    pruned = replace(landscape, cells=late, rows=rows, bound=best.candidate.step / 1.1)
+    rows = tuple(row for row in landscape.rows if row.division.ranks != 3)
+    pruned = replace(
+        landscape, divisions=late, rows=rows, bound=best.candidate.step / 1.1
+    )
     assert divisions(pruned, question.pricing)[1, 3].finding is MapFinding.TOO_SLOW
     html = rendered(pruned, question)
     half = TOKENS * 4 / (2 * best.candidate.step)

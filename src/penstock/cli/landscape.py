@@ -32,7 +32,7 @@ from penstock.plan.planner import unused_settings
 from penstock.plan.pricing import Question
 from penstock.plan.search import CANNOT_WIN, Landscape, Row, SearchProgress, row_title
 from penstock.plan.space import skipped_share
-from penstock.plan.workload import Cell
+from penstock.plan.workload import Division
 from penstock.schedules.coverage import visits_all_parts
 from penstock.view.chart import Dot, Front
 from penstock.view.numbers import (
@@ -100,18 +100,18 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "schedules": [_row_facts(row, question) for row in landscape.rows],
         "cells": [
             {
-                "copies": one.cell.copies,
-                "ranks": one.cell.ranks,
-                "tensor": one.cell.tensor,
-                "shard": one.cell.shard,
-                "microbatches": one.cell.microbatches,
-                "rows": one.cell.rows,
-                "recomputed": one.cell.recomputed,
+                "copies": one.division.copies,
+                "ranks": one.division.ranks,
+                "tensor": one.division.tensor,
+                "shard": one.division.shard,
+                "microbatches": one.division.microbatches,
+                "rows": one.division.rows,
+                "recomputed": one.division.recomputed,
                 "lower_bound": one.bound,
                 "step": one.best.step if one.best else None,
                 "reason": one.reason,
             }
-            for one in landscape.cells
+            for one in landscape.divisions
         ],
         "too_large": [
             {"name": name, "peak": peak} for name, peak in landscape.too_large
@@ -121,11 +121,11 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
 
 def _row_facts(row: Row, question: Question) -> dict[str, object]:
     candidate = row.candidate
-    cell = row.cell
+    cell = row.division
     return {
         "name": candidate.name,
         "shape": dict(candidate.shape),
-        "order": candidate.sort,
+        "order": candidate.order_kind,
         "copies": cell.copies,
         "ranks": cell.ranks,
         "tensor": cell.tensor,
@@ -159,7 +159,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     best = landscape.best.candidate
     times = time_scale(best.step, question.units)
     sizes = size_scale(best.peak, question.units)
-    several = len(landscape.cells) > 1
+    several = len(landscape.divisions) > 1
     heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
     if several:
         heads[1:1] = ["copies x ranks", "batch"]
@@ -169,23 +169,23 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
         cells = [
             str(place),
             title(candidate.name, candidate.shape),
-            candidate.sort,
+            candidate.order_kind,
             times.number(candidate.step),
             f"{candidate.bubble:.1%}",
             sizes.number(candidate.peak, 3),
             "-" if isnan(candidate.noisy) else times.number(candidate.noisy),
         ]
         if several:
-            cells[1:1] = [row.cell.devices_text, row.cell.batch_text]
+            cells[1:1] = [row.division.devices_text, row.division.batch_text]
         rows.append(cells)
     notes = _notes(landscape, question, top, times.unit, sizes.unit)
     if several:
-        shown = {row.cell for row in landscape.rows[:top]}
+        shown = {row.division for row in landscape.rows[:top]}
         notes[:0] = _cell_notes(shown)
     print_table(heads, rows, "\n".join(notes), spare=("±10%", "order", "bubble"))
 
 
-def _cell_notes(cells: Collection[Cell]) -> list[str]:
+def _cell_notes(cells: Collection[Division]) -> list[str]:
     """Explain the words with which the cells of a table are written."""
     notes = ["batch: micro-batches x sequences of each, for one copy"]
     if any(cell.tensor > 1 or cell.shard > 1 for cell in cells):
@@ -404,8 +404,8 @@ class LandscapePage:
             facts.append(("bound of the space", self.time(landscape.bound)))
             facts.append(("gap to the bound", f"{landscape.gap:.1%}"))
         facts.append(("plans compared", f"{len(landscape.rows):,}"))
-        if len(landscape.cells) > 1:
-            facts.append(("divisions", f"{len(landscape.cells):,}"))
+        if len(landscape.divisions) > 1:
+            facts.append(("divisions", f"{len(landscape.divisions):,}"))
         return facts
 
     def sentences(self) -> Iterator[str]:
@@ -489,7 +489,7 @@ class LandscapePage:
         what = f"Time of a step of the best plan in each place, in {self.time_unit}."
         if self.tokens:
             what = f"Speed of the best plan in each place, in {self.rates.unit}."
-        if len(self.landscape.cells) > 1:
+        if len(self.landscape.divisions) > 1:
             what += " A second line in a cell: micro-batches x sequences of each."
         return what
 
@@ -502,7 +502,7 @@ class LandscapePage:
         title = "Stages of a rank and slices of a sequence"
         if len(everything) == 1:
             return [self.placement_map(title, found, slowest)]
-        cell = self.landscape.best.cell
+        cell = self.landscape.best.division
         title += f", D={cell.copies} P={cell.ranks}"
         maps = [
             self.division_map("The best of all placements", everything, slowest),
@@ -542,9 +542,9 @@ class LandscapePage:
         """Return a place as a map shows it; `slowest` is the step of the slowest plan of all maps."""
         if place.row is not None:
             candidate = place.row.candidate
-            cell = place.row.cell
+            cell = place.row.division
             note = f"{cell.microbatches} x {cell.rows}"
-            if len(self.landscape.cells) == 1:
+            if len(self.landscape.divisions) == 1:
                 note = f"bubble {candidate.bubble:.1%}"
             level = _colour_level(candidate.step, self.best.step, slowest)
             text = self.merit(candidate.step)
@@ -569,8 +569,8 @@ class LandscapePage:
         """Describe a plan in a tooltip."""
         candidate = row.candidate
         return (
-            f"{title(candidate.name, candidate.shape)} ({candidate.sort}) on "
-            f"{row.cell.name}: step {self.time(candidate.step)}, bubble "
+            f"{title(candidate.name, candidate.shape)} ({candidate.order_kind}) on "
+            f"{row.division.name}: step {self.time(candidate.step)}, bubble "
             f"{candidate.bubble:.1%}, peak {self.size(candidate.peak)}"
         )
 
@@ -585,7 +585,7 @@ class LandscapePage:
                 row.candidate.peak,
                 row.candidate.step,
                 self.tip(row),
-                ORDER_GROUPS.get(row.candidate.sort, 0),
+                ORDER_GROUPS.get(row.candidate.order_kind, 0),
                 places.get(id(row), 0),
                 labels.get(id(row), ""),
                 row is self.landscape.best,
@@ -634,12 +634,12 @@ class LandscapePage:
         """Return the timelines of the chosen plan, the best fixed order and 1F1B."""
         drawn = []
         for role, row in self.shown_rows():
-            judge = self.question.pricing.judge(row.cell)
-            timeline = judge.timeline(row.candidate.schedule)
+            evaluator = self.question.pricing.evaluator(row.division)
+            timeline = evaluator.timeline(row.candidate.schedule)
             name = f"{role}: {self.title(row)}"
             copies = timeline.schedule.ranks // row.candidate.schedule.ranks
-            if 1 < copies < row.cell.copies:
-                name += f"; {copies} of {row.cell.copies} copies are drawn"
+            if 1 < copies < row.division.copies:
+                name += f"; {copies} of {row.division.copies} copies are drawn"
             drawn.append((name, timeline))
         return drawn
 
@@ -658,7 +658,7 @@ class LandscapePage:
         """Return a row of the table."""
         candidate = row.candidate
         step = self.times.number(candidate.step)
-        cells = [str(place), self.title(row), candidate.sort, step]
+        cells = [str(place), self.title(row), candidate.order_kind, step]
         if self.tokens:
             cells.append(self.rates.number(self.tokens / candidate.step))
         noisy = candidate.noisy
@@ -672,7 +672,7 @@ class LandscapePage:
 
     def misfit_title(self) -> str:
         """Say how many cells and schedules do not fit."""
-        reasons = [one.reason for one in self.landscape.cells if one.reason]
+        reasons = [one.reason for one in self.landscape.divisions if one.reason]
         late = reasons.count(CANNOT_WIN)
         kinds = (
             (len(reasons) - late, "division", "without a plan"),
@@ -688,10 +688,10 @@ class LandscapePage:
 
     def misfits(self) -> Iterator[tuple[str, str, str]]:
         """Yield the divisions and schedules that have no plan, with the reasons."""
-        for one in self.landscape.cells:
+        for one in self.landscape.divisions:
             if one.reason:
                 bound = self.time(one.bound) if one.bound else ""
-                yield one.cell.name, bound, one.reason
+                yield one.division.name, bound, one.reason
         for name, peak in self.landscape.too_large:
             yield name, "", f"needs {self.size(peak)}"
 

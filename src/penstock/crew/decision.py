@@ -38,8 +38,8 @@ from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
 from penstock.plan.survivors import (
     LEAST_SAVED_BY_A_MOVE,
+    moves_to_empty_ranks,
     orphans,
-    seats_to_change,
 )
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.elastic import (
@@ -208,7 +208,7 @@ class Situation:
         """The worker on each seat after the moves that promise to pay."""
         moved = dict(seated)
         empty = [n for n in range(self.plan.schedule.ranks) if n not in seated]
-        for seat, goal in seats_to_change(self.plan, empty).items():
+        for seat, goal in moves_to_empty_ranks(self.plan, empty).items():
             moved[goal] = moved.pop(seat)
         return dict(sorted(moved.items()))
 

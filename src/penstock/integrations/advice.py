@@ -20,7 +20,7 @@ from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.candidates import Runtime
 from penstock.plan.search import Row
 from penstock.plan.space import Limits
-from penstock.plan.workload import Cell, Workload
+from penstock.plan.workload import Division, Workload
 from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, wave_placement
 
@@ -94,15 +94,15 @@ class PipelineTerms:
 
 def pipeline_terms(row: Row, workload: Workload) -> PipelineTerms:
     """The pipeline of a candidate."""
-    cell, candidate = row.cell, row.candidate
+    division, candidate = row.division, row.candidate
     return PipelineTerms(
         candidate.schedule,
         candidate.partition,
-        cell.rows,
+        division.rows,
         workload.passes,
-        cell.copies,
-        cell.tensor,
-        cell.shard,
+        division.copies,
+        division.tensor,
+        division.shard,
         candidate.recompute,
         workload.tokens if candidate.partition else 0,
         workload.tied,
@@ -141,10 +141,10 @@ class Framework(Runtime):
         """The workload as the framework divides it into passes."""
         return workload
 
-    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
-        """Refuse cells that recompute some parts and keep others."""
-        if 0.0 < cell.recomputed < 1.0:
-            return f"it recomputes {cell.recomputed:.0%} of its parts; {self.name} recomputes all or none"
+    def refuse_division(self, division: Division, tied: bool | None) -> str:
+        """Refuse divisions that recompute some parts and keep others."""
+        if 0.0 < division.recomputed < 1.0:
+            return f"it recomputes {division.recomputed:.0%} of its parts; {self.name} recomputes all or none"
         return ""
 
     def refuse_stages(self, stages: Sequence[Stage]) -> str:
@@ -366,14 +366,14 @@ class Torchtitan(Framework):
     ending = "torchtitan.sh"
     takes_lists = True
 
-    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
+    def refuse_division(self, division: Division, tied: bool | None) -> str:
         """Refuse tied weights over several ranks, and recomputation of some parts."""
-        if tied and cell.ranks > 1:
+        if tied and division.ranks > 1:
             return (
                 "the model ties its embedding to its head, which torchtitan refuses in a "
                 "pipeline (--set model.tied=false unties them)"
             )
-        return super().refuse_cell(cell, tied)
+        return super().refuse_division(division, tied)
 
     def refuse_stages(self, stages: Sequence[Stage]) -> str:
         """Refuse waves, and whatever is neither a loop nor a V."""

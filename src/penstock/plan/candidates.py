@@ -29,13 +29,13 @@ from penstock.ir.schedule import Schedule, Stage
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Timeline
 from penstock.plan.bound import lower_bound
-from penstock.plan.workload import Cell
+from penstock.plan.workload import Division
 from penstock.schedules.transforms import replicate
 from penstock.sim.shared import simulate_shared
 from penstock.sim.simulate import simulate
 
 ShapeWords = tuple[tuple[str, int], ...]
-SORTS = ("fixed", "split", "listed")  # of names: the published ones first
+ORDER_KINDS = ("fixed", "split", "listed")  # of names: the published ones first
 NOISE_SEEDS = range(4)
 ROUNDING = 1e-9  # relative tolerance of times and sizes
 
@@ -51,8 +51,8 @@ class Runtime(Protocol):
     def takes_lists(self) -> bool:
         """Whether it runs any order of actions, or only orders that have a name there."""
 
-    def refuse_cell(self, cell: Cell, tied: bool | None) -> str:
-        """Why it can run no plan of a cell; empty if it can. `tied` is None if the model is not known."""
+    def refuse_division(self, division: Division, tied: bool | None) -> str:
+        """Why it can run no plan of a division; empty if it can. `tied` is None if the model is not known."""
 
     def refuse_stages(self, stages: Sequence[Stage]) -> str:
         """Why it cannot place stages in this way; empty if it can."""
@@ -65,7 +65,7 @@ class Runtime(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class Evaluator:
     """Times and weighs schedules: by a cost, for devices with a memory, on processors that ranks may share."""
 
     cost: Cost
@@ -133,7 +133,7 @@ class Judge:
 class Candidate:
     """A schedule with its time and memory.
 
-    sort: fixed, split or listed.
+    order_kind: fixed, split or listed.
     step: the time of a step, with all passes and the optimizer, in the cost's seconds.
     makespan: the time of one pass.
     peak: weights and activations on the fullest rank, in the cost's bytes.
@@ -146,7 +146,7 @@ class Candidate:
 
     name: str
     shape: ShapeWords
-    sort: str
+    order_kind: str
     schedule: Schedule
     step: float
     makespan: float
@@ -170,13 +170,17 @@ class Candidate:
 
 
 def evaluate_schedule(
-    name: str, shape: ShapeWords, sort: str, schedule: Schedule, judge: Judge
+    name: str,
+    shape: ShapeWords,
+    order_kind: str,
+    schedule: Schedule,
+    evaluator: Evaluator,
 ) -> Candidate:
     """Simulate a schedule and weigh it."""
-    pair = replicate(schedule, 2) if judge.copies > 1 else None
-    timeline = judge.timeline(schedule, pair)
+    pair = replicate(schedule, 2) if evaluator.copies > 1 else None
+    timeline = evaluator.timeline(schedule, pair)
     makespan = timeline.makespan
-    cost = judge.cost
+    cost = evaluator.cost
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     if isinstance(cost, PlacedCost):
@@ -185,12 +189,12 @@ def evaluate_schedule(
     return Candidate(
         name,
         shape,
-        sort,
+        order_kind,
         schedule,
-        judge.step(schedule, makespan),
+        evaluator.step(schedule, makespan),
         makespan,
         timeline.bubble,
-        judge.peak(schedule, pair),
+        evaluator.peak(schedule, pair),
         len(schedule.stages) / schedule.parts,
         lower_bound(schedule, cost),
         math.nan,
@@ -200,22 +204,22 @@ def evaluate_schedule(
 
 
 def add_noise(
-    candidate: Candidate, judge: Judge, seeds: Sequence[int] = NOISE_SEEDS
+    candidate: Candidate, evaluator: Evaluator, seeds: Sequence[int] = NOISE_SEEDS
 ) -> Candidate:
     """Return the candidate with the mean time of its step under noise, one simulation for each seed.
 
     Noise that makes all of the work longer or shorter would only blur the comparison, so
     each makespan is scaled back to the amount of work without noise.
     """
-    work = float(judge.timeline(candidate.schedule).busy.sum())
+    work = float(evaluator.timeline(candidate.schedule).busy.sum())
     makespans = []
     for seed in seeds:
-        noisy_judge = replace(judge, cost=NoisyCost(judge.cost, seed=seed))
-        timeline = noisy_judge.timeline(candidate.schedule)
+        noisy_evaluator = replace(evaluator, cost=NoisyCost(evaluator.cost, seed=seed))
+        timeline = noisy_evaluator.timeline(candidate.schedule)
         makespans.append(timeline.makespan * work / float(timeline.busy.sum()))
     # On average noise only delays, so a smaller mean is an error of the few samples.
     mean = max(candidate.makespan, float(np.mean(makespans)))
-    return replace(candidate, noisy=judge.step(candidate.schedule, mean))
+    return replace(candidate, noisy=evaluator.step(candidate.schedule, mean))
 
 
 def merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -226,9 +230,9 @@ def merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
     found: dict[Schedule, Candidate] = {}
     for one in candidates:
         known = found.setdefault(one.schedule, one)
-        if SORTS.index(one.sort) < SORTS.index(known.sort):
+        if ORDER_KINDS.index(one.order_kind) < ORDER_KINDS.index(known.order_kind):
             found[one.schedule] = replace(
-                known, name=one.name, shape=one.shape, sort=one.sort
+                known, name=one.name, shape=one.shape, order_kind=one.order_kind
             )
     return list(found.values())
 
@@ -250,7 +254,7 @@ def candidate_plan(candidate: Candidate, given: Facts = ()) -> Plan:
         noisy = (("noisy_step", candidate.noisy),)
     why: Facts = (
         ("shape", " ".join(_shape_words(candidate.shape))),
-        ("order", candidate.sort),
+        ("order", candidate.order_kind),
         ("step", candidate.step),
         ("makespan", candidate.makespan),
         ("bubble", candidate.bubble),

@@ -14,22 +14,22 @@ of the list scheduler:
 The best few are then improved by local search (`penstock.plan.improve`). Work is counted in simulations of all lanes,
 and what is tried first does not depend on how much work is allowed. So more work never gives a slower schedule.
 
-Orders under more and more memory, on a ladder of caps that does not depend on how much memory there is.
+Orders at more and more levels of memory, which do not depend on how much memory there is.
 
 A search for orders is not exact. Under a larger cap it goes another way, and may end with a slower order. So no order
-is searched under the cap that was asked for. Every placement has its own ladder of caps, and every rung within the
+is searched under the cap that was asked for. Every placement has its own levels of memory, and every one within the
 memory counts:
 
-    rung      1      1.25   1.5    1.75   2      2.5    3  ...  M        micro-batches that the fullest rank can hold
+    level     1      1.25   1.5    1.75   2      2.5    3  ...  M        micro-batches that the fullest rank can hold
     found     19.2   18.1   17.0   17.3   16.1   15.8   15.9
               ╰─────────── a memory of 2.2 ───╯                          sees all that a memory of 1.5 sees
 
-The rungs, and the work on each of them, follow from the placement, its cuts and its cost. So all orders that are found
-in some memory are also found in more memory. A rung is left out only if no order under its cap can beat the best plan.
+The levels, and the work on each of them, follow from the placement, its cuts and its cost. So all orders that are found
+in some memory are also found in more memory. A level is left out only if no order under its cap can beat the best plan.
 
-If messages wait for each other, as over NCCL, bounds are farther below what is possible, and few rungs are left out.
-So the order of the highest rung is searched first, and is also the order of every rung that holds it. The other rungs
-get less work. This, too, follows from the placement, its cuts and its cost.
+If messages wait for each other, as over NCCL, bounds are farther below what is possible, and few levels are left out.
+So the order of the highest level is searched first, and is also the order of every level that holds it. The others get
+less work. This, too, follows from the placement, its cuts and its cost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.plan.bound import longest_tails, lower_bound
-from penstock.plan.candidates import ROUNDING, Judge
+from penstock.plan.candidates import ROUNDING, Evaluator
 from penstock.plan.improve import (
     OrderProblem,
     Search,
@@ -192,13 +192,13 @@ class OrderSearch:
         """
         work = default_work(self.size) if work is None else work
         bound = self.bound(cap) if bound is None else bound
-        hunt = _Hunt(self.cost, cap, seed, watch, bound)
+        pool = _OrderPool(self.cost, cap, seed, watch, bound)
         for draft in self.drafts:
-            hunt.add_draft(draft, work)
+            pool.add_draft(draft, work)
         for start in (*starts, *self._known(cap)):
-            hunt.add_start(start, work)
-        hunt.run(work)
-        return hunt.schedule()
+            pool.add_start(start, work)
+        pool.run(work)
+        return pool.schedule()
 
     def _known(self, cap: float | Sequence[float] | None) -> Iterator[Schedule]:
         """Yield the orders of the registry as they are, and split where they have whole backwards."""
@@ -256,7 +256,7 @@ def sliced_orders(
         yield slice_tokens(known, cuts)
 
 
-class _Entry:
+class _PooledOrder:
     """An order that may be improved further."""
 
     def __init__(
@@ -279,7 +279,7 @@ class _Entry:
         return moves
 
 
-class _Hunt:
+class _OrderPool:
     """Lists orders and improves the best of them until the work is done."""
 
     def __init__(
@@ -296,7 +296,7 @@ class _Hunt:
         self.watch = watch
         self.bound = bound
         self.drafts: list[tuple[Draft, OrderProblem]] = []
-        self.entries: list[_Entry] = []
+        self.entries: list[_PooledOrder] = []
         self.left = 0
         self.best = math.inf
 
@@ -347,7 +347,7 @@ class _Hunt:
 
     def _add(self, problem: OrderProblem, lanes: Ints) -> None:
         makespan = time_lanes(problem, lanes)
-        self.entries.append(_Entry(problem, lanes, makespan, self.seed))
+        self.entries.append(_PooledOrder(problem, lanes, makespan, self.seed))
         if len(self.entries) > 2 * MAX_ENTRIES:
             self.entries = self._best_entries(MAX_ENTRIES)
         self._note(makespan)
@@ -357,9 +357,9 @@ class _Hunt:
             self.best = makespan
             self.watch(makespan)
 
-    def _best_entries(self, most: int) -> list[_Entry]:
+    def _best_entries(self, most: int) -> list[_PooledOrder]:
         """Return the best orders, only one of each makespan."""
-        chosen: list[_Entry] = []
+        chosen: list[_PooledOrder] = []
         for entry in sorted(self.entries, key=lambda entry: entry.makespan):
             if not chosen or entry.makespan > chosen[-1].makespan * (1 + EQUAL_TIMES):
                 chosen.append(entry)
@@ -449,33 +449,35 @@ class Draft:
 
 
 # ---------------------------------------------------------------- more and more memory
-# Rungs between one power of two and the next, for schedules with at most this many actions.
-# Large schedules take long to list, so they have fewer rungs.
+# Levels between one power of two and the next, for schedules with at most this many actions.
+# Large schedules take long to list, so they have fewer levels.
 STEPS = ((2_000, (1.0, 1.25, 1.5, 1.75)), (6_000, (1.0, 1.5)))
 FEW_STEPS = (1.0,)
-LOW_STEP = 1.5  # A rung of every ladder: more helps most where there is little memory.
-WORK_PER_ACTION = 100  # simulations on a rung, of small schedules
-RUNG_ACTIONS = 12_000_000  # actions in all simulations on a rung, of large schedules
+LOW_STEP = (
+    1.5  # A level of every placement: more helps most where there is little memory.
+)
+WORK_PER_ACTION = 100  # simulations on a level, of small schedules
+LEVEL_ACTIONS = 12_000_000  # actions in all simulations on a level, of large schedules
 UNEVEN_GRANULES = 4  # of a slice on a stage, where ranks differ
-MIN_LISTINGS = 2  # orders that are listed on a rung, of very large schedules
-# If messages wait for each other, the rungs below the highest get this part of the work.
-SHARE_OF_LOWER_RUNGS = 1 / 16
+MIN_LISTINGS = 2  # orders that are listed on a level, of very large schedules
+# If messages wait for each other, the levels below the highest get this part of the work.
+SHARE_OF_LOWER_LEVELS = 1 / 16
 # A bound that knows the cap takes long for more actions than this.
 MAX_BOUND_ACTIONS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class MemoryLevel:
     """A memory of every device, and what it leaves for the activations of each rank."""
 
     memory: float
     caps: tuple[float, ...]
 
 
-def rungs_of(
-    judge: Judge, stages: Sequence[Stage], microbatches: Sequence[MicroBatch]
-) -> list[Rung]:
-    """Return all rungs of a placement, the lowest first: from one micro-batch to all of them."""
+def memory_levels(
+    evaluator: Evaluator, stages: Sequence[Stage], microbatches: Sequence[MicroBatch]
+) -> list[MemoryLevel]:
+    """Return all levels of a placement, the lowest first: from one micro-batch to all of them."""
     granules = microbatches[0].slices * max(
         Counter(one.rank for one in stages).values()
     )
@@ -486,23 +488,23 @@ def rungs_of(
         few = list(microbatches[: -(-MAX_SENDS_IN_FLIGHT // granules)])
     draft = sequential_schedule(stages, few)
     beside: Floats = np.zeros(draft.ranks)
-    if judge.cost.units.bytes:
-        beside = device_memory(draft, judge.cost, judge.recorded).beside
-    costs = columns(draft, judge.cost)
+    if evaluator.cost.units.bytes:
+        beside = device_memory(draft, evaluator.cost, evaluator.recorded).beside
+    costs = columns(draft, evaluator.cost)
     least = float((beside + least_caps(draft, costs)).max())
     unit = float(held_by_one(draft, costs).max())
-    if judge.cost.units.bytes:  # The ranks hold granules of different sizes.
+    if evaluator.cost.units.bytes:  # The ranks hold granules of different sizes.
         granules *= UNEVEN_GRANULES
     actions = 3 * len(stages) * len(microbatches) * draft.slices
-    rungs = []
+    levels = []
     for share in shares_of(len(microbatches), granules, actions):
         memory = least + (share - 1.0) * unit
-        rungs.append(Rung(memory, tuple((memory - beside).tolist())))
-    return rungs
+        levels.append(MemoryLevel(memory, tuple((memory - beside).tolist())))
+    return levels
 
 
 def shares_of(microbatches: int, granules: int, actions: int) -> list[float]:
-    """Return the micro-batches that the fullest rank can hold on each rung.
+    """Return the micro-batches that the fullest rank can hold on each level.
 
     A micro-batch is held in whole granules, so caps between two of them are the same.
 
@@ -518,47 +520,47 @@ def shares_of(microbatches: int, granules: int, actions: int) -> list[float]:
     return sorted(one for one in {*rounded, float(microbatches)} if one <= microbatches)
 
 
-def rung_work(size: int) -> int:
-    """Return the simulations that a rung is worth, for a schedule with this many actions."""
-    work = min(WORK_PER_ACTION * size, RUNG_ACTIONS // size)
+def level_work(size: int) -> int:
+    """Return the simulations that a level is worth, for a schedule with this many actions."""
+    work = min(WORK_PER_ACTION * size, LEVEL_ACTIONS // size)
     return max(work, MIN_LISTINGS * LIST_WORK)
 
 
-def orders_on_ladder(
+def orders_by_memory(
     search: OrderSearch,
-    rungs: Sequence[Rung],
+    levels: Sequence[MemoryLevel],
     memory: float | None,
     cannot_win: Callable[[float], bool],
 ) -> Iterator[Schedule]:
-    """Yield the best order of each rung within the memory, from the highest to the lowest.
+    """Yield the best order of each level within the memory, from the highest to the lowest.
 
     `cannot_win` says whether no order that takes at least this long can be chosen.
     """
     size = search.size
     free = search.bound()
-    work = rung_work(size)
-    less_work = max(int(SHARE_OF_LOWER_RUNGS * work), MIN_LISTINGS * LIST_WORK)
-    highest: Schedule | None = None  # the order of the highest rung
-    for rung in reversed(rungs):
+    work = level_work(size)
+    less_work = max(int(SHARE_OF_LOWER_LEVELS * work), MIN_LISTINGS * LIST_WORK)
+    highest: Schedule | None = None  # the order of the highest level
+    for level in reversed(levels):
         if cannot_win(free):
             return
-        if memory is not None and rung.memory > memory * (1 + ROUNDING):
+        if memory is not None and level.memory > memory * (1 + ROUNDING):
             continue
-        bound = search.bound(rung.caps) if size <= MAX_BOUND_ACTIONS else free
+        bound = search.bound(level.caps) if size <= MAX_BOUND_ACTIONS else free
         if cannot_win(bound):
             continue
         if search.cost.network.channels is None:
-            yield search.best(rung.caps, work, bound=bound)
+            yield search.best(level.caps, work, bound=bound)
             continue
         if highest is None:
-            highest = search.best(rungs[-1].caps, work, bound=free)
-        if _fits(highest, search.cost, rung):
+            highest = search.best(levels[-1].caps, work, bound=free)
+        if _fits(highest, search.cost, level):
             yield highest
         else:
-            yield search.best(rung.caps, less_work, bound=bound)
+            yield search.best(level.caps, less_work, bound=bound)
 
 
-def _fits(schedule: Schedule, cost: Cost, rung: Rung) -> bool:
-    """Whether a rung holds the activations of a schedule."""
-    problem = problem_of(schedule, cost, rung.caps)
+def _fits(schedule: Schedule, cost: Cost, level: MemoryLevel) -> bool:
+    """Whether a level holds the activations of a schedule."""
+    problem = problem_of(schedule, cost, level.caps)
     return fits_caps(problem, np.arange(len(problem)))

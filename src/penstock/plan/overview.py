@@ -20,7 +20,7 @@ from penstock.plan.candidates import ROUNDING
 from penstock.plan.pricing import Pricing
 from penstock.plan.search import (
     CANNOT_WIN,
-    CellResult,
+    DivisionResult,
     Landscape,
     Row,
 )
@@ -101,10 +101,10 @@ def _other_kinds(best: Row) -> Iterator[_Kind]:
         )
     if candidate.name != "1f1b":
         yield "with plain 1F1B", lambda row: row.candidate.name == "1f1b"
-    if candidate.sort != "fixed":
+    if candidate.order_kind != "fixed":
         yield (
             "with an order that is the same for any cost",
-            lambda row: row.candidate.sort == "fixed",
+            lambda row: row.candidate.order_kind == "fixed",
         )
     yield from _other_schedules(best)
     yield from _other_divisions(best)
@@ -144,28 +144,32 @@ def _other_schedules(best: Row) -> Iterator[_Kind]:
 
 
 def _other_divisions(best: Row) -> Iterator[_Kind]:
-    cell = best.cell
+    division = best.division
     yield (
         "with another number of copies",
-        lambda row: row.cell.copies != cell.copies,
+        lambda row: row.division.copies != division.copies,
     )
     yield (
         "with another number of ranks",
-        lambda row: row.cell.ranks != cell.ranks,
+        lambda row: row.division.ranks != division.ranks,
     )
     yield (
         "with another mesh",
-        lambda row: (row.cell.tensor, row.cell.shard) != (cell.tensor, cell.shard),
+        lambda row: (
+            (row.division.tensor, row.division.shard)
+            != (division.tensor, division.shard)
+        ),
     )
     yield (
         "with the same ranks and copies, but other micro-batches",
         lambda row: (
-            (row.cell.copies, row.cell.ranks) == (cell.copies, cell.ranks)
-            and row.cell.microbatches != cell.microbatches
+            (row.division.copies, row.division.ranks)
+            == (division.copies, division.ranks)
+            and row.division.microbatches != division.microbatches
         ),
     )
-    if cell.recomputed:
-        yield "without recomputation", lambda row: not row.cell.recomputed
+    if division.recomputed:
+        yield "without recomputation", lambda row: not row.division.recomputed
 
 
 def _placement(row: Row) -> str:
@@ -199,9 +203,9 @@ NOT_TRIED = "not tried, or too large"
 def divisions(landscape: Landscape, pricing: Pricing) -> Map:
     """Return the best plan for each number of copies and ranks."""
     best = _best_rows(landscape.rows)
-    results: dict[tuple[int, int], list[CellResult]] = {}
-    for result in landscape.cells:
-        key = (result.cell.copies, result.cell.ranks)
+    results: dict[tuple[int, int], list[DivisionResult]] = {}
+    for result in landscape.divisions:
+        key = (result.division.copies, result.division.ranks)
         results.setdefault(key, []).append(result)
     return {
         key: _place(best.get(key), here, pricing)
@@ -234,7 +238,7 @@ def divisions_by_placement(landscape: Landscape, everything: Map) -> dict[str, M
 def _best_rows(rows: Iterable[Row]) -> dict[tuple[int, int], Row]:
     best: dict[tuple[int, int], Row] = {}
     for row in rows:
-        best.setdefault((row.cell.copies, row.cell.ranks), row)
+        best.setdefault((row.division.copies, row.division.ranks), row)
     return best
 
 
@@ -244,14 +248,16 @@ def _place_of_row(row: Row | None) -> MapPlace:
     return MapPlace(MapFinding.FOUND, row)
 
 
-def _place(row: Row | None, results: list[CellResult], pricing: Pricing) -> MapPlace:
+def _place(
+    row: Row | None, results: list[DivisionResult], pricing: Pricing
+) -> MapPlace:
     late = [result for result in results if result.reason == CANNOT_WIN]
     if row is None and late:
         bound = min(result.bound for result in late)
         return MapPlace(MapFinding.TOO_SLOW, None, bound, CANNOT_WIN)
     if row is None and all(result.reason for result in results):
         # With other micro-batches or less recomputation it may need more; this is the least.
-        smallest = min(results, key=lambda result: pricing.least_bytes(result.cell))
+        smallest = min(results, key=lambda result: pricing.least_bytes(result.division))
         return MapPlace(MapFinding.TOO_LARGE, None, 0.0, smallest.reason)
     return _place_of_row(row)
 
@@ -261,10 +267,13 @@ def best_by_placement(landscape: Landscape) -> dict[tuple[str, int], Row]:
 
     The placements come from few stages to many.
     """
-    cell = landscape.best.cell
+    division = landscape.best.division
     found: dict[tuple[str, int], Row] = {}
     for row in landscape.rows:
-        if (row.cell.copies, row.cell.ranks) == (cell.copies, cell.ranks):
+        if (row.division.copies, row.division.ranks) == (
+            division.copies,
+            division.ranks,
+        ):
             found.setdefault((_placement(row), row.candidate.slices), row)
 
     def order(key: tuple[str, int]) -> tuple[float, str, int]:
@@ -287,7 +296,7 @@ def front(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 def fastest_fixed(landscape: Landscape) -> Row | None:
     """Return the fastest plan whose order is the same for any cost."""
-    fixed = (row for row in landscape.rows if row.candidate.sort == "fixed")
+    fixed = (row for row in landscape.rows if row.candidate.order_kind == "fixed")
     return next(fixed, None)
 
 

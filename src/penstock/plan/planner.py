@@ -284,11 +284,11 @@ def _refuse_unused(shape: ScheduleConfig) -> None:
 
 def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
     """Return the best plan of a search, with all its copies and the reasons for it."""
-    cell, best = landscape.best.cell, landscape.best.candidate
+    division, best = landscape.best.division, landscape.best.candidate
     facts: Facts = (
         *assumptions,
-        ("copies", cell.copies),
-        ("rows", cell.rows),
+        ("copies", division.copies),
+        ("rows", division.rows),
         ("lower_bound", landscape.bound),
         ("gap", landscape.gap if landscape.bound else None),
         ("bound_holds_for", BOUND_HOLDS_FOR),
@@ -299,11 +299,11 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
     plan = candidate_plan(best, facts)
     name = title(best.name, best.shape)
     schedule = plan.schedule
-    if cell.copies > 1:
-        schedule = replicate(schedule, cell.copies, cell.side_by_side)
-        name = f"{name} copies={cell.copies}"
+    if division.copies > 1:
+        schedule = replicate(schedule, division.copies, division.side_by_side)
+        name = f"{name} copies={division.copies}"
     return replace(
-        plan, schedule=schedule, name=name, tensor=cell.tensor, shard=cell.shard
+        plan, schedule=schedule, name=name, tensor=division.tensor, shard=division.shard
     )
 
 

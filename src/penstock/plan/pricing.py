@@ -1,4 +1,4 @@
-"""What the cells of a workload cost: in the units of the papers, or by profiles of the model.
+"""What the divisions of a workload cost: in the units of the papers, or by profiles of the model.
 
 UnitPricing      a forward of a micro-batch on a rank takes 1; sizes in micro-batches
 ProfilePricing   seconds and bytes, from profiles for several numbers of rows of a micro-batch
@@ -8,7 +8,7 @@ A cost together with the profile it was measured in, as the options of a command
 from numbers        UnitCost       time in forwards of a micro-batch, memory in micro-batches
 from a profile      ProfileCost    seconds and bytes; also the layers, tokens and device of a model
 
-Where the ranks of a cell stand, and over which links they talk.
+Where the ranks of a division stand, and over which links they talk.
 
 Devices are numbered machine by machine. Copies of a pipeline can lie one after the other or side by side:
 
@@ -48,20 +48,20 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
 from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Timeline, Units
 from penstock.partition import even_partition
-from penstock.plan.candidates import Judge
+from penstock.plan.candidates import Evaluator
 from penstock.plan.slices import cut_choices
 from penstock.plan.space import (
     Cuts,
     Limits,
-    Setting,
+    PipelineShape,
     StagePlacement,
     allowed_placements,
     even_cuts_only,
     visited_layers,
 )
 from penstock.plan.space_bound import (
-    CellLoad,
     Channels,
+    DivisionLoad,
     Hop,
     LeastBlockTimes,
     PlacedBound,
@@ -71,7 +71,7 @@ from penstock.plan.space_bound import (
     space_bound,
     tried_bound,
 )
-from penstock.plan.workload import Cell, Fixed, Workload, cells_of
+from penstock.plan.workload import Division, Fixed, Workload, divisions_of
 
 SHOWN_COPIES = 2  # copies whose links are listed; all others are like these
 
@@ -84,21 +84,23 @@ class Machines:
     inside: Link
     between: Link
 
-    def network(self, cell: Cell) -> Network:
-        """Return the links between the ranks of a cell's first two copies.
+    def network(self, division: Division) -> Network:
+        """Return the links between the ranks of a division's first two copies.
 
         If some pair of neighbouring copies is not on one machine, the sums of gradients run
         at the pace of the slow links.
         """
-        if cell.processes <= self.per_machine:
+        if division.processes <= self.per_machine:
             return Network(self.inside.latency, self.inside.bandwidth, serial=True)
-        copies = min(cell.copies, SHOWN_COPIES)
-        places = [(copy, rank) for copy in range(copies) for rank in range(cell.ranks)]
+        copies = min(division.copies, SHOWN_COPIES)
+        places = [
+            (copy, rank) for copy in range(copies) for rank in range(division.ranks)
+        ]
 
         def link(one: tuple[int, int], other: tuple[int, int]) -> Link:
             if one[0] != other[0]:
-                return self.copies_link(cell)
-            machines = {self._machine(cell, *place) for place in (one, other)}
+                return self.copies_link(division)
+            machines = {self._machine(division, *place) for place in (one, other)}
             return self.inside if len(machines) == 1 else self.between
 
         def matrix(value: Callable[[Link], float]) -> tuple[tuple[float, ...], ...]:
@@ -112,40 +114,42 @@ class Machines:
             serial=True,
         )
 
-    def copies_link(self, cell: Cell) -> Link:
+    def copies_link(self, division: Division) -> Link:
         """Return the slowest link between copies of a rank."""
-        group = cell.copies * cell.tensor * cell.shard
-        return self._link(cell, cell.side_by_side and self.per_machine % group == 0)
+        group = division.copies * division.tensor * division.shard
+        return self._link(
+            division, division.side_by_side and self.per_machine % group == 0
+        )
 
-    def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
+    def mesh_links(self, division: Division) -> tuple[Link, Link]:
         """Return the links between the processes of a rank: of `tensor`, and of `shard`.
 
         The processes of a rank are neighbours, and those of a tensor row come first.
         """
-        row = cell.tensor
+        row = division.tensor
         return (
-            self._link(cell, self.per_machine % row == 0),
-            self._link(cell, self.per_machine % (row * cell.shard) == 0),
+            self._link(division, self.per_machine % row == 0),
+            self._link(division, self.per_machine % (row * division.shard) == 0),
         )
 
-    def fastest_hop(self, cell: Cell) -> Link:
+    def fastest_hop(self, division: Division) -> Link:
         """Return the fastest link between two ranks of a copy."""
-        distance = cell.tensor * cell.shard
-        if cell.side_by_side:
-            distance *= cell.copies
-        return self._link(cell, distance < self.per_machine)
+        distance = division.tensor * division.shard
+        if division.side_by_side:
+            distance *= division.copies
+        return self._link(division, distance < self.per_machine)
 
-    def _link(self, cell: Cell, is_near: bool) -> Link:
-        """Return the link inside a machine if processes are near, or if all of a cell are on one machine."""
-        near = is_near or cell.processes <= self.per_machine
+    def _link(self, division: Division, is_near: bool) -> Link:
+        """Return the link inside a machine if processes are near, or if all of a division are on one machine."""
+        near = is_near or division.processes <= self.per_machine
         return self.inside if near else self.between
 
-    def _machine(self, cell: Cell, copy: int, rank: int) -> int:
+    def _machine(self, division: Division, copy: int, rank: int) -> int:
         """Return the machine of a rank's first device."""
-        number = copy * cell.ranks + rank
-        if cell.side_by_side:
-            number = rank * cell.copies + copy
-        return number * cell.tensor * cell.shard // self.per_machine
+        number = copy * division.ranks + rank
+        if division.side_by_side:
+            number = rank * division.copies + copy
+        return number * division.tensor * division.shard // self.per_machine
 
 
 def machines_of(gpu: Gpu) -> Machines:
@@ -153,9 +157,9 @@ def machines_of(gpu: Gpu) -> Machines:
     return Machines(gpu.per_machine, gpu.inside, gpu.between)
 
 
-def cluster_network(cluster: Cluster, cell: Cell) -> Network:
-    """Return the links between all ranks of a cell, the ranks of its first copy first."""
-    places = _places(cluster, cell)
+def cluster_network(cluster: Cluster, division: Division) -> Network:
+    """Return the links between all ranks of a division, the ranks of its first copy first."""
+    places = _places(cluster, division)
 
     def matrix(pairs: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(pairs[one][other] for other in places) for one in places)
@@ -163,22 +167,22 @@ def cluster_network(cluster: Cluster, cell: Cell) -> Network:
     return Network(matrix(cluster.latency), matrix(cluster.bandwidth), cluster.serial)
 
 
-def cluster_nodes(cluster: Cluster, cell: Cell) -> list[Node]:
-    """Return the nodes of all ranks of a cell, the ranks of its first copy first."""
-    return [cluster.nodes[place] for place in _places(cluster, cell)]
+def cluster_nodes(cluster: Cluster, division: Division) -> list[Node]:
+    """Return the nodes of all ranks of a division, the ranks of its first copy first."""
+    return [cluster.nodes[place] for place in _places(cluster, division)]
 
 
-def _places(cluster: Cluster, cell: Cell) -> list[int]:
+def _places(cluster: Cluster, division: Division) -> list[int]:
     """Return the number of the node of each rank, copy by copy."""
-    count = cell.copies * cell.ranks
+    count = division.copies * division.ranks
     if count > len(cluster.nodes):
         raise ShapeError(f"there are {len(cluster.nodes)} nodes, but {count} ranks")
-    if not cell.side_by_side:
+    if not division.side_by_side:
         return list(range(count))
     return [
-        rank * cell.copies + copy
-        for copy in range(cell.copies)
-        for rank in range(cell.ranks)
+        rank * division.copies + copy
+        for copy in range(division.copies)
+        for rank in range(division.ranks)
     ]
 
 
@@ -233,10 +237,10 @@ class Price:
             profile.layers, self.tokens, 1, ranks, fixed=Fixed(partition=partition)
         )
         pricing = ProfilePricing(workload, lambda rows: profile, cluster=cluster)
-        cell = Cell(1, ranks, tensor, shard, 1, profile.rows, 0.0)
-        cost = replace(pricing.cost(cell), recompute=plan.recompute)
+        division = Division(1, ranks, tensor, shard, 1, profile.rows, 0.0)
+        cost = replace(pricing.cost(division), recompute=plan.recompute)
         cost.profile.check(partition, ranks)
-        gather = pricing.gather(cell)
+        gather = pricing.gather(division)
         return replace(
             self, cost=cost, profile=cost.profile, gather=gather, shard=shard
         )
@@ -271,9 +275,9 @@ def step_facts(price: Price, plan: Plan, timeline: Timeline) -> StepFacts | None
     )
 
 
-# ---------------------------------------------------------------- the cells of a workload
+# ---------------------------------------------------------------- the divisions of a workload
 class Estimate(NamedTuple):
-    """About how long a step of a cell takes, and how much its fullest device holds."""
+    """About how long a step of a division takes, and how much its fullest device holds."""
 
     seconds: float
     bytes: float
@@ -283,58 +287,58 @@ NO_LINK = Link(0.0, inf)  # of a process that is alone
 
 
 class Pricing(Protocol):
-    """What the cells of a workload cost."""
+    """What the divisions of a workload cost."""
 
-    def judge(self, cell: Cell) -> Judge:
-        """Return what times and weighs the schedules of a cell."""
+    def evaluator(self, division: Division) -> Evaluator:
+        """Return what times and weighs the schedules of a division."""
 
-    def setting(self, cell: Cell) -> Setting:
-        """Return the ranks and micro-batches of a cell, and how to cut its sequences."""
+    def pipeline(self, division: Division) -> PipelineShape:
+        """Return the ranks and micro-batches of a division, and how to cut its sequences."""
 
-    def bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat."""
+    def bound(self, division: Division) -> float:
+        """Return a time that no step of this division can beat."""
 
-    def close_bound(self, cell: Cell) -> float:
+    def close_bound(self, division: Division) -> float:
         """Return a larger such time, with more work; infinite if no plan fits."""
 
-    def estimate(self, cell: Cell) -> Estimate:
+    def estimate(self, division: Division) -> Estimate:
         """Return about how long a step takes and how much a device holds, quickly."""
 
-    def least_bytes(self, cell: Cell) -> float:
-        """Return the bytes that the fullest device of a cell holds at least."""
+    def least_bytes(self, division: Division) -> float:
+        """Return the bytes that the fullest device of a division holds at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPricing:
-    """Costs in the units of the papers; a cell is a number of ranks and micro-batches."""
+    """Costs in the units of the papers; a division is a number of ranks and micro-batches."""
 
     cost: Cost
     memory: float | None = None  # micro-batches of a rank's work
     limits: Limits = field(default_factory=Limits)
 
-    def judge(self, cell: Cell) -> Judge:
-        """Return what times and weighs the schedules of a cell."""
-        return Judge(self.cost, self.memory, runtime=self.limits.runtime)
+    def evaluator(self, division: Division) -> Evaluator:
+        """Return what times and weighs the schedules of a division."""
+        return Evaluator(self.cost, self.memory, runtime=self.limits.runtime)
 
-    def setting(self, cell: Cell) -> Setting:
-        """Return the ranks and micro-batches of a cell, with slices of equal length."""
-        setting = Setting(cell.ranks, cell.microbatches, even_cuts_only)
+    def pipeline(self, division: Division) -> PipelineShape:
+        """Return the ranks and micro-batches of a division, with slices of equal length."""
+        pipeline = PipelineShape(division.ranks, division.microbatches, even_cuts_only)
         if self.limits.skip or self.limits.weights > 1:
-            return setting  # Micro-batches must visit all stages, of which there is one copy.
+            return pipeline  # Micro-batches must visit all stages, of which there is one copy.
 
         def least_time(placement: StagePlacement, cuts: Cuts) -> float:
-            return self._bound(cell, placement.stages_per_rank, len(cuts) - 1)
+            return self._bound(division, placement.stages_per_rank, len(cuts) - 1)
 
-        return replace(setting, least_time=least_time)
+        return replace(pipeline, least_time=least_time)
 
-    def _bound(self, cell: Cell, stages: int, slices: int) -> float:
+    def _bound(self, division: Division, stages: int, slices: int) -> float:
         """Return a time that no plan with at most so many stages of a rank and slices can beat, if units have one."""
         if not isinstance(self.cost, UnitCost):
             return 0.0
         return space_bound(
             self.cost,
-            cell.ranks,
-            cell.microbatches,
+            division.ranks,
+            division.microbatches,
             stages,
             slices,
             self.memory,
@@ -343,26 +347,26 @@ class UnitPricing:
             self.limits.skip,
         )
 
-    def bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat."""
-        return self._bound(cell, self.limits.stages, self.limits.slices)
+    def bound(self, division: Division) -> float:
+        """Return a time that no step of this division can beat."""
+        return self._bound(division, self.limits.stages, self.limits.slices)
 
-    def close_bound(self, cell: Cell) -> float:
+    def close_bound(self, division: Division) -> float:
         """Return a tighter bound, which looks at every placement that the search tries."""
-        quick = self.bound(cell)
+        quick = self.bound(division)
         if self.limits.skip or self.limits.weights > 1:
             return quick
         assert isinstance(self.cost, UnitCost)
         close = tried_bound(
-            self.cost, cell.ranks, cell.microbatches, self.limits, self.memory
+            self.cost, division.ranks, division.microbatches, self.limits, self.memory
         )
         return max(quick, close)
 
-    def estimate(self, cell: Cell) -> Estimate:
-        """Return the bound. There is only one cell, so nothing is compared."""
-        return Estimate(self.bound(cell), 0.0)
+    def estimate(self, division: Division) -> Estimate:
+        """Return the bound. There is only one division, so nothing is compared."""
+        return Estimate(self.bound(division), 0.0)
 
-    def least_bytes(self, cell: Cell) -> float:
+    def least_bytes(self, division: Division) -> float:
         """Return what the fullest rank must hold at least: all of one micro-batch that it may not leave out."""
         return 1.0 - self.limits.skip
 
@@ -403,34 +407,36 @@ class ProfilePricing:
         self.placed_bounds = cache(self._placed_bounds)
         self.choices = cache(self._choices)
 
-    def _cost(self, cell: Cell) -> PlacedCost:
-        """Return the cost of any schedule of a cell."""
+    def _cost(self, division: Division) -> PlacedCost:
+        """Return the cost of any schedule of a division."""
         return PlacedCost(
-            self.profile(cell),
+            self.profile(division),
             self.workload.tokens,
-            cell.recomputed,
+            division.recomputed,
             partition=self.workload.fixed.partition,
-            speeds=self.speeds(cell),
+            speeds=self.speeds(division),
         )
 
-    # ------------------------------------------------------------ one process of a cell
-    def profile(self, cell: Cell) -> Profile:
-        """Return the profile of a process of a cell, with the links between its ranks."""
-        place = replace(cell, microbatches=1, rows=1, recomputed=0.0)
-        return replace(self.process(cell), network=self.network(place))
+    # ------------------------------------------------------------ one process of a division
+    def profile(self, division: Division) -> Profile:
+        """Return the profile of a process of a division, with the links between its ranks."""
+        place = replace(division, microbatches=1, rows=1, recomputed=0.0)
+        return replace(self.process(division), network=self.network(place))
 
-    def process(self, cell: Cell) -> Profile:
-        """Return the profile of a process of a cell; its links between ranks do not count."""
-        worker = self.worker(cell)
-        if cell.shard > 1:
-            _, shard_link = self.mesh_links(cell)
-            worker = worker._replace(shard=cell.shard, shard_link=shard_link)
+    def process(self, division: Division) -> Profile:
+        """Return the profile of a process of a division; its links between ranks do not count."""
+        worker = self.worker(division)
+        if division.shard > 1:
+            _, shard_link = self.mesh_links(division)
+            worker = worker._replace(shard=division.shard, shard_link=shard_link)
         return self.profile_of(worker)
 
-    def worker(self, cell: Cell) -> Process:
+    def worker(self, division: Division) -> Process:
         """Return what the times of a process depend on: neither micro-batches nor shards."""
-        link, _ = self.mesh_links(cell)
-        return Process(cell.rows, cell.tensor, link, self.processors(cell)[1])
+        link, _ = self.mesh_links(division)
+        return Process(
+            division.rows, division.tensor, link, self.processors(division)[1]
+        )
 
     def _profile_of(self, process: Process) -> Profile:
         profile = self.profile_at(process.rows)
@@ -445,154 +451,158 @@ class ProfilePricing:
             process.shard_link,
         )
 
-    def _network(self, cell: Cell) -> Network:
+    def _network(self, division: Division) -> Network:
         if self.machines is not None:
-            return self.machines.network(cell)
+            return self.machines.network(division)
         if self.cluster is not None:
-            return cluster_network(self.cluster, cell)
-        return self.profile_at(cell.rows).network
+            return cluster_network(self.cluster, division)
+        return self.profile_at(division.rows).network
 
-    def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
+    def mesh_links(self, division: Division) -> tuple[Link, Link]:
         """Return the links between the processes of a rank: of `tensor`, and of `shard`.
 
         Unless the machines are known, any pair of processes may have the slowest link.
         """
         if self.machines is not None:
-            return self.machines.mesh_links(cell)
-        if cell.tensor * cell.shard == 1:
+            return self.machines.mesh_links(division)
+        if division.tensor * division.shard == 1:
             return NO_LINK, NO_LINK
-        link = slowest_sum_link(self._network(cell))
+        link = slowest_sum_link(self._network(division))
         return link, link
 
-    def processors(self, cell: Cell) -> tuple[int | None, float]:
+    def processors(self, division: Division) -> tuple[int | None, float]:
         """Return the processors that ranks share, and how much longer a rank computes on them."""
         processors = self.workload.processors
         if processors is None:
             return None, 1.0
-        return split_processors(processors, cell.tensor * cell.shard)
+        return split_processors(processors, division.tensor * division.shard)
 
-    def gather(self, cell: Cell) -> float:
+    def gather(self, division: Division) -> float:
         """Return the seconds in which a step gathers sharded weights."""
-        whole = self.profile_at(cell.rows)
-        _, link = self.mesh_links(cell)
-        return gather_seconds(whole, cell.tensor, cell.shard, link)
+        whole = self.profile_at(division.rows)
+        _, link = self.mesh_links(division)
+        return gather_seconds(whole, division.tensor, division.shard, link)
 
-    def speeds(self, cell: Cell) -> tuple[float, ...]:
-        """Return the speeds of a cell's ranks, copy by copy; empty if all are equal."""
+    def speeds(self, division: Division) -> tuple[float, ...]:
+        """Return the speeds of a division's ranks, copy by copy; empty if all are equal."""
         if self.cluster is None:
             return ()
-        return tuple(node.speed for node in cluster_nodes(self.cluster, cell))
+        return tuple(node.speed for node in cluster_nodes(self.cluster, division))
 
-    def judge(self, cell: Cell) -> Judge:
-        """Return what times and weighs the schedules of a cell."""
-        return Judge(
-            self.cost(cell),
+    def evaluator(self, division: Division) -> Evaluator:
+        """Return what times and weighs the schedules of a division."""
+        return Evaluator(
+            self.cost(division),
             self.workload.memory,
-            self.processors(cell)[0],
+            self.processors(division)[0],
             self.workload.passes,
-            cell.copies,
+            division.copies,
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
-            gather=self.gather(cell),
+            gather=self.gather(division),
             runtime=self.limits.runtime,
         )
 
-    def setting(self, cell: Cell) -> Setting:
-        """Return the ranks and micro-batches of a cell, and the ways to cut a sequence."""
-        cuts = partial(self.cuts, cell)
+    def pipeline(self, division: Division) -> PipelineShape:
+        """Return the ranks and micro-batches of a division, and the ways to cut a sequence."""
+        cuts = partial(self.cuts, division)
         if self.limits.weights > 1 or self.limits.skip:
-            return Setting(cell.ranks, cell.microbatches, cuts)
-        least_time = partial(self.least_time, cell)
-        return Setting(cell.ranks, cell.microbatches, cuts, least_time)
+            return PipelineShape(division.ranks, division.microbatches, cuts)
+        least_time = partial(self.least_time, division)
+        return PipelineShape(division.ranks, division.microbatches, cuts, least_time)
 
-    def cuts(self, cell: Cell, slices: int) -> list[Cuts]:
+    def cuts(self, division: Division, slices: int) -> list[Cuts]:
         """Return the ways to cut a sequence into slices: equal ones, and planned ones."""
         if slices == 1:
             return [(0, self.workload.tokens)]
-        return [one for one in self.choices(cell) if len(one) == slices + 1]
+        return [one for one in self.choices(division) if len(one) == slices + 1]
 
-    def _choices(self, cell: Cell) -> list[Cuts]:
+    def _choices(self, division: Division) -> list[Cuts]:
         return cut_choices(
-            cell.ranks,
-            cell.microbatches,
+            division.ranks,
+            division.microbatches,
             self.workload.tokens,
-            self.cost(cell),
+            self.cost(division),
             self.workload.granularity,
             limit=self.limits.slices,
         )
 
-    def bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat: gather, passes and optimizer."""
-        update = _least_update(self.process(cell), cell.ranks)
-        passes = self.workload.passes * self.pass_bound(cell)
-        return self.gather(cell) + passes + update
+    def bound(self, division: Division) -> float:
+        """Return a time that no step of this division can beat: gather, passes and optimizer."""
+        update = _least_update(self.process(division), division.ranks)
+        passes = self.workload.passes * self.pass_bound(division)
+        return self.gather(division) + passes + update
 
-    def close_bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat under the memory; infinite if none fits.
+    def close_bound(self, division: Division) -> float:
+        """Return a time that no step of this division can beat under the memory; infinite if none fits.
 
         It looks at every placement that the search tries, with the layers of its parts.
         """
-        quick = self.bound(cell)
-        placements = self.placements(cell)
+        quick = self.bound(division)
+        placements = self.placements(division)
         if self.limits.weights > 1 or self.limits.skip or not placements:
             return quick  # Chimera and partial paths need more than these placements.
         least = inf
         for placement in placements:
-            least = min(least, float(self.placed_bounds(cell, placement).min()))
+            least = min(least, float(self.placed_bounds(division, placement).min()))
             if least <= quick:
                 return quick
         return least
 
-    def placements(self, cell: Cell) -> list[StagePlacement]:
-        """Return the placements of all schedules that the search tries in a cell."""
-        most = max(1, min(self.limits.stages, self.workload.layers // cell.ranks))
-        single = cell.ranks == 1 and cell.copies == 1
+    def placements(self, division: Division) -> list[StagePlacement]:
+        """Return the placements of all schedules that the search tries in a division."""
+        most = max(1, min(self.limits.stages, self.workload.layers // division.ranks))
+        single = division.ranks == 1 and division.copies == 1
         partition = self.workload.fixed.partition
         limits = replace(self.limits, stages=1 if single else most)
         return [
             one
-            for one in allowed_placements(cell.ranks, limits)
-            if len(partition) in (0, one.stages_per_rank * cell.ranks)
+            for one in allowed_placements(division.ranks, limits)
+            if len(partition) in (0, one.stages_per_rank * division.ranks)
         ]
 
-    def least_time(self, cell: Cell, placement: StagePlacement, cuts: Cuts) -> float:
+    def least_time(
+        self, division: Division, placement: StagePlacement, cuts: Cuts
+    ) -> float:
         """Return a time that no step on this placement with these cuts can beat."""
-        times = self.slice_times(self.worker(cell))
-        return float(self.placed_bounds(cell, placement)[times.class_of(cuts)])
+        times = self.slice_times(self.worker(division))
+        return float(self.placed_bounds(division, placement)[times.class_of(cuts)])
 
-    def _placed_bounds(self, cell: Cell, placement: StagePlacement) -> Floats:
+    def _placed_bounds(self, division: Division, placement: StagePlacement) -> Floats:
         """Return times that no step on this placement can beat, by classes of cuts."""
-        process = self.process(cell)
+        process = self.process(division)
         layout = self.layout(
-            self.worker(cell), cell.ranks, placement, self.speeds(cell)
+            self.worker(division), division.ranks, placement, self.speeds(division)
         )
-        latency, byte = self._sum_link(cell)
-        link = self._fastest_hop(cell)
-        load = CellLoad(
-            cell.microbatches,
-            count_of_share(cell.recomputed, layout.size),
+        latency, byte = self._sum_link(division)
+        link = self._fastest_hop(division)
+        load = DivisionLoad(
+            division.microbatches,
+            count_of_share(division.recomputed, layout.size),
             Hop(link.latency, process.sent / link.bandwidth),
-            cell.copies,
+            division.copies,
             self.workload.memory,
             latency,
             byte,
-            self._channels(cell, process.sent),
+            self._channels(division, process.sent),
         )
-        times = self.slice_times(self.worker(cell))
+        times = self.slice_times(self.worker(division))
         bounds = PlacedBound(layout, times, process, load).least_times()
-        bounds /= max(self.speeds(cell), default=1.0)
+        bounds /= max(self.speeds(division), default=1.0)
         update = layout.on_ranks(layout.of_blocks(process, "update"))
-        return self.gather(cell) + self.workload.passes * bounds + float(update.max())
+        return (
+            self.gather(division) + self.workload.passes * bounds + float(update.max())
+        )
 
-    def _channels(self, cell: Cell, message: float) -> Channels | None:
+    def _channels(self, division: Division, message: float) -> Channels | None:
         """Return what a message costs the channels of its ranks at least, if messages share channels.
 
         message: bytes of a token.
         """
-        network = self.profile(cell).network
+        network = self.profile(division).network
         if network.channels is None:
             return None
-        link = self._fastest_hop(cell)
+        link = self._fastest_hop(division)
         if not network.buffers:
             hop = Hop(link.latency, message / link.bandwidth)
             return Channels(network.channels, hop, hop)
@@ -629,44 +639,44 @@ class ProfilePricing:
             self.workload.granularity,
         )
 
-    def _sum_link(self, cell: Cell) -> tuple[float, float]:
+    def _sum_link(self, division: Division) -> tuple[float, float]:
         """Return the seconds of the latencies of a sum over the copies, and of each byte of it.
 
         They are 0 where copies do not sum over equal links.
         """
-        if cell.copies == 1 or self.processors(cell)[0] is not None:
+        if division.copies == 1 or self.processors(division)[0] is not None:
             return 0.0, 0.0
         if self.machines is None:
-            network = self.profile_at(cell.rows).network
+            network = self.profile_at(division.rows).network
             if self.cluster is not None or isinstance(network.latency, tuple):
                 return 0.0, 0.0
             link = slowest_sum_link(network)
         else:
-            link = self.machines.copies_link(cell)
-        steps = 2 * (cell.copies - 1)
-        return steps * link.latency, steps / cell.copies / link.bandwidth
+            link = self.machines.copies_link(division)
+        steps = 2 * (division.copies - 1)
+        return steps * link.latency, steps / division.copies / link.bandwidth
 
-    def estimate(self, cell: Cell) -> Estimate:
-        """Return about what the best schedule of a cell takes, without building one.
+    def estimate(self, division: Division) -> Estimate:
+        """Return about what the best schedule of a division takes, without building one.
 
         It counts half the bubble of 1f1b, and its memory on the first rank and on the first one
         that recomputes nothing.
         """
-        process = self.process(cell)
-        forward, backward = self.work(self.worker(cell))
-        ranks, count = cell.ranks, cell.microbatches
-        rank_work = (forward * (1 + cell.recomputed) + backward) / ranks
-        hop = self.least_hop(cell) * (ranks - 1)
+        process = self.process(division)
+        forward, backward = self.work(self.worker(division))
+        ranks, count = division.ranks, division.microbatches
+        rank_work = (forward * (1 + division.recomputed) + backward) / ranks
+        hop = self.least_hop(division) * (ranks - 1)
         bubble = (ranks - 1) * rank_work / 2
         seconds = self.workload.passes * (count * rank_work + bubble + 2 * hop)
-        seconds += self.gather(cell) + _least_update(process, ranks)
+        seconds += self.gather(division) + _least_update(process, ranks)
         blocks = process.blocks(process.layers, first=True, last=True)
         weights = sum(n * (one.weights + one.gathered) for n, one in blocks) / ranks
-        seconds += self._sum_seconds(cell, weights / TENSORS_PER_WEIGHT)
+        seconds += self._sum_seconds(division, weights / TENSORS_PER_WEIGHT)
         tokens = self.workload.tokens
         message = process.message * tokens
         held = process.layers / ranks * process.layer.held * tokens
-        again = count_of_share(cell.recomputed, ranks)
+        again = count_of_share(division.recomputed, ranks)
         peaks = [0.0]
         if again:
             peaks.append(min(count, ranks) * message + held)
@@ -684,69 +694,69 @@ class ProfilePricing:
         )
         return forward, backward
 
-    def _sum_seconds(self, cell: Cell, gradients: float) -> float:
+    def _sum_seconds(self, division: Division, gradients: float) -> float:
         """Return the seconds of a ring that sums gradients over the copies of a rank."""
-        if cell.copies == 1:
+        if division.copies == 1:
             return 0.0
-        link = slowest_sum_link(self.profile_at(cell.rows).network)
+        link = slowest_sum_link(self.profile_at(division.rows).network)
         if self.machines is not None:
-            link = self.machines.copies_link(cell)
-        steps = 2 * (cell.copies - 1)
-        return steps * (link.latency + gradients / cell.copies / link.bandwidth)
+            link = self.machines.copies_link(division)
+        steps = 2 * (division.copies - 1)
+        return steps * (link.latency + gradients / division.copies / link.bandwidth)
 
-    def pass_bound(self, cell: Cell) -> float:
-        """Return a time that no pass of this cell can beat.
+    def pass_bound(self, division: Division) -> float:
+        """Return a time that no pass of this division can beat.
 
         It depends neither on the shards nor on the share that is recomputed, unless that is
-        everything. So many cells have the same bound.
+        everything. So many divisions have the same bound.
         """
-        profile = self.profile_of(self.worker(cell))
-        times = self.slice_times(self.worker(cell)).of_model(
+        profile = self.profile_of(self.worker(division))
+        times = self.slice_times(self.worker(division)).of_model(
             visited_layers(profile.layers, self.limits.skip),
-            self.least_hop(cell),
+            self.least_hop(division),
             profile.turn,
-            again=cell.recomputed == 1.0,
+            again=division.recomputed == 1.0,
         )
         bound = mean_bound(
             times,
-            cell.ranks,
-            cell.microbatches,
+            division.ranks,
+            division.microbatches,
             self.limits.weights,
             partial=self.limits.skip > 0,
         )
-        bound /= max(self.speeds(cell), default=1.0)
-        processors, _ = self.processors(cell)
+        bound /= max(self.speeds(division), default=1.0)
+        processors, _ = self.processors(division)
         if processors is None:
             return bound
-        work = sum(times.work) * cell.microbatches * cell.copies
+        work = sum(times.work) * division.microbatches * division.copies
         return max(bound, work / processors)
 
-    def least_hop(self, cell: Cell) -> float:
-        """Return the least time of a message between two ranks of a cell."""
-        link = self._fastest_hop(cell)
-        shortest = self.process(cell).sent * self.workload.granularity
+    def least_hop(self, division: Division) -> float:
+        """Return the least time of a message between two ranks of a division."""
+        link = self._fastest_hop(division)
+        shortest = self.process(division).sent * self.workload.granularity
         return link.latency + shortest / link.bandwidth
 
-    def _fastest_hop(self, cell: Cell) -> Link:
-        """Return the fastest link between two ranks of a cell."""
+    def _fastest_hop(self, division: Division) -> Link:
+        """Return the fastest link between two ranks of a division."""
         if self.machines is not None:
-            return self.machines.fastest_hop(cell)
-        return fastest_link(self.profile(cell).network)
+            return self.machines.fastest_hop(division)
+        return fastest_link(self.profile(division).network)
 
-    def least_bytes(self, cell: Cell) -> float:
-        """Return bytes that the fullest device of a cell holds at least, with any plan.
+    def least_bytes(self, division: Division) -> float:
+        """Return bytes that the fullest device of a division holds at least, with any plan.
 
         When the forward of a micro-batch ends, the devices together hold all weights and all
         activations of this micro-batch, and the fullest one holds at least the mean. Parts
         that are recomputed hold only their inputs, so where there are some, only the weights
         count. Layers that may be left out do not count either.
         """
-        profile = self.profile(cell)
+        profile = self.profile(division)
         whole = profile.part(profile.layers, first=True, last=True)
         held = whole.weights
-        if not cell.recomputed:
+        if not division.recomputed:
             held += whole.held * self.workload.tokens * (1.0 - self.limits.skip)
-        return held / cell.ranks
+        return held / division.ranks
 
 
 def _least_update(profile: Profile, ranks: int) -> float:
@@ -853,8 +863,8 @@ def profile_question(
 
     `profile_at` returns the profile for a number of rows; `source` says where it comes from.
     """
-    first_cell = next(cells_of(workload))
-    profile = profile_at(first_cell.rows)
+    first_division = next(divisions_of(workload))
+    profile = profile_at(first_division.rows)
     facts: Facts = (
         ("memory_bytes", workload.memory),
         ("profile", source),

@@ -1,22 +1,22 @@
 """Searches the whole space of plans: how to divide devices and batch, and for each division the best schedule.
 
-    cells      copies x ranks x tensor x shard, micro-batches x rows, recomputation      sorted by their bounds
+    divisions  copies x ranks x tensor x shard, micro-batches x rows, recomputation      sorted by their bounds
                   │
-    survey     a few good schedules of every cell that could still win                   the first answer
+    survey     a few good schedules of every division that could still win                   the first answer
                   │
-    ranking    all placements, slices and orders of the most promising cells             the answer
+    ranking    all placements, slices and orders of the most promising divisions             the answer
                   │
-    bound      the least bound of all cells: no plan of the whole space is faster
+    bound      the least bound of all divisions: no plan of the whole space is faster
 
-A cell whose bound is above the best plan so far cannot win, so it is left out. All work is counted and nothing is
+A division whose bound is above the best plan so far cannot win, so it is left out. All work is counted and nothing is
 timed, so the same workload and profile give the same plan on any machine. Ctrl-C ends a search with the best so far.
 
 **More memory, more devices or more slices never give a slower plan** if the larger search is complete, which means
-that it has ranked every cell that could win. Within a cell, a larger question has all candidates of a smaller one
-(see below), and with more devices there are more cells. So the candidates of the smaller question are
-among those of the larger one, whose answer is the least of all its candidates. A search with very many cells ends when
-its work is done. Then `Landscape.left_out` counts the cells that could have won, and a smaller question may have a
-faster plan.
+that it has ranked every division that could win. Within a division, a larger question has all candidates of a smaller
+one (see below), and with more devices there are more divisions. So the candidates of the smaller question are among
+those of the larger one, whose answer is the least of all its candidates. A search with very many divisions ends when
+its work is done. Then `Landscape.left_out` counts the divisions that could have won, and a smaller question may have
+a faster plan.
 
 Builds, simulates and ranks every schedule that fits, for given ranks and micro-batches.
 
@@ -26,7 +26,7 @@ Builds, simulates and ranks every schedule that fits, for given ranks and micro-
 
 **More memory or more slices never give a slower plan.** Every candidate is built by itself: which candidates there are,
 and how much work each one gets, depends neither on the memory, nor on the limits, nor on the other candidates. The
-memory and the limits only leave out candidates that exceed them. (Orders are searched under the caps of a ladder of
+memory and the limits only leave out candidates that exceed them. (Orders are searched at levels of memory of
 their own, see `penstock.plan.orders`.) So the candidates of a smaller question are among those of a larger one. A
 candidate is left out only if a bound shows that it takes as long as the best one so far, or longer. So the best time is
 the least of all candidates that fit, and the least of more candidates is no larger. The last step chooses only among
@@ -53,7 +53,7 @@ from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import (
     ROUNDING,
     Candidate,
-    Judge,
+    Evaluator,
     ShapeWords,
     add_noise,
     evaluate_schedule,
@@ -61,11 +61,11 @@ from penstock.plan.candidates import (
     title,
 )
 from penstock.plan.orders import (
+    MemoryLevel,
     OrderSearch,
-    Rung,
-    orders_on_ladder,
-    rung_work,
-    rungs_of,
+    level_work,
+    memory_levels,
+    orders_by_memory,
 )
 from penstock.plan.pricing import Pricing, UnitPricing
 from penstock.plan.space import (
@@ -75,7 +75,7 @@ from penstock.plan.space import (
     Cuts,
     FixedRecipe,
     Limits,
-    Setting,
+    PipelineShape,
     StagePlacement,
     fixed_recipes,
     placements,
@@ -83,7 +83,7 @@ from penstock.plan.space import (
     slice_counts,
     useful_limits,
 )
-from penstock.plan.workload import RECOMPUTED_SHARES, Cell, Workload, cells_of
+from penstock.plan.workload import RECOMPUTED_SHARES, Division, Workload, divisions_of
 from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.schedules.facts import MAX_ACTIONS, refuse_if_too_large
 from penstock.schedules.list_scheduling import sequential_schedule
@@ -161,8 +161,10 @@ def portfolio(
     )
     limits = Limits(stages, slices, weights)
     pricing = UnitPricing(cost, memory, limits)
-    cell = Cell(1, ranks, 1, 1, microbatches, 1, 0.0)
-    found = rank_setting(pricing.setting(cell), pricing.judge(cell), limits, watch)
+    division = Division(1, ranks, 1, 1, microbatches, 1, 0.0)
+    found = rank_pipeline(
+        pricing.pipeline(division), pricing.evaluator(division), limits, watch
+    )
     if not found.candidates:
         raise ShapeError(nothing_fits(found.too_large, memory, shown))
     return found
@@ -181,27 +183,27 @@ def nothing_fits(
     )
 
 
-def rank_setting(
-    setting: Setting,
-    judge: Judge,
+def rank_pipeline(
+    pipeline: PipelineShape,
+    evaluator: Evaluator,
     limits: Limits,
     watch: Callable[[str], None] = lambda name: None,
     bound: float = 0.0,
     note: Callable[[float], None] = lambda step: None,
     rival: float = math.inf,
 ) -> Portfolio:
-    """Rank all candidates of one setting. Raises if no schedule can be built at all.
+    """Rank all candidates of one pipeline. Raises if no schedule can be built at all.
 
     `bound` is a time that no step can beat. The search ends when it is reached. `note` is called
-    with the time of each candidate that fits. `rival` is the time of a plan of another setting:
+    with the time of each candidate that fits. `rival` is the time of a plan of another pipeline:
     candidates that cannot beat it are left out. Ctrl-C ends a ranking with the best so far.
     """
     refuse_if_too_large(
-        2 * setting.ranks * setting.microbatches,
-        f"any schedule with ranks={setting.ranks} microbatches={setting.microbatches}",
+        2 * pipeline.ranks * pipeline.microbatches,
+        f"any schedule with ranks={pipeline.ranks} microbatches={pipeline.microbatches}",
     )
-    limits = useful_limits(setting, judge, limits)
-    ranking = _Ranking(setting, judge, limits, watch, note)
+    limits = useful_limits(pipeline, evaluator, limits)
+    ranking = _Ranking(pipeline, evaluator, limits, watch, note)
     ranking.best = rival
     try:
         ranking.try_everything(bound)
@@ -212,44 +214,47 @@ def rank_setting(
         return replace(ranking.portfolio(noise=False), interrupted=True)
 
 
-def survey_setting(
-    setting: Setting, judge: Judge, limits: Limits, rival: float = math.inf
+def survey_pipeline(
+    pipeline: PipelineShape,
+    evaluator: Evaluator,
+    limits: Limits,
+    rival: float = math.inf,
 ) -> Portfolio:
-    """Rank a few good candidates of a setting, to see whether it is worth more work.
+    """Rank a few good candidates of a pipeline, to see whether it is worth more work.
 
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
     Those that cannot beat a rival are left out.
     """
-    limits = useful_limits(setting, judge, limits)
+    limits = useful_limits(pipeline, evaluator, limits)
     limits = replace(limits, stages=min(limits.stages, SURVEYED_STAGES))
-    few = min(setting.microbatches, SURVEYED_ROUNDS * setting.ranks)
+    few = min(pipeline.microbatches, SURVEYED_ROUNDS * pipeline.ranks)
     ranking = _Ranking(
-        replace(setting, microbatches=few), judge, limits, lambda name: None
+        replace(pipeline, microbatches=few), evaluator, limits, lambda name: None
     )
     for recipe in ranking.affordable(1):
         if recipe.least_time < rival:
             ranking.try_recipe(recipe)
     if rival == math.inf:
         ranking.require_any()
-    if few < setting.microbatches:
-        ranking = _lengthened(ranking, setting)
+    if few < pipeline.microbatches:
+        ranking = _lengthened(ranking, pipeline)
     return ranking.portfolio(noise=False)
 
 
-def weigh_setting(
-    setting: Setting, judge: Judge, limits: Limits
+def weigh_pipeline(
+    pipeline: PipelineShape, evaluator: Evaluator, limits: Limits
 ) -> list[tuple[str, float]]:
     """Return name and peak of the orders that hold the least: one micro-batch after the other."""
-    limits = useful_limits(setting, judge, limits)
+    limits = useful_limits(pipeline, evaluator, limits)
     rows = []
-    for placement in placements(setting.ranks, limits):
-        stages = placement.stages(setting.ranks)
+    for placement in placements(pipeline.ranks, limits):
+        stages = placement.stages(pipeline.ranks)
         for slices in TRIED_SLICES:
-            for cuts in setting.cuts(slices) if slices <= limits.slices else ():
-                few = min(2, setting.microbatches)
+            for cuts in pipeline.cuts(slices) if slices <= limits.slices else ():
+                few = min(2, pipeline.microbatches)
                 paths = placement.paths(stages, few, cuts)
                 try:
-                    peak = judge.peak(sequential_schedule(stages, paths))
+                    peak = evaluator.peak(sequential_schedule(stages, paths))
                 except ShapeError:  # the cost has no such shape
                     continue
                 shape = placement.shape
@@ -259,18 +264,18 @@ def weigh_setting(
     return rows
 
 
-def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
-    """Return a ranking of the best orders of a short one, with all micro-batches of a setting."""
+def _lengthened(short: _Ranking, pipeline: PipelineShape) -> _Ranking:
+    """Return a ranking of the best orders of a short one, with all micro-batches of a pipeline."""
     short.sort()
-    ranking = _Ranking(setting, short.judge, short.limits, short.watch)
+    ranking = _Ranking(pipeline, short.evaluator, short.limits, short.watch)
     ranking.too_large = short.too_large
     recipes = {
         (recipe.name, recipe.shape): recipe
-        for recipe in fixed_recipes(setting, short.judge, short.limits, 1)
+        for recipe in fixed_recipes(pipeline, short.evaluator, short.limits, 1)
     }
     for candidate in short.fits[:SURVEYED_ORDERS]:
         recipe = recipes[candidate.name, candidate.shape]
-        ranking.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
+        ranking.try_schedule(recipe.name, recipe.shape, recipe.order_kind, recipe.build)
         if ranking.fits:
             break
     return ranking
@@ -289,14 +294,14 @@ class _Ranking:
 
     def __init__(
         self,
-        setting: Setting,
-        judge: Judge,
+        pipeline: PipelineShape,
+        evaluator: Evaluator,
         limits: Limits,
         watch: Callable[[str], None],
         note: Callable[[float], None] = lambda step: None,
     ) -> None:
-        self.setting = setting
-        self.judge = judge
+        self.pipeline = pipeline
+        self.evaluator = evaluator
         self.limits = limits
         self.watch = watch
         self.note = note
@@ -328,14 +333,16 @@ class _Ranking:
 
     def try_recipe(self, recipe: FixedRecipe) -> None:
         """Try one order of the registry."""
-        self.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
+        self.try_schedule(recipe.name, recipe.shape, recipe.order_kind, recipe.build)
 
     def affordable(self, slices: int) -> Iterator[FixedRecipe]:
         """Yield the orders of the registry, the smallest first, until trying more would take too long."""
-        each = 2 * self.setting.ranks * self.setting.microbatches * slices
+        each = 2 * self.pipeline.ranks * self.pipeline.microbatches * slices
         if slices > 1 and each > MAX_SLICED_ACTIONS:
             return
-        recipes = list(fixed_recipes(self.setting, self.judge, self.limits, slices))
+        recipes = list(
+            fixed_recipes(self.pipeline, self.evaluator, self.limits, slices)
+        )
         recipes.sort(key=lambda one: (one.stages, one.name == "gpipe"))
         left = FIXED_ACTIONS
         for place, recipe in enumerate(recipes):
@@ -355,10 +362,10 @@ class _Ranking:
                 run = partial(self.try_recipe, recipe)
                 found.append(_Task(recipe.least_time, recipe.stages * slices, run))
             for placement in self.placements(slices):
-                for cuts in self.setting.cuts(slices):
+                for cuts in self.pipeline.cuts(slices):
                     size = placement.stages_per_rank * slices
                     run = partial(self.try_placement, placement, cuts)
-                    least = self.setting.least_time(placement, cuts)
+                    least = self.pipeline.least_time(placement, cuts)
                     found.append(_Task(least, size, run))
         found.sort(key=lambda one: (one.least_time, one.size))
         return found
@@ -372,51 +379,51 @@ class _Ranking:
         most = self.limits.stages
         if slices > 1:
             most = min(most, MAX_SLICED_STAGES)
-        if slices in ODD_SLICES and not self.judge.cost.units.seconds:
+        if slices in ODD_SLICES and not self.evaluator.cost.units.seconds:
             most = min(most, ODD_SLICED_STAGES)
         runtime = self.limits.runtime
         if runtime is not None and not runtime.takes_lists:
             return []
-        every = placements(self.setting.ranks, self.limits)
+        every = placements(self.pipeline.ranks, self.limits)
         return [one for one in every if one.stages_per_rank <= most]
 
     def try_placement(self, placement: StagePlacement, cuts: Cuts) -> None:
         """Try the orders of a placement with these cuts, with more and more memory."""
-        setting = self.setting
-        stages = placement.stages(setting.ranks)
+        pipeline = self.pipeline
+        stages = placement.stages(pipeline.ranks)
         slices = len(cuts) - 1
-        actions = 3 * len(stages) * setting.microbatches * slices
+        actions = 3 * len(stages) * pipeline.microbatches * slices
         if actions > min(MAX_LISTED_ACTIONS, MAX_ACTIONS):
             return
         shape = placement.shape
         if slices > 1:
             shape = (*shape, ("slices", slices))
-        paths = placement.paths(stages, setting.microbatches, cuts)
+        paths = placement.paths(stages, pipeline.microbatches, cuts)
         self.watch(title("listed", shape))
         try:
-            rungs = rungs_of(self.judge, stages, paths)
-            if not self.judge.fits(rungs[0].memory):
-                self.too_large.append((title("listed", shape), rungs[0].memory))
+            levels = memory_levels(self.evaluator, stages, paths)
+            if not self.evaluator.fits(levels[0].memory):
+                self.too_large.append((title("listed", shape), levels[0].memory))
                 return
             for split in self.ways_back():
-                search = OrderSearch(stages, paths, self.judge.cost, split)
-                self.try_rungs(search, rungs, shape)
+                search = OrderSearch(stages, paths, self.evaluator.cost, split)
+                self.try_levels(search, levels, shape)
         except ShapeError as error:  # the cost has no such shape
             self.first_error = self.first_error or error
 
-    def try_rungs(
-        self, search: OrderSearch, rungs: Sequence[Rung], shape: ShapeWords
+    def try_levels(
+        self, search: OrderSearch, levels: Sequence[MemoryLevel], shape: ShapeWords
     ) -> None:
-        """Try the orders of all rungs that fit."""
-        memory = self.judge.memory
+        """Try the orders of all levels that fit."""
+        memory = self.evaluator.memory
         draft = search.drafts[0].schedule
 
         def cannot_win(makespan: float) -> bool:
-            return self.cannot_win(self.judge.step(draft, makespan))
+            return self.cannot_win(self.evaluator.step(draft, makespan))
 
         added: set[Schedule] = set()
-        for schedule in orders_on_ladder(search, rungs, memory, cannot_win):
-            self.work += search.size * rung_work(search.size)
+        for schedule in orders_by_memory(search, levels, memory, cannot_win):
+            self.work += search.size * level_work(search.size)
             if schedule not in added:  # else less memory gives the same order
                 added.add(schedule)
                 self.add("listed", shape, "listed", schedule)
@@ -428,13 +435,13 @@ class _Ranking:
         """
         if not self.limits.split:
             return (False,)
-        return (True, False) if self.judge.cost.units.seconds else (True,)
+        return (True, False) if self.evaluator.cost.units.seconds else (True,)
 
     def try_schedule(
         self,
         name: str,
         shape: ShapeWords,
-        sort: str,
+        order_kind: str,
         build: Callable[[], Schedule],
     ) -> None:
         """Build and add a schedule, unless it cannot be built."""
@@ -442,17 +449,19 @@ class _Ranking:
         try:
             schedule = build()
             self.work += BUILDING_WORK * schedule.actions
-            self.add(name, shape, sort, schedule)
+            self.add(name, shape, order_kind, schedule)
         except ShapeError as error:  # this schedule, or the cost, has no such shape
             self.first_error = self.first_error or error
 
-    def add(self, name: str, shape: ShapeWords, sort: str, schedule: Schedule) -> None:
+    def add(
+        self, name: str, shape: ShapeWords, order_kind: str, schedule: Schedule
+    ) -> None:
         """Add a schedule to those that fit, or to those that are too large."""
         if reason := self.limits.refuse_order(schedule):
             raise ShapeError(reason)
-        candidate = evaluate_schedule(name, shape, sort, schedule, self.judge)
+        candidate = evaluate_schedule(name, shape, order_kind, schedule, self.evaluator)
         check_skips(candidate, self.limits.skip)
-        if not self.judge.fits(candidate.peak):
+        if not self.evaluator.fits(candidate.peak):
             self.too_large.append((title(name, shape), candidate.peak))
             return
         self.fits.append(candidate)
@@ -482,10 +491,10 @@ class _Ranking:
         self.sort()
         self.fits = merge_equal(self.fits)
         self.too_large.sort(key=lambda row: row[1])
-        size = 2 * self.setting.ranks * self.setting.microbatches
+        size = 2 * self.pipeline.ranks * self.pipeline.microbatches
         if not noise or size > MAX_NOISY_ACTIONS:
             return Portfolio(tuple(self.fits), tuple(self.too_large), self.work)
-        rows = [add_noise(one, self.judge) for one in self.fits[:FINALISTS]]
+        rows = [add_noise(one, self.evaluator) for one in self.fits[:FINALISTS]]
         if rows:
             chosen = _steadiest(rows)
             rows = [chosen, *(one for one in rows if one is not chosen)]
@@ -519,41 +528,43 @@ def _steadiest(rows: Sequence[Candidate]) -> Candidate:
     return min(steady, key=lambda one: (one.schedule.actions, one.peak, one.noisy))
 
 
-# ---------------------------------------------------------------- all cells
-# With more cells than this, only those are weighed that could win by their bounds.
-MAX_WEIGHED_CELLS = 1_000
-WEIGHED_CELLS = 6  # cells that are weighed if nothing fits
-MAX_COMPARED_CELLS = 50_000  # more would take minutes to compare
-# Simulated actions in all cells in which everything is tried. They take about 10 seconds. One
-# cell is tried in any case.
+# ---------------------------------------------------------------- all divisions
+# With more divisions than this, only those are weighed that could win by their bounds.
+MAX_WEIGHED_DIVISIONS = 1_000
+WEIGHED_DIVISIONS = 6  # divisions that are weighed if nothing fits
+MAX_COMPARED_DIVISIONS = 50_000  # more would take minutes to compare
+# Simulated actions in all divisions in which everything is tried. They take about 10 seconds. One
+# division is tried in any case.
 RANKING_WORK = 1_000_000_000
-# Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
+# Actions of one order of each surveyed division, in all. Divisions with worse estimates are left out.
 SURVEYED_ACTIONS = 20_000
-CELL_NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
-NOTHING_FITS = "no placement fits into the memory"  # reason of a cell
-CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a cell
+DIVISION_NOT_TRIED = (
+    "left out: many divisions seem to be better"  # reason of a division
+)
+NOTHING_FITS = "no placement fits into the memory"  # reason of a division
+CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a division
 
 
 @dataclass(frozen=True, slots=True)
-class CellResult:
-    """A cell, and what the search found out about it."""
+class DivisionResult:
+    """A division, and what the search found out about it."""
 
-    cell: Cell
+    division: Division
     bound: float
     best: Candidate | None = None
     reason: str = ""  # why there is no candidate
 
     @property
     def fits(self) -> bool:
-        """Whether a plan of this cell was found."""
+        """Whether a plan of this division was found."""
         return self.best is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A candidate of a cell."""
+    """A candidate of a division."""
 
-    cell: Cell
+    division: Division
     candidate: Candidate
 
 
@@ -561,15 +572,15 @@ class Row:
 class Landscape:
     """All that a search found.
 
-    rows: the candidates of all cells, the fastest first.
-    cells: what is known of each cell, those with the least bounds first.
+    rows: the candidates of all divisions, the fastest first.
+    divisions: what is known of each division, those with the least bounds first.
     bound: no plan of the space takes less time.
     interrupted: whether Ctrl-C ended the search early.
-    left_out: cells that could have won, but were not ranked because the work was done.
+    left_out: divisions that could have won, but were not ranked because the work was done.
     """
 
     rows: tuple[Row, ...]
-    cells: tuple[CellResult, ...]
+    divisions: tuple[DivisionResult, ...]
     too_large: tuple[tuple[str, float], ...]
     bound: float
     interrupted: bool = False
@@ -602,7 +613,7 @@ def search(
     watch: Callable[[SearchProgress], None] = lambda progress: None,
     shown: Callable[[float], str] = "{:g}".format,
 ) -> Landscape:
-    """Search all cells of a workload. Raises if no plan fits."""
+    """Search all divisions of a workload. Raises if no plan fits."""
     with many_schedules():
         found = _Search(workload, pricing, limits, watch, shown)
         interrupted = False
@@ -632,21 +643,23 @@ class _Search:
         self.limits = limits
         self.watch = watch
         self.shown = shown
-        cells = _cells(workload, limits)
-        results = [CellResult(cell, pricing.bound(cell)) for cell in cells]
+        divisions = _divisions(workload, limits)
+        results = [
+            DivisionResult(division, pricing.bound(division)) for division in divisions
+        ]
         results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
-        self.close_bounds: dict[Cell, float] = {}
+        self.close_bounds: dict[Division, float] = {}
         self.rows: list[Row] = []
         self.too_large: list[tuple[str, float]] = []
         self.best = math.inf
-        # Cells in which everything fits, so that recomputing could only cost time.
-        self.roomy: set[Cell] = set()
-        # The bytes of the smallest plan that was tried, of cells in which none fits so far.
-        self.least_peak: dict[Cell, float] = {}
+        # Divisions in which everything fits, so that recomputing could only cost time.
+        self.roomy: set[Division] = set()
+        # The bytes of the smallest plan that was tried, of divisions in which none fits so far.
+        self.least_peak: dict[Division, float] = {}
         self.left = SURVEYED_ACTIONS
-        self.left_out: set[Cell] = set()
+        self.left_out: set[Division] = set()
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
@@ -654,46 +667,51 @@ class _Search:
 
     # ------------------------------------------------------------ the two passes
     def survey(self) -> None:
-        """Try a few good schedules in the cells that could win, the most promising first."""
+        """Try a few good schedules in the divisions that could win, the most promising first."""
         if len(self.results) == 1:
             return
         for place in self.order_of_survey():
-            self.results[place] = self.survey_cell(self.results[place])
+            self.results[place] = self.survey_division(self.results[place])
 
     def order_of_survey(self) -> list[int]:
-        """Return the places of all cells: those first that seem to fit and to be fast."""
+        """Return the places of all divisions: those first that seem to fit and to be fast."""
         memory = self.workload.memory or math.inf
         keys = []
         for place, result in enumerate(self.results):
-            seconds, size = self.pricing.estimate(result.cell)
+            seconds, size = self.pricing.estimate(result.division)
             too_full = max(0.0, size / memory - 1.0)
             keys.append((too_full, seconds, place))
         return [place for _, _, place in sorted(keys)]
 
-    def survey_cell(self, result: CellResult) -> CellResult:
-        """Survey one cell, or say why not."""
-        cell = result.cell
+    def survey_division(self, result: DivisionResult) -> DivisionResult:
+        """Survey one division, or say why not."""
+        division = result.division
         refusal = self.refusal(result)
         if not refusal:
             result = self.examine(result)
             refusal = self.refusal(result)
         if refusal:
             return replace(result, reason=refusal)
-        self.tell(cell.name)
-        self.left -= cell.ranks * min(cell.microbatches, SURVEYED_ROUNDS * cell.ranks)
-        limits = self.limits_of(cell)
+        self.tell(division.name)
+        self.left -= division.ranks * min(
+            division.microbatches, SURVEYED_ROUNDS * division.ranks
+        )
+        limits = self.limits_of(division)
         try:
-            found = survey_setting(
-                self.pricing.setting(cell), self.pricing.judge(cell), limits, self.best
+            found = survey_pipeline(
+                self.pricing.pipeline(division),
+                self.pricing.evaluator(division),
+                limits,
+                self.best,
             )
         except ShapeError as error:
             return replace(result, reason=str(error).splitlines()[0])
         return self.take(result, found)
 
     def rank_promising(self) -> None:
-        """Try everything in the cells that could win, those first that the survey found best.
+        """Try everything in the divisions that could win, those first that the survey found best.
 
-        Where nothing fits yet, slices may still save enough memory. So the cells come first whose
+        Where nothing fits yet, slices may still save enough memory. So the divisions come first whose
         surveyed plans need the least.
         """
         order = sorted(
@@ -705,34 +723,34 @@ class _Search:
             if self.cannot_win(self.results[place]):
                 continue
             if left <= 0:
-                self.left_out.add(self.results[place].cell)
+                self.left_out.add(self.results[place].division)
                 continue
             self.results[place] = self.examine(self.results[place])
             if not self.cannot_win(self.results[place]):
                 rival = math.inf if place == order[0] else self.best
-                left -= self.rank_cell(place, rival)
+                left -= self.rank_division(place, rival)
 
-    def cannot_win(self, result: CellResult) -> bool:
-        """Whether no plan of a cell is faster than the best so far."""
-        cell = result.cell
+    def cannot_win(self, result: DivisionResult) -> bool:
+        """Whether no plan of a division is faster than the best so far."""
+        division = result.division
         if result.bound == math.inf or result.bound >= self.best:
             return True
-        return result.best is None and self.exceeds_memory(cell)
+        return result.best is None and self.exceeds_memory(division)
 
-    def rank_cell(self, place: int, rival: float) -> int:
-        """Rank everything in one cell that could beat its rival; return the work that it took."""
+    def rank_division(self, place: int, rival: float) -> int:
+        """Rank everything in one division that could beat its rival; return the work that it took."""
         result = self.results[place]
-        cell = result.cell
-        name = cell.name if len(self.results) > 1 else ""
+        division = result.division
+        name = division.name if len(self.results) > 1 else ""
 
         def watch(doing: str) -> None:
             self.tell(f"{name}: {doing}" if name else doing)
 
         try:
-            found = rank_setting(
-                self.pricing.setting(cell),
-                self.pricing.judge(cell),
-                self.limits_of(cell),
+            found = rank_pipeline(
+                self.pricing.pipeline(division),
+                self.pricing.evaluator(division),
+                self.limits_of(division),
                 watch,
                 result.bound,
                 self.note,
@@ -748,10 +766,10 @@ class _Search:
             raise KeyboardInterrupt
         return found.work
 
-    def replace_rows(self, result: CellResult, found: Portfolio) -> CellResult:
-        """Take what a ranking has found, and keep what the survey of the cell knew besides."""
-        known = [row.candidate for row in self.rows if row.cell == result.cell]
-        self.rows = [row for row in self.rows if row.cell != result.cell]
+    def replace_rows(self, result: DivisionResult, found: Portfolio) -> DivisionResult:
+        """Take what a ranking has found, and keep what the survey of the division knew besides."""
+        known = [row.candidate for row in self.rows if row.division == result.division]
+        self.rows = [row for row in self.rows if row.division != result.division]
         merged = merge_equal([*found.candidates, *known])
         taken = self.take(result, replace(found, candidates=tuple(merged)))
         # The ranking has chosen among equally fast candidates, which it lists first.
@@ -763,17 +781,17 @@ class _Search:
         self.best = min(self.best, step)
 
     # ------------------------------------------------------------ bounds
-    def examine(self, result: CellResult) -> CellResult:
-        """Return a cell with its close bound."""
-        cell = result.cell
-        if cell not in self.close_bounds:
-            self.close_bounds[cell] = self.pricing.close_bound(cell)
-        return replace(result, bound=max(result.bound, self.close_bounds[cell]))
+    def examine(self, result: DivisionResult) -> DivisionResult:
+        """Return a division with its close bound."""
+        division = result.division
+        if division not in self.close_bounds:
+            self.close_bounds[division] = self.pricing.close_bound(division)
+        return replace(result, bound=max(result.bound, self.close_bounds[division]))
 
     def examine_until_proven(self) -> None:
-        """Raise the bound of the whole space: the least one of all cells, until it is a close one.
+        """Raise the bound of the whole space: the least one of all divisions, until it is a close one.
 
-        Cells that were not tried count too, because their plans are in the space.
+        Divisions that were not tried count too, because their plans are in the space.
         """
         waiting = [(one.bound, place) for place, one in enumerate(self.results)]
         heapq.heapify(waiting)
@@ -791,46 +809,46 @@ class _Search:
         self.bound = min(waiting[0][0], self.best)
 
     # ------------------------------------------------------------ small things
-    def refusal(self, result: CellResult) -> str:
-        """Say why a cell need not be tried; empty if it must be."""
-        cell = result.cell
-        few = len(self.results) <= MAX_WEIGHED_CELLS
-        if few and self.exceeds_memory(cell):
-            return self.misfit(cell)
+    def refusal(self, result: DivisionResult) -> str:
+        """Say why a division need not be tried; empty if it must be."""
+        division = result.division
+        few = len(self.results) <= MAX_WEIGHED_DIVISIONS
+        if few and self.exceeds_memory(division):
+            return self.misfit(division)
         if result.bound == math.inf:
             return NOTHING_FITS
         if result.bound >= self.best:
             return CANNOT_WIN
-        less = [share for share in RECOMPUTED_SHARES if share < cell.recomputed]
-        if any(replace(cell, recomputed=share) in self.roomy for share in less):
+        less = [share for share in RECOMPUTED_SHARES if share < division.recomputed]
+        if any(replace(division, recomputed=share) in self.roomy for share in less):
             return "everything fits with less to recompute"
         if self.rows and self.left <= 0:
-            return CELL_NOT_TRIED
-        return self.misfit(cell) if self.exceeds_memory(cell) else ""
+            return DIVISION_NOT_TRIED
+        return self.misfit(division) if self.exceeds_memory(division) else ""
 
-    def misfit(self, cell: Cell) -> str:
-        """Say how much memory a cell would need."""
-        return f"needs at least {self.shown(self.pricing.least_bytes(cell))}"
+    def misfit(self, division: Division) -> str:
+        """Say how much memory a division would need."""
+        return f"needs at least {self.shown(self.pricing.least_bytes(division))}"
 
-    def exceeds_memory(self, cell: Cell) -> bool:
-        """Whether no plan of a cell can fit."""
+    def exceeds_memory(self, division: Division) -> bool:
+        """Whether no plan of a division can fit."""
         memory = self.workload.memory
-        return memory is not None and self.pricing.least_bytes(cell) > memory
+        return memory is not None and self.pricing.least_bytes(division) > memory
 
-    def limits_of(self, cell: Cell) -> Limits:
-        """Return the limits of a cell: a rank cannot have more stages than layers."""
-        most = max(1, self.workload.layers // cell.ranks)
+    def limits_of(self, division: Division) -> Limits:
+        """Return the limits of a division: a rank cannot have more stages than layers."""
+        most = max(1, self.workload.layers // division.ranks)
         return replace(self.limits, stages=min(self.limits.stages, most))
 
-    def take(self, result: CellResult, found: Portfolio) -> CellResult:
-        """Take the candidates of a cell into the ranking."""
-        self.rows += [Row(result.cell, one) for one in found.candidates]
+    def take(self, result: DivisionResult, found: Portfolio) -> DivisionResult:
+        """Take the candidates of a division into the ranking."""
+        self.rows += [Row(result.division, one) for one in found.candidates]
         self.too_large += found.too_large
         if not found.too_large:
-            self.roomy.add(result.cell)
+            self.roomy.add(result.division)
         if not found.candidates and found.too_large and not result.fits:
             name, peak = found.too_large[0]
-            self.least_peak[result.cell] = peak
+            self.least_peak[result.division] = peak
             return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
         if not found.candidates:  # It looked only for plans that are faster.
             return result if result.fits else replace(result, reason=CANNOT_WIN)
@@ -838,15 +856,15 @@ class _Search:
         self.best = min(self.best, best.step)
         return replace(result, best=best, reason="")
 
-    def time_of(self, result: CellResult) -> float:
-        """Return the time of a cell's best plan; its bound if it is the only cell."""
+    def time_of(self, result: DivisionResult) -> float:
+        """Return the time of a division's best plan; its bound if it is the only division."""
         if result.best is not None:
             return result.best.step
         return result.bound if len(self.results) == 1 else math.inf
 
-    def promise_of(self, result: CellResult) -> tuple[float, float]:
-        """Return the time of a cell's best plan, and what it needs if no plan fits: the less, the better."""
-        return self.time_of(result), self.least_peak.get(result.cell, math.inf)
+    def promise_of(self, result: DivisionResult) -> tuple[float, float]:
+        """Return the time of a division's best plan, and what it needs if no plan fits: the less, the better."""
+        return self.time_of(result), self.least_peak.get(result.division, math.inf)
 
     def landscape(self, interrupted: bool) -> Landscape:
         """Return all that was found."""
@@ -855,13 +873,13 @@ class _Search:
             raise ShapeError(self.why_nothing_fits())
         self.examine_until_proven()
         self.rows.sort(key=lambda row: row.candidate.step)
-        best_cell = min(
+        best_division = min(
             (one for one in self.results if one.best is not None),
             key=lambda one: one.best.step if one.best else math.inf,
         )
-        # Among equally fast candidates of a cell, its ranking chose by noise.
-        assert best_cell.best is not None
-        chosen = Row(best_cell.cell, best_cell.best)
+        # Among equally fast candidates of a division, its ranking chose by noise.
+        assert best_division.best is not None
+        chosen = Row(best_division.division, best_division.best)
         others = [row for row in self.rows if row.candidate is not chosen.candidate]
         self.too_large.sort(key=lambda row: row[1])
         return Landscape(
@@ -871,32 +889,32 @@ class _Search:
             self.bound,
             interrupted,
             sum(
-                one.cell in self.left_out and one.bound < self.best
+                one.division in self.left_out and one.bound < self.best
                 for one in self.results
             ),
         )
 
     def weigh_smallest(self) -> None:
-        """Weigh plans of the cells that seem to need the least, to say how much is missing."""
+        """Weigh plans of the divisions that seem to need the least, to say how much is missing."""
 
-        def size(result: CellResult) -> float:
-            return self.pricing.estimate(result.cell).bytes
+        def size(result: DivisionResult) -> float:
+            return self.pricing.estimate(result.division).bytes
 
-        for result in sorted(self.results, key=size)[:WEIGHED_CELLS]:
-            cell = result.cell
-            self.too_large += weigh_setting(
-                self.pricing.setting(cell),
-                self.pricing.judge(cell),
-                self.limits_of(cell),
+        for result in sorted(self.results, key=size)[:WEIGHED_DIVISIONS]:
+            division = result.division
+            self.too_large += weigh_pipeline(
+                self.pricing.pipeline(division),
+                self.pricing.evaluator(division),
+                self.limits_of(division),
             )
 
     def why_nothing_fits(self) -> str:
-        """Say why no cell has a plan."""
+        """Say why no division has a plan."""
         if self.too_large:
             return nothing_fits(self.too_large, self.workload.memory, self.shown)
         if not self.results:
             return "no division of the devices and the batch is possible"
-        least = min(self.pricing.least_bytes(one.cell) for one in self.results)
+        least = min(self.pricing.least_bytes(one.division) for one in self.results)
         memory = self.shown(self.workload.memory or 0.0)
         return (
             f"nothing fits into a memory of {memory}; "
@@ -904,36 +922,41 @@ class _Search:
         )
 
 
-def _cells(workload: Workload, limits: Limits) -> list[Cell]:
-    """Return the cells of a workload that its runtime can run. Refuses too many cells and too large ones at once."""
-    cells = list(islice(cells_of(workload), MAX_COMPARED_CELLS + 1))
-    if len(cells) > MAX_COMPARED_CELLS:
+def _divisions(workload: Workload, limits: Limits) -> list[Division]:
+    """Return the divisions of a workload that its runtime can run. Refuses too many of them, and too large ones."""
+    divisions = list(islice(divisions_of(workload), MAX_COMPARED_DIVISIONS + 1))
+    if len(divisions) > MAX_COMPARED_DIVISIONS:
         raise ShapeError(
-            f"there are more than {MAX_COMPARED_CELLS:,} ways to divide {workload.devices:,} devices "
+            f"there are more than {MAX_COMPARED_DIVISIONS:,} ways to divide {workload.devices:,} devices "
             f"and {workload.batch:,} sequences\n"
             "  fix some of them: --set schedule.ranks=8, schedule.microbatches=32, "
             "mesh.tensor=1 and so on"
         )
     runtime = limits.runtime
     if runtime is not None:
-        reasons = {cell: runtime.refuse_cell(cell, workload.tied) for cell in cells}
+        reasons = {
+            division: runtime.refuse_division(division, workload.tied)
+            for division in divisions
+        }
         if all(reasons.values()):
             reason = next(iter(reasons.values()), "there are none")
             raise ShapeError(f"{runtime.name} can run none of these plans: {reason}")
-        cells = [cell for cell in cells if not reasons[cell]]
-    if cells:
-        smallest = min(cells, key=lambda cell: cell.ranks * cell.microbatches)
+        divisions = [division for division in divisions if not reasons[division]]
+    if divisions:
+        smallest = min(
+            divisions, key=lambda division: division.ranks * division.microbatches
+        )
         refuse_if_too_large(
             2 * smallest.ranks * smallest.microbatches,
             f"any schedule with ranks={smallest.ranks} "
             f"microbatches={smallest.microbatches}",
         )
-    return cells
+    return divisions
 
 
-def _order_of_bounds(result: CellResult) -> tuple[float, float, int]:
-    """Sort cells by their bounds; of equal ones, those that recompute less come first."""
-    return result.bound, result.cell.recomputed, result.cell.processes
+def _order_of_bounds(result: DivisionResult) -> tuple[float, float, int]:
+    """Sort divisions by their bounds; of equal ones, those that recompute less come first."""
+    return result.bound, result.division.recomputed, result.division.processes
 
 
 MAX_SHOWN_RIVALS = 6  # rows that a plan.json stores besides the chosen one
@@ -959,6 +982,6 @@ def rival_facts(landscape: Landscape) -> Facts:
 
 
 def row_title(row: Row, landscape: Landscape) -> str:
-    """Return the name of a row: with its cell, if there are several."""
+    """Return the name of a row: with its division, if there are several."""
     name = title(row.candidate.name, row.candidate.shape)
-    return name if len(landscape.cells) == 1 else f"{name} on {row.cell.name}"
+    return name if len(landscape.divisions) == 1 else f"{name} on {row.division.name}"

@@ -1,4 +1,4 @@
-"""Everything that can be tried in one setting: where stages live, how sequences are cut, in which order ranks act.
+"""Everything that can be tried in one pipeline: where stages live, how sequences are cut, in which order ranks act.
 
                      whole    2 slices   3 slices   4 slices ...        of equal length, or planned
     loop of 1        x        x          x          x
@@ -35,7 +35,7 @@ from functools import partial
 from penstock.cost.cost import Cost
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.bound import lower_bound
-from penstock.plan.candidates import ROUNDING, Judge, Runtime, ShapeWords
+from penstock.plan.candidates import ROUNDING, Evaluator, Runtime, ShapeWords
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.list_scheduling import defer_weights
@@ -83,7 +83,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PipelineShape:
     """Ranks, micro-batches and the ways to cut a sequence."""
 
     ranks: int
@@ -100,19 +100,21 @@ class FixedRecipe:
 
     name: str
     shape: ShapeWords
-    sort: str
+    order_kind: str
     build: Callable[[], Schedule]
     stages: int  # of a rank
     least_time: float  # that no order with its stages and cuts can beat
 
 
-def useful_limits(setting: Setting, judge: Judge, limits: Limits) -> Limits:
+def useful_limits(
+    pipeline: PipelineShape, evaluator: Evaluator, limits: Limits
+) -> Limits:
     """Return narrower limits where more choices cannot help.
 
     On a single rank without copies nothing overlaps, so all orders take the same time, unless
     they leave out work.
     """
-    if setting.ranks == 1 and judge.copies == 1 and not limits.skip:
+    if pipeline.ranks == 1 and evaluator.copies == 1 and not limits.skip:
         return replace(limits, stages=1, slices=1, split=False)
     return limits
 
@@ -193,7 +195,7 @@ def slice_counts(limits: Limits) -> list[int]:
 
 # ---------------------------------------------------------------- fixed orders
 def fixed_recipes(
-    setting: Setting, judge: Judge, limits: Limits, slices: int
+    pipeline: PipelineShape, evaluator: Evaluator, limits: Limits, slices: int
 ) -> Iterator[FixedRecipe]:
     """Yield the orders of the registry with this number of slices, as they are and split."""
     for name in REGISTRY:
@@ -201,34 +203,36 @@ def fixed_recipes(
             continue
         if slices > 1 and name not in FIXED_WITH_SLICES:
             continue
-        for shape in _shapes(name, limits, setting.ranks):
-            for cuts in setting.cuts(slices):
-                yield from _fixed_with_cuts(setting, judge, limits, name, shape, cuts)
+        for shape in _shapes(name, limits, pipeline.ranks):
+            for cuts in pipeline.cuts(slices):
+                yield from _fixed_with_cuts(
+                    pipeline, evaluator, limits, name, shape, cuts
+                )
 
 
 def _fixed_with_cuts(
-    setting: Setting,
-    judge: Judge,
+    pipeline: PipelineShape,
+    evaluator: Evaluator,
     limits: Limits,
     name: str,
     shape: ShapeWords,
     cuts: Cuts,
 ) -> Iterator[FixedRecipe]:
     slices = len(cuts) - 1
-    build = partial(_build_fixed, setting, name, shape, cuts)
+    build = partial(_build_fixed, pipeline, name, shape, cuts)
     is_split = FACTS[name].splits
     if is_split and not limits.split:
         return
     full_shape = shape if slices == 1 else (*shape, ("slices", slices))
     shown = name if slices == 1 else SLICED_NAMES.get(name, name)
     placement = _placement_of(name, shape)
-    if limits.refuse_stages(placement.stages(setting.ranks)):
+    if limits.refuse_stages(placement.stages(pipeline.ranks)):
         return
     stages = placement.stages_per_rank
-    least = setting.least_time(placement, cuts)
+    least = pipeline.least_time(placement, cuts)
     yield FixedRecipe(shown, full_shape, "fixed", build, stages, least)
     if limits.split and name in WITH_WHOLE_BACKWARDS:
-        build_split = partial(_build_split, build, judge)
+        build_split = partial(_build_split, build, evaluator)
         yield FixedRecipe(
             f"{shown}+split", full_shape, "split", build_split, stages, least
         )
@@ -243,10 +247,10 @@ def _placement_of(name: str, shape: ShapeWords) -> StagePlacement:
 
 
 def _build_fixed(
-    setting: Setting, name: str, shape: ShapeWords, cuts: Cuts
+    pipeline: PipelineShape, name: str, shape: ShapeWords, cuts: Cuts
 ) -> Schedule:
     slices = len(cuts) - 1
-    sizes = {"ranks": setting.ranks, "microbatches": setting.microbatches}
+    sizes = {"ranks": pipeline.ranks, "microbatches": pipeline.microbatches}
     if slices > 1 and name in SLICED_NAMES:
         sliced = make(SLICED_NAMES[name], **sizes, slices=slices)
         return recut(sliced, cuts)
@@ -273,11 +277,11 @@ def _shapes(name: str, limits: Limits, ranks: int) -> Iterator[ShapeWords]:
         yield ()
 
 
-def _build_split(build: Callable[[], Schedule], judge: Judge) -> Schedule:
+def _build_split(build: Callable[[], Schedule], evaluator: Evaluator) -> Schedule:
     def fits(schedule: Schedule) -> bool:
-        return judge.fits(judge.peak(schedule))
+        return evaluator.fits(evaluator.peak(schedule))
 
-    return split_and_defer(build(), judge.cost, fits)
+    return split_and_defer(build(), evaluator.cost, fits)
 
 
 def split_and_defer(

@@ -47,7 +47,7 @@ Times that no plan on a known placement can beat, by a profile and with a limite
 
 `penstock.plan.space` knows neither the layers of a rank nor its memory. Here both are known: the search tries a short
 list of placements, and balances the layers of each one. So the least work of every rank follows, and the bytes that it
-must hold. A plan of a cell is on one of these placements, so no plan of the cell beats the least of their bounds.
+must hold. A plan of a division is on one of these placements, so no plan of it beats the least of their bounds.
 
 **What fits.** When the forward of a micro-batch ends, each rank holds this micro-batch's activations of all its stages,
 beside its weights. A placement on which this exceeds the memory has no plan.
@@ -503,8 +503,8 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True)
-class CellLoad:
-    """What a cell asks of a placement: micro-batches, recomputed stages, links, sums and memory."""
+class DivisionLoad:
+    """What a division asks of a placement: micro-batches, recomputed stages, links, sums and memory."""
 
     microbatches: int
     recomputed: int  # the first stages of the placement
@@ -524,7 +524,7 @@ class PlacedBound:
         layout: PlacedLayers,
         times: LeastBlockTimes,
         profile: Profile,
-        load: CellLoad,
+        load: DivisionLoad,
     ) -> None:
         self.layout = layout
         self.times = times

@@ -15,16 +15,16 @@ A short search finds the order of the lanes. It counts its work, so the same los
 plan. A rank may hold as many activations as before, or as another rank with as many weights did: in
 many schedules the last ranks hold fewer than their memory has room for.
 
-Which places of a plan stay empty if there are too few workers, and the speed that the others allow.
+Which ranks of a plan stay empty if there are too few workers, and the speed that the others allow.
 
-    seats    0: parts 0 3   1: part 1   2: part 2   3: parts 0 3   4: part 1   5: part 2
+    ranks    0: parts 0 3   1: part 1   2: part 2   3: parts 0 3   4: part 1   5: part 2
 
-    the worker of seat 0 is lost      Seat 3 has twice the work, and a step takes twice as long.
-    the worker of seat 2 moves        Seat 2 is empty instead of seat 0. Part 2 has little to do, so a step
+    the worker of rank 0 is lost      Rank 3 has twice the work, and a step takes twice as long.
+    the worker of rank 2 moves        Rank 2 is empty instead of rank 0. Part 2 has little to do, so a step
                                       takes hardly longer than before.
 
-A worker that changes its seat gets the weights of another part, so a move must pay. `least_time` compares
-seats without planning paths and orders: no plan for the seats that are taken can be faster.
+A worker that changes its rank gets the weights of another part, so a move must pay. `least_time` compares
+ranks without planning paths and orders: no plan for the ranks that are not empty can be faster.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ class _Survivors:
 
 
 # ---------------------------------------------------------------- empty ranks
-# The share of a step that a worker must save with its move to another seat.
+# The share of a step that a worker must save with its move to another rank.
 LEAST_SAVED_BY_A_MOVE = 0.1
 TIED_LAYERS = 1e-9  # times that differ by less count as equal
 
@@ -411,16 +411,16 @@ def least_time(
     return longest
 
 
-def seats_to_change(plan: Plan, empty: Collection[int]) -> dict[int, int]:
-    """Return which taken seats might be empty instead, each with the seat that its worker would take.
+def moves_to_empty_ranks(plan: Plan, empty: Collection[int]) -> dict[int, int]:
+    """Return which ranks might be empty instead, each with the empty rank that its worker would take.
 
     Every move makes the least time of a step shorter by a tenth or more. Whether a step of the
     best plan becomes shorter, too, is for the caller to find out.
     """
     work = part_work(plan)
 
-    def mean_time(seats: Collection[int]) -> float:
-        return sum(least_time(one, seats, work) for one in plan.schedules)
+    def mean_time(empty_ranks: Collection[int]) -> float:
+        return sum(least_time(one, empty_ranks, work) for one in plan.schedules)
 
     schedule = plan.schedule
     moves: dict[int, int] = {}
@@ -428,18 +428,18 @@ def seats_to_change(plan: Plan, empty: Collection[int]) -> dict[int, int]:
     best = mean_time(now)
     for _ in range(len(now)):
         found = None
-        for seat in _one_of_each_kind(schedule, set(range(schedule.ranks)) - now):
+        for rank in _one_of_each_kind(schedule, set(range(schedule.ranks)) - now):
             for goal in _one_of_each_kind(schedule, now - moves.keys()):
-                then = (now - {goal}) | {seat}
-                if seat in moves.values() or _loses_parts(schedule, now, then):
+                then = (now - {goal}) | {rank}
+                if rank in moves.values() or _loses_parts(schedule, now, then):
                     continue
                 time = mean_time(then)
                 if time <= (1 - LEAST_SAVED_BY_A_MOVE) * best + TIED_LAYERS:
-                    found, best = (seat, goal, then), time
+                    found, best = (rank, goal, then), time
         if found is None:
             break
-        seat, goal, now = found
-        moves[seat] = goal
+        rank, goal, now = found
+        moves[rank] = goal
     return moves
 
 

@@ -82,7 +82,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Division:
     """How the devices and the batch are divided: the coarse part of a plan.
 
     copies x ranks x tensor x shard    processes
@@ -108,7 +108,7 @@ class Cell:
     def devices_text(self) -> str:
         """How the devices are divided, in short: copies x ranks, and what else there is.
 
-        >>> Cell(2, 4, 2, 1, 8, 1, 0.5, side_by_side=True).devices_text
+        >>> Division(2, 4, 2, 1, 8, 1, 0.5, side_by_side=True).devices_text
         '2 x 4 t2 re50% near'
         """
         words = [f"{self.copies} x {self.ranks}"]
@@ -129,9 +129,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The cell in words.
+        """The division in words.
 
-        >>> Cell(2, 4, 1, 1, 8, 1, 0.5).name
+        >>> Division(2, 4, 1, 1, 8, 1, 0.5).name
         '2 x 4, 8 micro-batches of 1, half recomputed'
         """
         words = f"{self.copies} x {self.ranks}"
@@ -153,7 +153,7 @@ class Cell:
 RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def cells_of(workload: Workload) -> Iterator[Cell]:
+def divisions_of(workload: Workload) -> Iterator[Division]:
     """Yield every way to divide the devices and the batch. Some devices may stay unused."""
     fixed = workload.fixed
     for tensor, shard in _meshes(workload):
@@ -169,12 +169,12 @@ def cells_of(workload: Workload) -> Iterator[Cell]:
                     workload.exact and used < workload.devices
                 ):
                     continue
-                yield from _batch_cells(workload, copies, ranks, tensor, shard)
+                yield from _batch_divisions(workload, copies, ranks, tensor, shard)
 
 
-def _batch_cells(
+def _batch_divisions(
     workload: Workload, copies: int, ranks: int, tensor: int, shard: int
-) -> Iterator[Cell]:
+) -> Iterator[Division]:
     share, left = divmod(workload.batch, copies * shard * workload.passes)
     if left or not share:
         return
@@ -183,10 +183,12 @@ def _batch_cells(
             continue
         rows = share // microbatches
         for recomputed in _recomputed_shares(workload):
-            cell = Cell(copies, ranks, tensor, shard, microbatches, rows, recomputed)
-            yield cell
+            division = Division(
+                copies, ranks, tensor, shard, microbatches, rows, recomputed
+            )
+            yield division
             if workload.uneven and copies > 1 and ranks > 1:
-                yield replace(cell, side_by_side=True)
+                yield replace(division, side_by_side=True)
 
 
 def _meshes(workload: Workload) -> Iterator[tuple[int, int]]:
@@ -308,12 +310,12 @@ def workload_of(
         fixed=fixed,
         config=config,
     )
-    if next(cells_of(workload), None) is None:
-        raise ConfigError(_no_cell(workload))
+    if next(divisions_of(workload), None) is None:
+        raise ConfigError(_no_division(workload))
     return workload
 
 
-def _no_cell(workload: Workload) -> str:
+def _no_division(workload: Workload) -> str:
     """Say why no division of the devices and the batch is possible."""
     fixed = workload.fixed
     if fixed.ranks > workload.layers:

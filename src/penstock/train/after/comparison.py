@@ -14,7 +14,7 @@ from penstock.cost import UnitCost
 from penstock.formats.config_toml import read_config
 from penstock.ir import Plan, Timeline
 from penstock.ir.timeline import MEASURED_UNITS
-from penstock.plan.candidates import Judge
+from penstock.plan.candidates import Evaluator
 from penstock.plan.pricing import Price
 from penstock.sim import simulate
 from penstock.train.before.forecast import known_forecast
@@ -35,8 +35,8 @@ def predict_like_run(folder: Path, plan: Plan, price: Price) -> Timeline:
     processors = None
     if price.profile is not None:
         processors = price.profile.processors
-    judge = Judge(price.for_plan(alone).cost, processors=processors)
-    return judge.timeline(plan.schedule)
+    evaluator = Evaluator(price.for_plan(alone).cost, processors=processors)
+    return evaluator.timeline(plan.schedule)
 
 
 def _with_rows(plan: Plan, config: Config) -> Plan:

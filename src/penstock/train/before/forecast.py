@@ -22,7 +22,7 @@ from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import enlarge, send_as
 from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline, stretch
-from penstock.plan.candidates import Judge
+from penstock.plan.candidates import Evaluator
 from penstock.train.placement import Placement
 from penstock.train.step_paths import step_paths
 
@@ -113,11 +113,11 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     if plan.sums:
         cost = GivenSumsCost(cost, plan.sums)
     ranks_at_once, _ = split_processors(processors, mesh.size)
-    judge = Judge(cost, processors=ranks_at_once)
-    timeline = judge.timeline(schedule)
+    evaluator = Evaluator(cost, processors=ranks_at_once)
+    timeline = evaluator.timeline(schedule)
     return Forecast(
         timeline,
-        optimizer=judge.update(schedule),
+        optimizer=evaluator.update(schedule),
         passes=config.run.accumulate,
         tokens=config.data.batch * config.data.tokens,
         processors=processors,

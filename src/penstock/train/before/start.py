@@ -46,7 +46,7 @@ from penstock.plan.workload import (
     USABLE_SHARE,
     Hardware,
     Workload,
-    cells_of,
+    divisions_of,
     workload_of,
 )
 from penstock.runtime.process.launch import under_launcher
@@ -587,7 +587,7 @@ def measure_workload(
 
 
 def rows_to_measure(workload: Workload) -> list[int]:
-    """Return the smallest and the largest number of rows of a cell, and one between them."""
+    """Return the smallest and the largest number of rows of a division, and one between them."""
     return _few(_rows_of(workload))
 
 
@@ -602,7 +602,7 @@ def quick_rows(workload: Workload, request: ProfileRequest) -> list[int]:
 
 
 def _rows_of(workload: Workload) -> list[int]:
-    return sorted({cell.rows for cell in cells_of(workload)})
+    return sorted({division.rows for division in divisions_of(workload)})
 
 
 def _few(rows: list[int]) -> list[int]:
