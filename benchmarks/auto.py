@@ -65,7 +65,7 @@ from penstock.plan.candidates import (
 )
 from penstock.plan.pricing import ProfilePricing
 from penstock.plan.search import Landscape
-from penstock.plan.space import Limits, fixed_recipes
+from penstock.plan.space import fixed_recipes
 from penstock.plan.workload import (
     MIN_GRANULARITY,
     Division,
@@ -264,7 +264,7 @@ def plan_case(case: Case, profiles: RowProfiles, run: Run) -> Contest:
     if fixed is not None and not any(is_same(fixed, one) for one in rivals.values()):
         rivals[BEST_FIXED] = fixed
     best = landscape.best
-    contenders = [Contender(AUTO, best.division, best.candidate), *rivals.values()]
+    contenders = [Contender(AUTO, best.division, best), *rivals.values()]
     pricing = ProfilePricing(workload, profiles.at)
     return Contest(
         case,
@@ -301,8 +301,7 @@ def fixed_candidates(
     pricing = ProfilePricing(workload, profiles.at)
     for cell in cells:
         evaluator = pricing.evaluator(cell)
-        limits = Limits(stages=max(1, workload.layers // cell.ranks))
-        for recipe in fixed_recipes(pricing.pipeline(cell), evaluator, limits, 1):
+        for recipe in fixed_recipes(pricing.pipeline(cell), 1):
             try:
                 schedule = recipe.build()
             except ShapeError:
@@ -310,7 +309,12 @@ def fixed_candidates(
             if schedule.parts > workload.layers:
                 continue
             candidate = evaluate_schedule(
-                recipe.name, recipe.shape, recipe.order_kind, schedule, evaluator
+                cell,
+                recipe.name,
+                recipe.shape,
+                recipe.order_kind,
+                schedule,
+                evaluator,
             )
             if evaluator.fits(candidate.peak):
                 yield cell, candidate
@@ -329,9 +333,9 @@ def best_fixed(landscape: Landscape, whole: Contender | None) -> Contender | Non
     """Return the fastest fixed order, whole or with the slices that the search tried."""
     found = [whole] if whole is not None else []
     found += [
-        Contender(BEST_FIXED, row.division, row.candidate)
-        for row in landscape.rows
-        if row.candidate.order_kind == "fixed"
+        Contender(BEST_FIXED, row.division, row)
+        for row in landscape.candidates
+        if row.order_kind == "fixed"
     ]
     return min(found, key=lambda one: one.candidate.step, default=None)
 

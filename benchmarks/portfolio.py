@@ -80,8 +80,8 @@ def measure_target(memory: float, slices: int, target: float) -> dict[str, objec
     question = unit_question(
         ranks, microbatches, UnitCost(comm=comm), memory, Limits(slices=slices)
     )
-    found = search(question.workload, question.pricing, question.limits)
-    best = found.best.candidate
+    found = search(question)
+    best = found.best
     return {
         "memory": memory,
         "slices": slices,

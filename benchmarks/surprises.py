@@ -25,11 +25,10 @@ from tables import table
 from penstock.config import Config, ModelConfig
 from penstock.cost.gpus import gpu_of
 from penstock.partition import even_partition
-from penstock.plan.candidates import evaluate_schedule, title
+from penstock.plan.candidates import Candidate, evaluate_schedule, title
 from penstock.plan.pricing import gpu_question
 from penstock.plan.search import (
     Landscape,
-    Row,
     row_title,
     search,
 )
@@ -81,42 +80,42 @@ class Case:
     microbatches: int
     gpu: str
     memory: float  # GiB of a device
-    explain: Callable[[Row, Row], str]
+    explain: Callable[[Candidate, Candidate], str]
 
 
-def explain_long(best: Row, usual: Row) -> str:
-    cuts = best.candidate.schedule.microbatches[0].cuts
+def explain_long(best: Candidate, usual: Candidate) -> str:
+    cuts = best.schedule.microbatches[0].cuts
     lengths = [end - begin for begin, end in pairwise(cuts)]
     return (
         "With two sequences for eight GPUs, a pipeline of whole sequences idles "
-        f"{usual.candidate.bubble:.0%} of the time, so most people would not use one. The plan "
+        f"{usual.bubble:.0%} of the time, so most people would not use one. The plan "
         f"cuts each sequence into {len(lengths)} slices of {min(lengths):,} to {max(lengths):,} "
         "tokens, shorter where attention sees more tokens, and sends the slices through the "
-        f"pipeline one after the other; it idles {best.candidate.bubble:.0%}."
+        f"pipeline one after the other; it idles {best.bubble:.0%}."
     )
 
 
-def explain_tight(best: Row, usual: Row) -> str:
+def explain_tight(best: Candidate, usual: Candidate) -> str:
     return (
         "When activations do not fit, the usual answer is to compute them again: the usual plan "
         f"does so for {_recomputed(usual)}. The plan that was found does so for "
-        f"{_recomputed(best)}. With {best.candidate.slices} slices of a sequence, ranks begin "
+        f"{_recomputed(best)}. With {best.slices} slices of a sequence, ranks begin "
         "sooner and hold parts of sequences instead of whole ones: it idles "
-        f"{best.candidate.bubble:.0%} of the time instead of {usual.candidate.bubble:.0%}."
+        f"{best.bubble:.0%} of the time instead of {usual.bubble:.0%}."
     )
 
 
-def _recomputed(row: Row) -> str:
-    count = len(row.candidate.recompute)
-    return f"{count} of its {row.candidate.schedule.parts} parts" if count else "none"
+def _recomputed(row: Candidate) -> str:
+    count = len(row.recompute)
+    return f"{count} of its {row.schedule.parts} parts" if count else "none"
 
 
-def explain_vocabulary(best: Row, usual: Row) -> str:
-    schedule = best.candidate.schedule
-    partition = best.candidate.partition
+def explain_vocabulary(best: Candidate, usual: Candidate) -> str:
+    schedule = best.schedule
+    partition = best.partition
     rank = schedule.stages[-1].rank
     own = sum(partition[stage.part] for stage in schedule.stages if stage.rank == rank)
-    idle = usual.candidate.bubble
+    idle = usual.bubble
     return (
         "With a vocabulary of 128,256 words the head takes as long as several layers, so with "
         f"equal parts all ranks wait for the last one and idle {idle:.0%} of the time. The plan "
@@ -186,7 +185,7 @@ def workload_for(case: Case) -> Workload:
     )
 
 
-def plan_case(case: Case) -> tuple[Landscape, Row, Row]:
+def plan_case(case: Case) -> tuple[Landscape, Candidate, Candidate]:
     """Search a workload; return the landscape, the chosen plan, and the usual choice."""
     workload = workload_for(case)
     limits = Limits(stages=4, slices=16)
@@ -195,7 +194,7 @@ def plan_case(case: Case) -> tuple[Landscape, Row, Row]:
     return landscape, landscape.best, usual_plan(case, workload)
 
 
-def usual_plan(case: Case, workload: Workload) -> Row:
+def usual_plan(case: Case, workload: Workload) -> Candidate:
     """Return the fastest plan with a usual schedule, equal parts and whole sequences that fits."""
     rows = []
     sizes = {"ranks": case.ranks, "microbatches": case.microbatches}
@@ -210,36 +209,36 @@ def usual_plan(case: Case, workload: Workload) -> Row:
         )
         cell = next(one for one in divisions_of(workload) if one.recomputed == share)
         evaluator = question.pricing.evaluator(cell)
-        found = evaluate_schedule(name, shape, "fixed", schedule, evaluator)
+        found = evaluate_schedule(cell, name, shape, "fixed", schedule, evaluator)
         if evaluator.fits(found.peak):
-            rows.append(Row(cell, found))
-    return min(rows, key=lambda row: row.candidate.step)
+            rows.append(found)
+    return min(rows, key=lambda row: row.step)
 
 
 def facts_of(
-    case: Case, landscape: Landscape, best: Row, usual: Row
+    case: Case, landscape: Landscape, best: Candidate, usual: Candidate
 ) -> dict[str, object]:
     return {
         "case": case.name,
         "plan": row_title(best, landscape),
         "usual": row_title(usual, landscape),
-        "step": best.candidate.step,
-        "usual_step": usual.candidate.step,
-        "speedup": usual.candidate.step / best.candidate.step,
-        "bubble": best.candidate.bubble,
-        "usual_bubble": usual.candidate.bubble,
-        "peak": best.candidate.peak,
-        "usual_peak": usual.candidate.peak,
+        "step": best.step,
+        "usual_step": usual.step,
+        "speedup": usual.step / best.step,
+        "bubble": best.bubble,
+        "usual_bubble": usual.bubble,
+        "peak": best.peak,
+        "usual_peak": usual.peak,
         "gap": landscape.gap,
-        "partition": best.candidate.partition,
-        "cuts": best.candidate.schedule.microbatches[0].cuts,
+        "partition": best.partition,
+        "cuts": best.schedule.microbatches[0].cuts,
     }
 
 
-def section(case: Case, landscape: Landscape, best: Row, usual: Row) -> str:
+def section(case: Case, landscape: Landscape, best: Candidate, usual: Candidate) -> str:
     rows = []
     for words, row in (("usual", usual), ("planned", best)):
-        one = row.candidate
+        one = row
         rows.append(
             [
                 words,
@@ -250,7 +249,7 @@ def section(case: Case, landscape: Landscape, best: Row, usual: Row) -> str:
             ]
         )
     heads = "choice | plan | step, ms | idle | fullest device, GiB"
-    speedup = usual.candidate.step / best.candidate.step
+    speedup = usual.step / best.step
     story = f"**{speedup:.2f} times as fast.** {case.explain(best, usual)}"
     sizes = (
         f"{case.model.layers} layers of width {case.model.width:,}, {case.batch} sequences of "
@@ -268,13 +267,13 @@ def section(case: Case, landscape: Landscape, best: Row, usual: Row) -> str:
     )
 
 
-def draw(case: Case, best: Row, usual: Row) -> None:
+def draw(case: Case, best: Candidate, usual: Candidate) -> None:
     """Write the timelines of both plans."""
     workload = workload_for(case)
     folder = RESULT.parent / "surprises"
     folder.mkdir(exist_ok=True)
     for words, row in (("usual", usual), ("planned", best)):
-        one = row.candidate
+        one = row
         fixed = replace(workload.fixed, partition=one.partition)
         question = gpu_question(
             replace(workload, fixed=fixed), case.model, gpu_of(case.gpu), Limits()

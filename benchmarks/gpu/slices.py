@@ -195,12 +195,12 @@ def plan_all(
             workload = profile_workload(profiles, ranks, count, tokens, None, grain)
             limits = Limits(stages=4, slices=SLICES)
             question = profile_question(workload, profiles.at, limits, str(file))
-            rows = search(workload, question.pricing, limits).rows
+            rows = search(question).candidates
             for kind, some in (
                 ("composed", rows),
-                ("planned", [r for r in rows if r.candidate.name in SIMPLE]),
+                ("planned", [r for r in rows if r.name in SIMPLE]),
             ):
-                best = some[0].candidate
+                best = some[0]
                 name = f"{best.name} {best.slices} slices"
                 write_plan(
                     Plan(best.schedule, name), folder / f"{tokens}-{count}-{kind}.json"

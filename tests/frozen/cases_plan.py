@@ -157,8 +157,8 @@ def asked() -> dict[str, Ask]:
 
 def plan_of(ask: Ask) -> object:
     question = ask()
-    found = search(question.workload, question.pricing, question.limits)
-    best = found.best.candidate
+    found = search(question)
+    best = found.best
     return {
         "name": title(best.name, best.shape),
         "cell": found.best.division.name,
@@ -167,7 +167,7 @@ def plan_of(ask: Ask) -> object:
         "peak": best.peak,
         "gap": found.gap,
         "stored gap": chosen_plan(found, question.facts).facts["gap"],
-        "tried": len(found.rows),
+        "tried": len(found.candidates),
         "left out": found.left_out,
     }
 

@@ -85,6 +85,6 @@ def test_auto_changes_seldom_between_forwards_and_backwards_where_that_costs_tim
     workload = Workload(LAYERS, 64, 8, 2, fixed=Fixed(2, 8, 1, 1, 1))
     limits = Limits(stages=1, slices=1, split=False)
     found = plan_workload(workload, RowProfiles((profile(0.1),)), limits)
-    steps = {row.candidate.name: row.candidate.step for row in found.landscape.rows}
+    steps = {row.name: row.step for row in found.landscape.candidates}
     assert found.plan.name == "gpipe"
     assert steps["gpipe"] < steps["1f1b"]

@@ -17,7 +17,7 @@ from penstock.ir.compiled import many_schedules
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.plan.bound import lower_bound
 from penstock.plan.improve import improve_order, problem_of, time_lanes
-from penstock.plan.pricing import ProfilePricing
+from penstock.plan.pricing import ProfilePricing, Question
 from penstock.plan.search import Landscape, rank_pipeline, search
 from penstock.plan.space import Limits, StagePlacement
 from penstock.plan.workload import Division, profile_workload
@@ -88,7 +88,7 @@ def pricing_of(
 
 
 def plan_of(pricing: ProfilePricing) -> Landscape:
-    return search(pricing.workload, pricing, pricing.limits)
+    return search(Question(pricing.workload, pricing))
 
 
 @pytest.mark.parametrize("channels", [None, 1, 2])
@@ -178,9 +178,7 @@ def test_no_candidate_beats_the_bound_of_its_placement(seed, channels):
     division = Division(1, 2, 1, 1, 4, 1, 0.0)
     pricing = pricing_of(profile, 4)
     with many_schedules():
-        found = rank_pipeline(
-            pricing.pipeline(division), pricing.evaluator(division), pricing.limits
-        ).candidates
+        found = rank_pipeline(pricing.pipeline(division)).candidates
     for one in found:
         shape = dict(one.shape)
         waves = shape.get("waves", int(len(one.schedule.stages) > division.ranks))
@@ -208,9 +206,7 @@ def test_the_bound_knows_that_messages_travel_in_fewer_bytes(channels):
     whole = pricing_of(profile, 4).close_bound(division)
     pricing = pricing_of(halved, 4)
     with many_schedules():
-        found = rank_pipeline(
-            pricing.pipeline(division), pricing.evaluator(division), pricing.limits
-        ).candidates
+        found = rank_pipeline(pricing.pipeline(division)).candidates
     assert pricing.close_bound(division) <= found[0].step * ROUNDING
     assert pricing.close_bound(division) < whole
 
@@ -226,18 +222,18 @@ def test_a_plan_for_channels_is_never_slower_there_than_a_plan_without_them(
     mine = plan_of(pricing_of(profile, 4))
     other = plan_of(pricing_of(at_once, 4)).best
     cost = pricing_of(profile, 4).evaluator(other.division).cost
-    judged = simulate(other.candidate.schedule, cost).makespan
-    assert mine.best.candidate.makespan <= judged * PRINTED
-    assert mine.bound <= mine.best.candidate.step * ROUNDING
+    judged = simulate(other.schedule, cost).makespan
+    assert mine.best.makespan <= judged * PRINTED
+    assert mine.bound <= mine.best.step * ROUNDING
 
 
 def test_more_memory_never_gives_a_slower_plan_when_messages_wait():
     profile = random_profile(np.random.default_rng(5), channels=1)
-    free = plan_of(pricing_of(profile, 4)).best.candidate
+    free = plan_of(pricing_of(profile, 4)).best
     steps = []
     for share in (0.7, 0.8, 0.9, 1.0):
         pricing = pricing_of(profile, 4, memory=share * free.peak)
-        steps.append(plan_of(pricing).best.candidate.step)
+        steps.append(plan_of(pricing).best.step)
     steps.append(free.step)
     for less, more in pairwise(steps):
         assert more <= less * PRINTED

@@ -53,12 +53,10 @@ def test_options_that_go_with_no_mesh_close_it(option):
 def test_no_plan_beats_the_bound_of_its_cell_and_gathers_count():
     asked = workload()
     question = gpu_question(asked, MODEL, gpu_of("h100"), Limits(stages=2, slices=1))
-    found = search(asked, question.pricing, question.limits)
-    for row in found.rows:
-        assert row.candidate.step >= found.bound
-        assert row.candidate.step >= question.pricing.bound(row.division) * (
-            1 - ROUNDING
-        )
+    found = search(question)
+    for row in found.candidates:
+        assert row.step >= found.bound
+        assert row.step >= question.pricing.bound(row.division) * (1 - ROUNDING)
     for division in divisions_of(asked):
         gather = question.pricing.evaluator(division).gather
         assert (gather > 0) == (division.shard > 1)

@@ -40,27 +40,27 @@ def model_search(skip: float) -> Landscape:
     )
     limits = Limits(stages=2, slices=2, skip=skip)
     question = profile_question(workload, profile_at, limits, "a formula")
-    return search(question.workload, question.pricing, question.limits)
+    return search(question)
 
 
 def fastest(rows) -> float:
-    return min(row.candidate.step for row in rows)
+    return min(row.step for row in rows)
 
 
 def test_a_search_lists_partial_paths_beside_whole_ones_and_keeps_to_the_share():
     found = model_search(SKIP)
-    whole = [row for row in found.rows if visits_all_parts(row.candidate.schedule)]
-    partial_rows = [row for row in found.rows if row not in whole]
+    whole = [row for row in found.candidates if visits_all_parts(row.schedule)]
+    partial_rows = [row for row in found.candidates if row not in whole]
     assert whole
     assert partial_rows
     for row in partial_rows:
-        schedule = row.candidate.schedule
-        share = skipped_share(schedule, row.candidate.partition)
+        schedule = row.schedule
+        share = skipped_share(schedule, row.partition)
         assert 0 < share <= SKIP * ROUNDING
         assert len(visited_parts(schedule)) == schedule.parts
-        assert row.candidate.peak <= 40e6 * ROUNDING
+        assert row.peak <= 40e6 * ROUNDING
     assert fastest(partial_rows) < fastest(whole)
-    assert fastest(whole) == fastest(model_search(0.0).rows)
+    assert fastest(whole) == fastest(model_search(0.0).candidates)
     for one in found.divisions:
         if one.best is not None:
             assert one.bound <= one.best.step * ROUNDING
@@ -68,8 +68,8 @@ def test_a_search_lists_partial_paths_beside_whole_ones_and_keeps_to_the_share()
 
 
 def test_without_leave_nothing_is_left_out():
-    rows = model_search(0.0).rows
-    assert all(visits_all_parts(row.candidate.schedule) for row in rows)
+    rows = model_search(0.0).candidates
+    assert all(visits_all_parts(row.schedule) for row in rows)
 
 
 @settings(max_examples=40)
@@ -126,8 +126,8 @@ def test_a_search_in_units_leaves_out_what_it_may():
     question = unit_question(
         3, 6, UnitCost(comm=0.05), 3.0, Limits(stages=4, slices=1, skip=SKIP)
     )
-    found = search(question.workload, question.pricing, question.limits)
-    best = found.best.candidate
+    found = search(question)
+    best = found.best
     assert dict(best.shape)["skips"] >= 1
     assert skipped_share(best.schedule) <= SKIP * ROUNDING
     assert found.bound <= best.step * ROUNDING

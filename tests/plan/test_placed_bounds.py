@@ -125,9 +125,7 @@ def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
     with many_schedules():
         for seed in seeds:
             rng, division, free = random_cell(seed)
-            every = find(
-                free.pipeline(division), free.evaluator(division), free.limits
-            ).candidates
+            every = find(free.pipeline(division)).candidates
             for one in every:
                 cuts = one.schedule.microbatches[0].cuts
                 if len(cuts) > 2:
@@ -143,9 +141,7 @@ def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
             peak = rng.choice(sorted(round(one.peak, 6) for one in every))
             tight = with_memory(free, peak * rng.uniform(0.8, 1.05))
             try:
-                found = find(
-                    tight.pipeline(division), tight.evaluator(division), tight.limits
-                )
+                found = find(tight.pipeline(division))
             except ShapeError:  # nothing can be built in so little memory
                 continue
             for one in found.candidates:
@@ -154,7 +150,7 @@ def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
                     free.close_bound(division) <= tight.close_bound(division) * ROUNDING
                 )
             if found.candidates:
-                gaps.append(found.best.step / tight.close_bound(division) - 1)
+                gaps.append(found.candidates[0].step / tight.close_bound(division) - 1)
     assert sorted(gaps)[len(gaps) // 2] < 0.25
 
 
@@ -198,9 +194,7 @@ def test_less_memory_raises_the_bound_until_nothing_fits():
     workload = replace(free.workload, layers=8, batch=6, devices=2)
     measured = random_profile(rng, 8)
     pricing = ProfilePricing(workload, lambda rows: measured, Limits(1, 1))
-    found = rank_pipeline(
-        pricing.pipeline(division), pricing.evaluator(division), pricing.limits
-    )
+    found = rank_pipeline(pricing.pipeline(division))
     most = max(one.peak for one in found.candidates)
     bounds = [
         with_memory(pricing, most * share).close_bound(division)

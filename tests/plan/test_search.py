@@ -70,7 +70,7 @@ def profile_at(rows: int):
 
 
 def find(question) -> Landscape:
-    return search(question.workload, question.pricing, question.limits)
+    return search(question)
 
 
 @cache
@@ -100,7 +100,7 @@ def model_search(devices, memory=None, cluster=None, limits=FEW, **fixed) -> Lan
 
 
 def fastest(landscape: Landscape) -> float:
-    return min(row.candidate.step for row in landscape.rows)
+    return min(row.step for row in landscape.candidates)
 
 
 # ---------------------------------------------------------------- the bound
@@ -118,8 +118,8 @@ def test_no_candidate_beats_the_bound_of_the_space(
 ):
     found = unit_search(ranks, microbatches, memory, 4, stages, backward, comm)
     assert 0 < found.bound <= fastest(found) * ROUNDING
-    for row in found.rows:
-        assert memory is None or row.candidate.peak <= memory * ROUNDING
+    for row in found.candidates:
+        assert memory is None or row.peak <= memory * ROUNDING
 
 
 @pytest.mark.parametrize(("devices", "memory"), [(1, None), (4, 9.5e6)])
@@ -184,7 +184,7 @@ def test_no_order_with_some_backwards_split_beats_the_bound_of_what_is_tried(
 # ---------------------------------------------------------------- monotony
 def printed(landscape: Landscape) -> float:
     """The time of the chosen plan, as it is printed."""
-    return float(f"{landscape.best.candidate.step:.{PRINTED_DIGITS}g}")
+    return float(f"{landscape.best.step:.{PRINTED_DIGITS}g}")
 
 
 def slower_pairs(steps: dict[tuple[float, ...], float]) -> list[tuple[object, object]]:
@@ -260,10 +260,9 @@ def test_a_search_that_leaves_out_divisions_says_so(monkeypatch):
 def test_the_choice_prints_as_the_fastest_plan_and_is_the_simplest_of_the_steady_ones():
     for memory in (1.0, 1.5, 2.0, None):
         found = unit_search(2, 5, memory, 4, 4, 3.0, 0.0)
-        best = found.best.candidate
+        best = found.best
         assert printed(found) == float(f"{fastest(found):.{PRINTED_DIGITS}g}")
-        for row in found.rows:
-            rival = row.candidate
+        for rival in found.candidates:
             if math.isnan(rival.noisy) or rival.step > best.step:
                 continue
             # Delays that differ by less than the sampling error count as equal.
@@ -277,15 +276,15 @@ def test_the_time_under_noise_is_that_of_a_step():
     """It counts all passes, the gather and the optimizer, and on average noise only delays."""
     evaluator = Evaluator(UnitCost(comm=0.1), passes=3, gather=5.0)
     schedule = make("1f1b", ranks=4, microbatches=4)
-    one = evaluate_schedule("1f1b", (), "fixed", schedule, evaluator)
+    division = Division(1, 4, 1, 1, 4, 1, 0.0)
+    one = evaluate_schedule(division, "1f1b", (), "fixed", schedule, evaluator)
     assert one.step == 3 * one.makespan + 5.0
     assert one.step <= add_noise(one, evaluator).noisy < 1.1 * one.step
 
 
 def test_the_time_under_noise_is_no_less_than_that_of_the_step():
     landscape = model_search(4, microbatches=1)
-    for row in landscape.rows:
-        one = row.candidate
+    for one in landscape.candidates:
         assert math.isnan(one.noisy) or one.noisy >= one.step
 
 
@@ -295,7 +294,7 @@ def test_a_plan_appears_once_under_its_published_name():
     found = find(unit_question(4, 4, cost, 4, Limits(stages=2, slices=1)))
     split = split_and_defer(make("1f1b", ranks=4, microbatches=4), cost, lambda _: True)
     assert split == make("zb-h1", ranks=4, microbatches=4)
-    names = [row.candidate.name for row in found.rows]
+    names = [row.name for row in found.candidates]
     assert "zb-h1" in names
     assert "1f1b+split" not in names
 
@@ -303,9 +302,9 @@ def test_a_plan_appears_once_under_its_published_name():
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_no_plan_of_a_model_appears_twice(devices):
     found = model_search(devices)
-    plans = [(row.division, row.candidate.schedule) for row in found.rows]
+    plans = [(row.division, row.schedule) for row in found.candidates]
     assert len(set(plans)) == len(plans)
-    assert found.rows[0].candidate is found.best.candidate
+    assert found.candidates[0] is found.best
 
 
 # ---------------------------------------------------------------- too little memory
@@ -320,7 +319,7 @@ def test_what_fits_nowhere_is_refused_with_the_least_that_would_fit():
     # Little more is enough, and no plan for more memory holds less (the message rounds it).
     assert least < 9.5e6
     for memory in (9.5e6, None):
-        peaks = [row.candidate.peak for row in model_search(4, memory).rows]
+        peaks = [row.peak for row in model_search(4, memory).candidates]
         assert least <= min(peaks) * (1 + 1e-5)
         assert memory is None or max(peaks) <= memory * ROUNDING
     with pytest.raises(
@@ -341,14 +340,14 @@ def test_ctrl_c_keeps_the_best_plan_so_far(presses):
 
     workload = workload_for(4)
     question = profile_question(workload, profile_at, FEW, "a formula")
-    found = search(workload, question.pricing, FEW, press_ctrl_c)
+    found = search(question, press_ctrl_c)
     assert found.interrupted
     assert chosen_plan(found).facts["cut_short"] is True
-    assert found.best.candidate.step == seen[-1].best
+    assert found.best.step == seen[-1].best
     bound = model_search(4).bound
     # The second press ends the proof of the bound. What is proven until then holds.
     assert found.bound == bound if presses == 1 else 0 < found.bound < bound
-    assert found.bound <= found.best.candidate.step
+    assert found.bound <= found.best.step
 
 
 def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
@@ -361,20 +360,20 @@ def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
             raise KeyboardInterrupt
 
     question = unit_question(3, 4, UnitCost(), None, FEW)
-    found = search(question.workload, question.pricing, FEW, press_ctrl_c)
+    found = search(question, press_ctrl_c)
     assert found.interrupted
-    assert found.bound <= found.best.candidate.step == seen[0].best
+    assert found.bound <= found.best.step == seen[0].best
 
 
 def test_large_pipelines_try_as_many_orders_as_take_half_a_minute(monkeypatch):
-    every = len(unit_search(4, 8, None, slices=1, stages=2).rows)
+    every = len(unit_search(4, 8, None, slices=1, stages=2).candidates)
     module = sys.modules["penstock.plan.search"]
     monkeypatch.setattr(module, "FIXED_ACTIONS", 200)
     monkeypatch.setattr(module, "MAX_LISTED_ACTIONS", 0)
     question = unit_question(4, 8, UnitCost(comm=0.1), None, Limits(2, 1))
     found = find(question)
-    assert 1 < len(found.rows) < every
-    assert {"1f1b", "zb-h1"} <= {row.candidate.name for row in found.rows}
+    assert 1 < len(found.candidates) < every
+    assert {"1f1b", "zb-h1"} <= {row.name for row in found.candidates}
 
 
 def test_ctrl_c_before_the_first_plan_ends_the_search():
@@ -383,7 +382,7 @@ def test_ctrl_c_before_the_first_plan_ends_the_search():
 
     question = unit_question(2, 2, UnitCost(), None, FEW)
     with pytest.raises(KeyboardInterrupt):
-        search(question.workload, question.pricing, FEW, press_ctrl_c)
+        search(question, press_ctrl_c)
 
 
 # ---------------------------------------------------------------- plans keep their prediction
@@ -412,17 +411,17 @@ SERIAL_CLUSTER = Cluster(
 def test_a_plan_from_a_file_takes_the_predicted_time(memory, cluster, choices):
     found = model_search(4, memory, cluster, **choices)
     for row in one_row_of_each_cell(found):
-        plan = chosen_plan(replace(found, rows=(row,)))
+        plan = chosen_plan(replace(found, candidates=(row,)))
         plan = load_plan(dump_plan(plan))
         price = Price(UnitCost(), profile_at(row.division.rows), TOKENS)
         cost = price.for_plan(plan, cluster).cost
         makespan = simulate(plan.schedule, cost).makespan
-        assert makespan == pytest.approx(row.candidate.makespan, rel=1e-9)
+        assert makespan == pytest.approx(row.makespan, rel=1e-9)
 
 
 def one_row_of_each_cell(found: Landscape):
     rows = {}
-    for row in found.rows:
+    for row in found.candidates:
         rows.setdefault(row.division, row)
     return list(rows.values())
 
@@ -433,9 +432,9 @@ def test_both_layouts_of_copies_are_compared_in_a_cluster():
     # Side by side, the fast nodes are one rank and the slow ones the other, which gets fewer
     # layers. In a row, all ranks of the second copy are slow, and the first copy waits.
     excess: dict[bool, dict[object, int]] = {False: {}, True: {}}
-    for row in found.rows:
-        first, second = layers_of_ranks(row.candidate)
-        key = (row.candidate.name, row.candidate.shape, row.division.rows)
+    for row in found.candidates:
+        first, second = layers_of_ranks(row)
+        key = (row.name, row.shape, row.division.rows)
         excess[row.division.side_by_side][key] = first - second
     both = excess[False].keys() & excess[True].keys()
     assert len(both) > 2
@@ -453,10 +452,10 @@ def layers_of_ranks(candidate) -> list[int]:
 def test_copies_pay_for_the_sums_of_their_gradients():
     alone = model_search(1, copies=1, ranks=1, microbatches=2)
     both = model_search(2, copies=2, ranks=1, microbatches=2)
-    rows_alone = {row.division.rows for row in alone.rows}
+    rows_alone = {row.division.rows for row in alone.candidates}
     assert rows_alone == {4}
-    for row in both.rows:
-        plan = chosen_plan(replace(both, rows=(row,)))
+    for row in both.candidates:
+        plan = chosen_plan(replace(both, candidates=(row,)))
         cost = PlacedCost(
             profile_at(row.division.rows), TOKENS, partition=plan.partition
         )
@@ -472,17 +471,15 @@ def test_copies_sum_with_the_bandwidth_that_sums_have():
     question = profile_question(workload, lambda rows: profile, FEW, "a formula")
     found = find(question)
     for row in one_row_of_each_cell(found):
-        plan = chosen_plan(replace(found, rows=(row,)))
+        plan = chosen_plan(replace(found, candidates=(row,)))
         cost = Price(UnitCost(), profile, TOKENS).for_plan(plan).cost
         timeline = simulate(plan.schedule, cost)
-        assert timeline.makespan == pytest.approx(row.candidate.makespan, rel=1e-9)
+        assert timeline.makespan == pytest.approx(row.makespan, rel=1e-9)
         last = timeline.sums[-1]
         pair = 2 * 1e-5 + last.bytes / 1e8
         assert last.end - last.start == pytest.approx(pair)
         assert question.pricing.estimate(row.division).seconds > pair
-        assert (
-            question.pricing.close_bound(row.division) <= row.candidate.step * ROUNDING
-        )
+        assert question.pricing.close_bound(row.division) <= row.step * ROUNDING
 
 
 def test_a_search_is_the_same_twice():

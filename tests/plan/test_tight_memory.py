@@ -10,7 +10,7 @@ from penstock.config import ModelConfig
 from penstock.cost import Profile
 from penstock.cost.gpus import analytic_profile
 from penstock.errors import ShapeError
-from penstock.plan.pricing import ProfilePricing
+from penstock.plan.pricing import ProfilePricing, Question
 from penstock.plan.search import search
 from penstock.plan.space import Limits, fixed_recipes
 from penstock.plan.workload import (
@@ -31,16 +31,14 @@ def profile_at(rows: int) -> Profile:
 def pricing_for(memory: float) -> ProfilePricing:
     fixed = Fixed(ranks=2, copies=1, tensor=1, shard=1)
     workload = Workload(4, 32, 2, 2, memory=memory, fixed=fixed)
-    return ProfilePricing(workload, profile_at)
+    return ProfilePricing(workload, profile_at, LIMITS)
 
 
 def peaks(pricing: ProfilePricing, division: Division) -> list[float]:
     evaluator = pricing.evaluator(division)
     found = []
     for slices in (1, 2):
-        for recipe in fixed_recipes(
-            pricing.pipeline(division), evaluator, LIMITS, slices
-        ):
+        for recipe in fixed_recipes(pricing.pipeline(division), slices):
             try:
                 found.append(evaluator.peak(recipe.build()))
             except ShapeError:
@@ -69,5 +67,5 @@ def test_a_plan_is_found_wherever_a_fixed_order_fits(share):
     lows = list(least_peaks().values())
     memory = 1.02 * min(lows) + share * (max(lows) - min(lows))
     pricing = pricing_for(memory)
-    best = search(pricing.workload, pricing, LIMITS).best.candidate
+    best = search(Question(pricing.workload, pricing)).best
     assert best.peak <= memory

@@ -33,7 +33,7 @@ def automatic() -> Plan:
     """The plan of a search in the units of the papers, as its plan.json keeps it."""
     cost = UnitCost(comm=0.05)
     question = unit_question(4, 8, cost, 4.0, Limits(stages=2, slices=1))
-    landscape = search(question.workload, question.pricing, question.limits)
+    landscape = search(question)
     return load_plan(dump_plan(chosen_plan(landscape, question.facts)))
 
 

@@ -405,7 +405,7 @@ def test_the_page_of_a_plan_fits_a_window_and_opens_its_list_of_misfits(
     browser: Page,
 ) -> None:
     question = unit_question(2, 3, UnitCost(comm=0.05), 2.0, Limits(2, 2))
-    landscape = search(question.workload, question.pricing, question.limits)
+    landscape = search(question)
     file = browser.folder / "plan.html"
     file.write_text(LandscapePage(landscape, question).html(), encoding="utf-8")
     browser.driver.get(file.as_uri())

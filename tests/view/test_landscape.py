@@ -67,9 +67,7 @@ def small_profile(analytic: bool = False) -> Profile:
 
 def answer(question: Question) -> Landscape:
     return search(
-        question.workload,
-        question.pricing,
-        question.limits,
+        question,
         shown=lambda size: write_size(size, question.units, digits=4),
     )
 
@@ -145,7 +143,7 @@ def test_the_command_writes_a_page_that_says_what_won_and_why(
     assert faults_of(html) == []
     text = text_of(html)
     landscape, _ = unit_case()
-    best = landscape.best.candidate
+    best = landscape.best
     assert f"predicted to take {name_time(best.step, PAPER_UNITS)}." in text
     assert f"Its ranks idle {best.bubble:.1%} of the time" in text
     peak = write_size(best.peak, PAPER_UNITS)
@@ -169,28 +167,30 @@ def test_a_page_needs_no_script_and_loads_nothing() -> None:
 # ---------------------------------------------------------------- why it won
 def test_each_rival_is_the_fastest_plan_of_a_kind_that_the_best_plan_is_not() -> None:
     landscape, _ = unit_case()
-    best = landscape.best.candidate
+    best = landscape.best
     assert best.slices > 1
     assert best.schedule.is_split
-    found = {kind: rival.row for rival in rivals(landscape) for kind in rival.kinds}
-    rest = [row.candidate for row in landscape.rows[1:]]
-    assert found["without token slices"].candidate.step == min(
+    found = {
+        kind: rival.candidate for rival in rivals(landscape) for kind in rival.kinds
+    }
+    rest = landscape.candidates[1:]
+    assert found["without token slices"].step == min(
         one.step for one in rest if one.slices == 1
     )
-    assert found["with whole backwards"].candidate.step == min(
+    assert found["with whole backwards"].step == min(
         one.step for one in rest if not one.schedule.is_split
     )
-    assert found["with plain 1F1B"].candidate.name == "1f1b"
+    assert found["with plain 1F1B"].name == "1f1b"
     assert "with another number of copies" not in found
 
 
 def test_the_difference_to_a_rival_is_in_percent_of_the_best_step() -> None:
     landscape, question = unit_case()
-    plain = next(row for row in landscape.rows if row.candidate.name == "1f1b")
-    more = plain.candidate.step / landscape.best.candidate.step - 1
+    plain = next(row for row in landscape.candidates if row.name == "1f1b")
+    more = plain.step / landscape.best.step - 1
     reasons = LandscapePage(landscape, question).reasons()
     [reason] = [one for one in reasons if "plain 1F1B" in one]
-    assert f", {more:.1%} more, with a bubble of {plain.candidate.bubble:.1%}" in reason
+    assert f", {more:.1%} more, with a bubble of {plain.bubble:.1%}" in reason
 
 
 def test_divisions_are_rivals_too() -> None:
@@ -199,15 +199,15 @@ def test_divisions_are_rivals_too() -> None:
     assert {"with another number of copies", "with another number of ranks"} <= kinds
     for rival in rivals(landscape):
         if "with another number of copies" in rival.kinds:
-            assert rival.row.division.copies != landscape.best.division.copies
+            assert rival.candidate.division.copies != landscape.best.division.copies
 
 
 def test_a_plan_that_is_as_fast_is_not_called_slower() -> None:
     landscape, question = unit_case()
-    best, *rest = landscape.rows
-    plain = next(row for row in rest if row.candidate.name == "1f1b")
-    tie = replace(plain, candidate=replace(plain.candidate, step=best.candidate.step))
-    tied = replace(landscape, rows=(best, tie, *rest))
+    best, *rest = landscape.candidates
+    plain = next(row for row in rest if row.name == "1f1b")
+    tie = replace(plain, step=best.step)
+    tied = replace(landscape, candidates=(best, tie, *rest))
     [reason] = [one for one in LandscapePage(tied, question).reasons() if "1F1B" in one]
     assert ", the same time, " in reason
 
@@ -230,7 +230,7 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
     }
     best = landscape.best
     chosen = cells[f"D={best.division.copies}", f"P={best.division.ranks}"]
-    speed = TOKENS * 4 / best.candidate.step
+    speed = TOKENS * 4 / best.step
     assert chosen.chosen
     assert chosen.level == 1.0
     assert float(chosen.text.replace(",", "")) == pytest.approx(
@@ -252,8 +252,8 @@ def test_there_is_a_map_for_each_placement() -> None:
     assert titles[2:] == [f"{name} on each rank" for name in by_placement]
     for name, places in by_placement.items():
         for place in places.values():
-            if place.row is not None:
-                assert placement_name(place.row.candidate.schedule) == name
+            if place.candidate is not None:
+                assert placement_name(place.candidate.schedule) == name
 
 
 def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None:
@@ -261,21 +261,21 @@ def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None
     everything = divisions(landscape, question.pricing)
     for key, place in everything.items():
         steps = [
-            places[key].row.candidate.step
+            places[key].candidate.step
             for places in divisions_by_placement(landscape, everything).values()
-            if places[key].row is not None
+            if places[key].candidate is not None
         ]
-        if place.row is None:
+        if place.candidate is None:
             assert place.finding is MapFinding.TOO_SLOW
             assert not steps
         else:
-            assert place.row.candidate.step == pytest.approx(min(steps), rel=0.003)
+            assert place.candidate.step == pytest.approx(min(steps), rel=0.003)
 
 
 def test_divisions_that_do_not_fit_are_hatched_with_the_reason() -> None:
     landscape, question = profile_case(memory=36e6)
     places = divisions(landscape, question.pricing)
-    unfit = {key for key, one in places.items() if not one.row}
+    unfit = {key for key, one in places.items() if not one.candidate}
     assert (1, 1) in unfit
     assert unfit != set(places)
     html = rendered(landscape, question)
@@ -298,9 +298,9 @@ def test_the_reason_of_a_division_is_that_of_its_smallest_cell() -> None:
     small = replace(result, best=None, reason="needs at least 3 GiB")
     larger_cell = replace(result.division, rows=8 * result.division.rows)
     large = replace(small, division=larger_cell, reason="needs at least 24 GiB")
-    others = [row for row in landscape.rows if row.division.ranks != 4]
+    others = [row for row in landscape.candidates if row.division.ranks != 4]
     for cells in ((small, large), (large, small)):
-        unfit = replace(landscape, divisions=cells, rows=tuple(others))
+        unfit = replace(landscape, divisions=cells, candidates=tuple(others))
         place = divisions(unfit, question.pricing)[1, 4]
         assert place.finding is MapFinding.TOO_LARGE
         assert place.reason == "needs at least 3 GiB"
@@ -310,18 +310,16 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
     landscape, question = profile_case()
     best = landscape.best
     late = tuple(
-        replace(one, best=None, reason=CANNOT_WIN, bound=2 * best.candidate.step)
+        replace(one, best=None, reason=CANNOT_WIN, bound=2 * best.step)
         if one.division.ranks == 3
         else one
         for one in landscape.divisions
     )
-    rows = tuple(row for row in landscape.rows if row.division.ranks != 3)
-    pruned = replace(
-        landscape, divisions=late, rows=rows, bound=best.candidate.step / 1.1
-    )
+    rows = tuple(row for row in landscape.candidates if row.division.ranks != 3)
+    pruned = replace(landscape, divisions=late, candidates=rows, bound=best.step / 1.1)
     assert divisions(pruned, question.pricing)[1, 3].finding is MapFinding.TOO_SLOW
     html = rendered(pruned, question)
-    half = TOKENS * 4 / (2 * best.candidate.step)
+    half = TOKENS * 4 / (2 * best.step)
     cells = re.findall(r'<td class="slow"[^>]*><span>([^<]*)</span>', html)
     shown = [float(cell.replace(",", "")) for cell in cells]
     assert any(
@@ -334,7 +332,7 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
 
 def test_a_plan_that_reaches_the_bound_is_optimal() -> None:
     landscape, question = unit_case()
-    reached = replace(landscape, bound=landscape.best.candidate.step)
+    reached = replace(landscape, bound=landscape.best.step)
     text = text_of(rendered(reached, question))
     assert "so this one is optimal." in text
     assert "above the optimum" not in text
@@ -351,25 +349,24 @@ def test_placements_and_slices_of_the_chosen_division_are_mapped() -> None:
     assert {slices for _, slices in found} == {1, 2}
     for (name, slices), row in found.items():
         alike = [
-            other.candidate.step
-            for other in landscape.rows
-            if placement_name(other.candidate.schedule) == name
-            and other.candidate.slices == slices
+            other.step
+            for other in landscape.candidates
+            if placement_name(other.schedule) == name and other.slices == slices
         ]
-        assert row.candidate.step == pytest.approx(min(alike), rel=0.003)
+        assert row.step == pytest.approx(min(alike), rel=0.003)
 
 
 # ---------------------------------------------------------------- front, timelines, words
 def test_no_plan_beats_one_of_the_front_in_both_time_and_memory() -> None:
     landscape = answer(unit_question(3, 3, UnitCost(comm=0.1), None, Limits(2, 1)))
-    line = front(landscape.rows)
+    line = front(landscape.candidates)
     assert len(line) > 1
     for row in line:
-        mine = row.candidate
-        for other in landscape.rows:
-            its = other.candidate
+        mine = row
+        for other in landscape.candidates:
+            its = other
             assert not (its.step < mine.step * (1 - 1e-9) and its.peak <= mine.peak)
-    steps = [row.candidate.step for row in line]
+    steps = [row.step for row in line]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -381,7 +378,7 @@ def test_timelines_share_one_time_axis() -> None:
     chosen_is_fixed = fastest_fixed(landscape) is landscape.best
     others = [] if chosen_is_fixed else ["best fixed order"]
     assert names == ["chosen", *others, "1F1B"]
-    assert page.timelines()[0][1].makespan == landscape.best.candidate.makespan
+    assert page.timelines()[0][1].makespan == landscape.best.makespan
     html = rendered(landscape, question)
     figures = re.findall(r'<div class="card timeline">(.*?)</div>', html, re.S)
     axes = [
@@ -412,9 +409,9 @@ def test_a_figure_until_a_later_time_leaves_room_at_its_right() -> None:
 
 def test_names_are_escaped() -> None:
     landscape, question = profile_case()
-    best, *rest = landscape.rows
-    strange = replace(best, candidate=replace(best.candidate, name="<b>&\"x'"))
-    html = rendered(replace(landscape, rows=(strange, *rest)), question)
+    best, *rest = landscape.candidates
+    strange = replace(best, name="<b>&\"x'")
+    html = rendered(replace(landscape, candidates=(strange, *rest)), question)
     assert faults_of(html) == []
     assert "<b>" not in html
     assert "<profile>" not in html
@@ -447,14 +444,14 @@ def test_times_and_sizes_have_units() -> None:
 def test_the_table_has_the_best_twenty_rows() -> None:
     landscape, question = profile_case()
     page = LandscapePage(landscape, question)
-    hidden = len(landscape.rows) - 20
+    hidden = len(landscape.candidates) - 20
     assert hidden > 0
     _, rows = page.best_plans()
     assert len(rows) == 20
     assert f"{hidden:,} more plans fit" in text_of(page.html())
     times = [float(row[3].replace(",", "")) for row in rows]
     assert times[1:] == sorted(times[1:])
-    assert rows[0][3] + " ms" == write_time(landscape.best.candidate.step)
+    assert rows[0][3] + " ms" == write_time(landscape.best.step)
 
 
 def test_labels_cover_neither_dots_nor_numbers_nor_each_other():

@@ -13,7 +13,7 @@ from penstock.cli.terminal import (
     print_table,
 )
 from penstock.ir.timeline import Timeline
-from penstock.plan.candidates import title
+from penstock.plan.candidates import Candidate, title
 from penstock.plan.overview import (
     NOT_TRIED,
     Map,
@@ -30,7 +30,7 @@ from penstock.plan.overview import (
 )
 from penstock.plan.planner import unused_settings
 from penstock.plan.pricing import Question
-from penstock.plan.search import CANNOT_WIN, Landscape, Row, SearchProgress, row_title
+from penstock.plan.search import CANNOT_WIN, Landscape, SearchProgress, row_title
 from penstock.plan.space import skipped_share
 from penstock.plan.workload import Division
 from penstock.schedules.coverage import visits_all_parts
@@ -97,7 +97,7 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "gap": finite_or_none(landscape.gap),
         "interrupted": landscape.interrupted,
         "left_out": landscape.left_out,
-        "schedules": [_row_facts(row, question) for row in landscape.rows],
+        "schedules": [_row_facts(row, question) for row in landscape.candidates],
         "cells": [
             {
                 "copies": one.division.copies,
@@ -119,8 +119,8 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
     }
 
 
-def _row_facts(row: Row, question: Question) -> dict[str, object]:
-    candidate = row.candidate
+def _row_facts(row: Candidate, question: Question) -> dict[str, object]:
+    candidate = row
     cell = row.division
     return {
         "name": candidate.name,
@@ -156,7 +156,7 @@ def finite_or_none(number: float) -> float | None:
 def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     """Print the best rows of a search, and what the columns mean."""
     console().print(f"planned {question.basis}", highlight=False, markup=False)
-    best = landscape.best.candidate
+    best = landscape.best
     times = time_scale(best.step, question.units)
     sizes = size_scale(best.peak, question.units)
     several = len(landscape.divisions) > 1
@@ -164,8 +164,8 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     if several:
         heads[1:1] = ["copies x ranks", "batch"]
     rows = []
-    for place, row in enumerate(landscape.rows[:top], start=1):
-        candidate = row.candidate
+    for place, row in enumerate(landscape.candidates[:top], start=1):
+        candidate = row
         cells = [
             str(place),
             title(candidate.name, candidate.shape),
@@ -180,7 +180,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
         rows.append(cells)
     notes = _notes(landscape, question, top, times.unit, sizes.unit)
     if several:
-        shown = {row.division for row in landscape.rows[:top]}
+        shown = {row.division for row in landscape.candidates[:top]}
         notes[:0] = _cell_notes(shown)
     print_table(heads, rows, "\n".join(notes), spare=("±10%", "order", "bubble"))
 
@@ -225,7 +225,7 @@ def _notes(
         f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
         f"times: {question.source}",
-        *describe_range(question, landscape.best.candidate.step),
+        *describe_range(question, landscape.best.step),
         "order: fixed is the same for any cost; split and listed ones are adapted to this cost",
         "±10%: mean step of the best rows under random noise that no candidate was adapted to",
     ]
@@ -238,10 +238,10 @@ def _notes(
             "times are in forwards of a micro-batch on a rank; peak: the activations of the "
             "fullest rank, in micro-batches"
         )
-    cuts = landscape.best.candidate.schedule.microbatches[0].cuts
+    cuts = landscape.best.schedule.microbatches[0].cuts
     if len(cuts) > 2 and seconds:
         notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
-    hidden = len(landscape.rows) - top
+    hidden = len(landscape.candidates) - top
     if hidden > 0:
         fitting = count_of(hidden, "more candidate fits", "more candidates fit")
         notes.append(f"{fitting}; --top shows more rows")
@@ -267,9 +267,9 @@ def _notes(
             f"skips: each micro-batch leaves out this many parts, at most {question.limits.skip:.0%} "
             "of the layers; this changes what is computed"
         )
-        whole = [r for r in landscape.rows if visits_all_parts(r.candidate.schedule)]
+        whole = [r for r in landscape.candidates if visits_all_parts(r.schedule)]
         if whole:
-            step = name_time(whole[0].candidate.step, question.units, digits=4)
+            step = name_time(whole[0].step, question.units, digits=4)
             notes.append(
                 f"the best plan that leaves out nothing is {row_title(whole[0], landscape)}: {step}"
             )
@@ -336,7 +336,7 @@ class LandscapePage:
     """The page of a search: its texts, with common units, and its HTML."""
 
     def __init__(self, landscape: Landscape, question: Question) -> None:
-        best = landscape.best.candidate
+        best = landscape.best
         units = question.units
         workload = question.workload
         self.landscape = landscape
@@ -366,7 +366,7 @@ class LandscapePage:
         body += heat_section(self.heat_maps(), self.heat_sentence())
         body += front_section(self.front(), self.front_table())
         body += timeline_section(self.timelines())
-        hidden = len(self.landscape.rows) - MAX_TABLE_ROWS
+        hidden = len(self.landscape.candidates) - MAX_TABLE_ROWS
         more = f" {hidden:,} more plans fit." if hidden > 0 else ""
         best = table(*self.best_plans()) + soft(ROWS_NOTE + more)
         body.append(f'<h2>The best plans</h2>\n<div class="card best">{best}</div>')
@@ -387,7 +387,7 @@ class LandscapePage:
         """Write a size; in the units of the papers, in micro-batches."""
         return name_size(size, self.question.units)
 
-    def title(self, row: Row) -> str:
+    def title(self, row: Candidate) -> str:
         """Name a plan, with its cell if there are several."""
         return row_title(row, self.landscape)
 
@@ -403,7 +403,7 @@ class LandscapePage:
         if self.has_bound:
             facts.append(("bound of the space", self.time(landscape.bound)))
             facts.append(("gap to the bound", f"{landscape.gap:.1%}"))
-        facts.append(("plans compared", f"{len(landscape.rows):,}"))
+        facts.append(("plans compared", f"{len(landscape.candidates):,}"))
         if len(landscape.divisions) > 1:
             facts.append(("divisions", f"{len(landscape.divisions):,}"))
         return facts
@@ -466,13 +466,13 @@ class LandscapePage:
 
     def reason(self, rival: Rival) -> str:
         """Compare the best plan with the best one of another kind."""
-        other = rival.row.candidate
+        other = rival.candidate
         excess = rival.excess(self.landscape)
         verdict = "the same time"
         if abs(excess) >= SAME_TIME:
             verdict = f"{abs(excess):.1%} {'more' if excess > 0 else 'less'}"
         sentence = (
-            f"The best plan {_join(rival.kinds)} is {self.title(rival.row)}: its step takes "
+            f"The best plan {_join(rival.kinds)} is {self.title(rival.candidate)}: its step takes "
             f"{self.time(other.step)}, {verdict}, with a bubble of {other.bubble:.1%} "
             f"and {self.size(other.peak)} on the fullest device."
         )
@@ -497,8 +497,11 @@ class LandscapePage:
         """Return the maps: over copies and ranks if there are several, and over placements."""
         everything = divisions(self.landscape, self.question.pricing)
         found = best_by_placement(self.landscape)
-        rows = [*found.values(), *(one.row for one in everything.values() if one.row)]
-        slowest = max(row.candidate.step for row in rows)
+        rows = [
+            *found.values(),
+            *(one.candidate for one in everything.values() if one.candidate),
+        ]
+        slowest = max(row.step for row in rows)
         title = "Stages of a rank and slices of a sequence"
         if len(everything) == 1:
             return [self.placement_map(title, found, slowest)]
@@ -524,7 +527,7 @@ class LandscapePage:
         return heat_map(name, "copies D, ranks P", drawn, copies, ranks, is_roomy)
 
     def placement_map(
-        self, name: str, found: dict[tuple[str, int], Row], slowest: float
+        self, name: str, found: dict[tuple[str, int], Candidate], slowest: float
     ) -> HeatMap:
         """Return a map over placements and slices of the chosen division."""
         placements = {placement: placement for placement, _ in found}
@@ -540,15 +543,14 @@ class LandscapePage:
 
     def place(self, place: MapPlace, slowest: float) -> HeatCell:
         """Return a place as a map shows it; `slowest` is the step of the slowest plan of all maps."""
-        if place.row is not None:
-            candidate = place.row.candidate
-            cell = place.row.division
-            note = f"{cell.microbatches} x {cell.rows}"
+        if place.candidate is not None:
+            candidate = place.candidate
+            note = candidate.division.batch_text
             if len(self.landscape.divisions) == 1:
                 note = f"bubble {candidate.bubble:.1%}"
             level = _colour_level(candidate.step, self.best.step, slowest)
             text = self.merit(candidate.step)
-            tip = self.tip(place.row)
+            tip = self.tip(candidate)
             chosen = candidate is self.best
             return HeatCell("value", text, note, tip, level, chosen)
         if place.finding is MapFinding.TOO_SLOW:
@@ -565,9 +567,9 @@ class LandscapePage:
             return self.rates.number(self.tokens / step)
         return self.times.number(step)
 
-    def tip(self, row: Row) -> str:
+    def tip(self, row: Candidate) -> str:
         """Describe a plan in a tooltip."""
-        candidate = row.candidate
+        candidate = row
         return (
             f"{title(candidate.name, candidate.shape)} ({candidate.order_kind}) on "
             f"{row.division.name}: step {self.time(candidate.step)}, bubble "
@@ -577,20 +579,20 @@ class LandscapePage:
     # ------------------------------------------------------------ the front
     def front(self) -> Front:
         """Return the figure of time over memory."""
-        on_front = front(self.landscape.rows)
+        on_front = front(self.landscape.candidates)
         places = {id(row): place for place, row in enumerate(on_front, start=1)}
         labels = {id(row): label for label, row in reversed(self.shown_rows())}
         dots = [
             Dot(
-                row.candidate.peak,
-                row.candidate.step,
+                row.peak,
+                row.step,
                 self.tip(row),
-                ORDER_GROUPS.get(row.candidate.order_kind, 0),
+                ORDER_GROUPS.get(row.order_kind, 0),
                 places.get(id(row), 0),
                 labels.get(id(row), ""),
                 row is self.landscape.best,
             )
-            for row in self.landscape.rows
+            for row in self.landscape.candidates
         ]
         return Front(
             tuple(dots),
@@ -609,22 +611,22 @@ class LandscapePage:
             (
                 str(place),
                 self.title(row),
-                self.sizes.number(row.candidate.peak, 3),
-                self.times.number(row.candidate.step),
+                self.sizes.number(row.peak, 3),
+                self.times.number(row.step),
             )
-            for place, row in enumerate(front(self.landscape.rows), start=1)
+            for place, row in enumerate(front(self.landscape.candidates), start=1)
         ]
         return soft(ON_FRONT) + table(heads, rows)
 
     # ------------------------------------------------------------ timelines
-    def shown_rows(self) -> list[tuple[str, Row]]:
+    def shown_rows(self) -> list[tuple[str, Candidate]]:
         """Return the plans whose timelines are drawn, with their roles."""
         roles = [
             ("chosen", self.landscape.best),
             ("best fixed order", fastest_fixed(self.landscape)),
             ("1F1B", plain_1f1b(self.landscape)),
         ]
-        shown: list[tuple[str, Row]] = []
+        shown: list[tuple[str, Candidate]] = []
         for role, row in roles:
             if row is not None and all(row is not other for _, other in shown):
                 shown.append((role, row))
@@ -635,9 +637,9 @@ class LandscapePage:
         drawn = []
         for role, row in self.shown_rows():
             evaluator = self.question.pricing.evaluator(row.division)
-            timeline = evaluator.timeline(row.candidate.schedule)
+            timeline = evaluator.timeline(row.schedule)
             name = f"{role}: {self.title(row)}"
-            copies = timeline.schedule.ranks // row.candidate.schedule.ranks
+            copies = timeline.schedule.ranks // row.schedule.ranks
             if 1 < copies < row.division.copies:
                 name += f"; {copies} of {row.division.copies} copies are drawn"
             drawn.append((name, timeline))
@@ -651,12 +653,12 @@ class LandscapePage:
             heads.append(self.rates.unit)
         heads += ["bubble", f"peak, {self.size_unit}", "gap of its order"]
         heads.append(f"step ±10%, {self.time_unit}")
-        best = self.landscape.rows[:MAX_TABLE_ROWS]
+        best = self.landscape.candidates[:MAX_TABLE_ROWS]
         return heads, [self.cells(place, row) for place, row in enumerate(best, 1)]
 
-    def cells(self, place: int, row: Row) -> list[str]:
+    def cells(self, place: int, row: Candidate) -> list[str]:
         """Return a row of the table."""
-        candidate = row.candidate
+        candidate = row
         step = self.times.number(candidate.step)
         cells = [str(place), self.title(row), candidate.order_kind, step]
         if self.tokens:
@@ -707,7 +709,7 @@ def _colour_level(step: float, best: float, slowest: float) -> float:
 
 def _without_empty_lines(places: Map) -> Map:
     """Leave out the copies and the ranks for which nothing was found."""
-    found = [key for key, place in places.items() if place.row is not None]
+    found = [key for key, place in places.items() if place.candidate is not None]
     copies = {key[0] for key in found}
     ranks = {key[1] for key in found}
     return {

@@ -247,9 +247,7 @@ def plan_command(
         )
     with progress("planning") as show:
         landscape = search(
-            question.workload,
-            question.pricing,
-            question.limits,
+            question,
             show_progress(show),
             lambda size: write_size(size, question.units, digits=4),
         )
@@ -280,7 +278,7 @@ def _show_advice(
 ) -> None:
     """Print the best plan for a framework, and what to tell it; with an output, write both."""
     stem = DEFAULT_STEM if output is None else output.with_suffix("")
-    best = landscape.best.candidate
+    best = landscape.best
     pipeline = pipeline_terms(landscape.best, question.workload)
     advice = framework.advise(pipeline, stem)
     options = f"{stem.name}.{framework.ending}"

@@ -17,8 +17,7 @@ from penstock.errors import UnknownNameError
 from penstock.formats import dump_torch_csv
 from penstock.integrations.torchtitan.options import modules_of
 from penstock.ir.schedule import Schedule, Stage
-from penstock.plan.candidates import Runtime
-from penstock.plan.search import Row
+from penstock.plan.candidates import Candidate, Runtime
 from penstock.plan.space import Limits
 from penstock.plan.workload import Division, Workload
 from penstock.schedules import make
@@ -92,9 +91,9 @@ class PipelineTerms:
         return len(self.recompute) == self.schedule.parts
 
 
-def pipeline_terms(row: Row, workload: Workload) -> PipelineTerms:
+def pipeline_terms(candidate: Candidate, workload: Workload) -> PipelineTerms:
     """The pipeline of a candidate."""
-    division, candidate = row.division, row.candidate
+    division = candidate.division
     return PipelineTerms(
         candidate.schedule,
         candidate.partition,

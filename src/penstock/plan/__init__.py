@@ -11,12 +11,12 @@ from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import Candidate, candidate_plan, title
 from penstock.plan.improve import improve_order
 from penstock.plan.orders import best_order
-from penstock.plan.search import Portfolio, portfolio
+from penstock.plan.search import Landscape, portfolio
 from penstock.plan.space_bound import space_bound
 
 __all__ = [
     "Candidate",
-    "Portfolio",
+    "Landscape",
     "best_order",
     "candidate_plan",
     "improve_order",

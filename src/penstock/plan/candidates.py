@@ -131,7 +131,7 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule with its time and memory.
+    """A schedule of a division, with its time and memory.
 
     order_kind: fixed, split or listed.
     step: the time of a step, with all passes and the optimizer, in the cost's seconds.
@@ -144,6 +144,7 @@ class Candidate:
     recompute: the parts that are computed again in the backward.
     """
 
+    division: Division
     name: str
     shape: ShapeWords
     order_kind: str
@@ -170,13 +171,14 @@ class Candidate:
 
 
 def evaluate_schedule(
+    division: Division,
     name: str,
     shape: ShapeWords,
     order_kind: str,
     schedule: Schedule,
     evaluator: Evaluator,
 ) -> Candidate:
-    """Simulate a schedule and weigh it."""
+    """Simulate a schedule of a division and weigh it."""
     pair = replicate(schedule, 2) if evaluator.copies > 1 else None
     timeline = evaluator.timeline(schedule, pair)
     makespan = timeline.makespan
@@ -187,6 +189,7 @@ def evaluate_schedule(
         partition = cost.partition_of(schedule)
         recompute = cost.recomputed_parts(schedule)
     return Candidate(
+        division,
         name,
         shape,
         order_kind,

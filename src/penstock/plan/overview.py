@@ -14,16 +14,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from penstock.ir.schedule import Schedule
-from penstock.plan.candidates import ROUNDING
+from penstock.plan.candidates import ROUNDING, Candidate
 from penstock.plan.pricing import Pricing
-from penstock.plan.search import (
-    CANNOT_WIN,
-    DivisionResult,
-    Landscape,
-    Row,
-)
+from penstock.plan.search import CANNOT_WIN, DivisionResult, Landscape
+from penstock.plan.workload import Division
 from penstock.schedules.coverage import visits_all_parts
 from penstock.schedules.orders import loop_placement, wave_placement
 
@@ -71,109 +68,114 @@ class Rival:
     """The best plan of a kind, or of several kinds, that the chosen plan does not belong to."""
 
     kinds: tuple[str, ...]  # each completes "the best plan ..."
-    row: Row
+    candidate: Candidate
 
     def excess(self, landscape: Landscape) -> float:
         """How much longer its step takes than that of the chosen plan, as a fraction."""
-        return self.row.candidate.step / landscape.best.candidate.step - 1.0
+        return self.candidate.step / landscape.best.step - 1.0
 
 
 def rivals(landscape: Landscape) -> tuple[Rival, ...]:
     """Return the best plan of every other kind, in the order in which a reader would ask for them."""
-    found: dict[int, tuple[Row, list[str]]] = {}
+    found: dict[int, tuple[Candidate, list[str]]] = {}
     for kind, belongs in _other_kinds(landscape.best):
-        fastest = next(filter(belongs, landscape.rows), None)
+        fastest = next(filter(belongs, landscape.candidates), None)
         if fastest is not None:
             found.setdefault(id(fastest), (fastest, []))[1].append(kind)
     return tuple(Rival(tuple(kinds), row) for row, kinds in found.values())
 
 
-_Kind = tuple[str, Callable[[Row], bool]]
+_Kind = tuple[str, Callable[[Candidate], bool]]
 
 
-def _other_kinds(best: Row) -> Iterator[_Kind]:
+def _kind_of_placement(candidate: Candidate) -> str:
+    name = placement_name(candidate.schedule)
+    return next((kind for kind in ("wave", "chunk") if kind in name), "")
+
+
+# What schedules differ in. For values of the best one: the value of its rivals, and what they are called.
+SCHEDULE_KINDS: tuple[
+    tuple[Callable[[Candidate], object], dict[object, tuple[object, str]]], ...
+] = (
+    (
+        lambda one: visits_all_parts(one.schedule),
+        {False: (True, "that leaves out no layers")},
+    ),
+    (lambda one: one.name == "1f1b", {False: (True, "with plain 1F1B")}),
+    (
+        lambda one: one.order_kind == "fixed",
+        {False: (True, "with an order that is the same for any cost")},
+    ),
+    (
+        lambda one: one.slices > 1,
+        {True: (False, "without token slices"), False: (True, "with token slices")},
+    ),
+    (
+        lambda one: one.schedule.is_split,
+        {True: (False, "with whole backwards"), False: (True, "with split backwards")},
+    ),
+    (
+        lambda one: stages_of_a_rank(one.schedule) > 1,
+        {
+            True: (False, "with one stage on each rank"),
+            False: (True, "with several stages on each rank"),
+        },
+    ),
+    (
+        _kind_of_placement,
+        {
+            "wave": ("chunk", "with chunks instead of waves"),
+            "chunk": ("wave", "with waves instead of chunks"),
+        },
+    ),
+)
+
+
+def _other_kinds(best: Candidate) -> Iterator[_Kind]:
     """Yield the kinds of plans that the best one is compared with."""
-    candidate = best.candidate
-    if not visits_all_parts(candidate.schedule):
-        yield (
-            "that leaves out no layers",
-            lambda row: visits_all_parts(row.candidate.schedule),
-        )
-    if candidate.name != "1f1b":
-        yield "with plain 1F1B", lambda row: row.candidate.name == "1f1b"
-    if candidate.order_kind != "fixed":
-        yield (
-            "with an order that is the same for any cost",
-            lambda row: row.candidate.order_kind == "fixed",
-        )
-    yield from _other_schedules(best)
-    yield from _other_divisions(best)
-
-
-def _other_schedules(best: Row) -> Iterator[_Kind]:
-    schedule = best.candidate.schedule
-    if schedule.slices > 1:
-        yield "without token slices", lambda row: row.candidate.slices == 1
-    else:
-        yield "with token slices", lambda row: row.candidate.slices > 1
-    if schedule.is_split:
-        yield (
-            "with whole backwards",
-            lambda row: not row.candidate.schedule.is_split,
-        )
-    else:
-        yield (
-            "with split backwards",
-            lambda row: row.candidate.schedule.is_split,
-        )
-    if stages_of_a_rank(schedule) > 1:
-        yield (
-            "with one stage on each rank",
-            lambda row: stages_of_a_rank(row.candidate.schedule) == 1,
-        )
-    else:
-        yield (
-            "with several stages on each rank",
-            lambda row: stages_of_a_rank(row.candidate.schedule) > 1,
-        )
-    placement = placement_name(schedule)
-    if "wave" in placement:
-        yield "with chunks instead of waves", lambda row: "chunk" in _placement(row)
-    elif "chunk" in placement:
-        yield "with waves instead of chunks", lambda row: "wave" in _placement(row)
-
-
-def _other_divisions(best: Row) -> Iterator[_Kind]:
+    for value_of, rival_kinds in SCHEDULE_KINDS:
+        mine = value_of(best)
+        if mine in rival_kinds:
+            value, words = rival_kinds[mine]
+            yield words, partial(_has_value, value_of, value)
     division = best.division
+    size = _size_of(division)
+    mesh = division.tensor, division.shard
     yield (
         "with another number of copies",
-        lambda row: row.division.copies != division.copies,
+        lambda one: one.division.copies != division.copies,
     )
     yield (
         "with another number of ranks",
-        lambda row: row.division.ranks != division.ranks,
+        lambda one: one.division.ranks != division.ranks,
     )
     yield (
         "with another mesh",
-        lambda row: (
-            (row.division.tensor, row.division.shard)
-            != (division.tensor, division.shard)
-        ),
+        lambda one: (one.division.tensor, one.division.shard) != mesh,
     )
     yield (
         "with the same ranks and copies, but other micro-batches",
-        lambda row: (
-            (row.division.copies, row.division.ranks)
-            == (division.copies, division.ranks)
-            and row.division.microbatches != division.microbatches
+        lambda one: (
+            _size_of(one.division) == size
+            and one.division.microbatches != division.microbatches
         ),
     )
     if division.recomputed:
-        yield "without recomputation", lambda row: not row.division.recomputed
+        yield "without recomputation", lambda one: not one.division.recomputed
 
 
-def _placement(row: Row) -> str:
-    return placement_name(row.candidate.schedule)
+def _has_value(
+    value_of: Callable[[Candidate], object], value: object, candidate: Candidate
+) -> bool:
+    return value_of(candidate) == value
+
+
+def _size_of(division: Division) -> tuple[int, int]:
+    return division.copies, division.ranks
+
+
+def _placement(row: Candidate) -> str:
+    return placement_name(row.schedule)
 
 
 # ---------------------------------------------------------------- the map of the space
@@ -191,7 +193,7 @@ class MapPlace:
     """A place of the map: its best plan, or why there is none."""
 
     finding: MapFinding
-    row: Row | None = None
+    candidate: Candidate | None = None
     bound: float = 0.0  # of a step; known if it is too slow
     reason: str = ""
 
@@ -202,11 +204,10 @@ NOT_TRIED = "not tried, or too large"
 
 def divisions(landscape: Landscape, pricing: Pricing) -> Map:
     """Return the best plan for each number of copies and ranks."""
-    best = _best_rows(landscape.rows)
+    best = _best_rows(landscape.candidates)
     results: dict[tuple[int, int], list[DivisionResult]] = {}
     for result in landscape.divisions:
-        key = (result.division.copies, result.division.ranks)
-        results.setdefault(key, []).append(result)
+        results.setdefault(_size_of(result.division), []).append(result)
     return {
         key: _place(best.get(key), here, pricing)
         for key, here in sorted(results.items())
@@ -218,38 +219,38 @@ def divisions_by_placement(landscape: Landscape, everything: Map) -> dict[str, M
 
     `everything` is the map of all placements. Where it has no plan, no placement has one.
     """
-    rows: dict[str, list[Row]] = {}
-    for row in landscape.rows:
+    rows: dict[str, list[Candidate]] = {}
+    for row in landscape.candidates:
         rows.setdefault(_placement(row), []).append(row)
 
     def order(name: str) -> tuple[float, str]:
-        return stages_of_a_rank(rows[name][0].candidate.schedule), name
+        return stages_of_a_rank(rows[name][0].schedule), name
 
     maps = {}
     for name in sorted(rows, key=order):
         best = _best_rows(rows[name])
         maps[name] = {
-            key: place if place.row is None else _place_of_row(best.get(key))
+            key: place if place.candidate is None else _place_of_row(best.get(key))
             for key, place in everything.items()
         }
     return maps
 
 
-def _best_rows(rows: Iterable[Row]) -> dict[tuple[int, int], Row]:
-    best: dict[tuple[int, int], Row] = {}
+def _best_rows(rows: Iterable[Candidate]) -> dict[tuple[int, int], Candidate]:
+    best: dict[tuple[int, int], Candidate] = {}
     for row in rows:
-        best.setdefault((row.division.copies, row.division.ranks), row)
+        best.setdefault(_size_of(row.division), row)
     return best
 
 
-def _place_of_row(row: Row | None) -> MapPlace:
+def _place_of_row(row: Candidate | None) -> MapPlace:
     if row is None:
         return MapPlace(MapFinding.OPEN, reason=NOT_TRIED)
     return MapPlace(MapFinding.FOUND, row)
 
 
 def _place(
-    row: Row | None, results: list[DivisionResult], pricing: Pricing
+    row: Candidate | None, results: list[DivisionResult], pricing: Pricing
 ) -> MapPlace:
     late = [result for result in results if result.reason == CANNOT_WIN]
     if row is None and late:
@@ -262,45 +263,42 @@ def _place(
     return _place_of_row(row)
 
 
-def best_by_placement(landscape: Landscape) -> dict[tuple[str, int], Row]:
+def best_by_placement(landscape: Landscape) -> dict[tuple[str, int], Candidate]:
     """Return the best plan of the chosen division for each placement and number of slices.
 
     The placements come from few stages to many.
     """
-    division = landscape.best.division
-    found: dict[tuple[str, int], Row] = {}
-    for row in landscape.rows:
-        if (row.division.copies, row.division.ranks) == (
-            division.copies,
-            division.ranks,
-        ):
-            found.setdefault((_placement(row), row.candidate.slices), row)
+    size = _size_of(landscape.best.division)
+    found: dict[tuple[str, int], Candidate] = {}
+    for row in landscape.candidates:
+        if _size_of(row.division) == size:
+            found.setdefault((_placement(row), row.slices), row)
 
     def order(key: tuple[str, int]) -> tuple[float, str, int]:
-        return stages_of_a_rank(found[key].candidate.schedule), *key
+        return stages_of_a_rank(found[key].schedule), *key
 
     return {key: found[key] for key in sorted(found, key=order)}
 
 
 # ---------------------------------------------------------------- time and memory
-def front(rows: Iterable[Row]) -> tuple[Row, ...]:
+def front(rows: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """Return the rows that no other row beats in both time and memory, the smallest first."""
     fastest = math.inf
-    found: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row.candidate.peak, row.candidate.step)):
-        if row.candidate.step < fastest * (1 - ROUNDING):
+    found: list[Candidate] = []
+    for row in sorted(rows, key=lambda row: (row.peak, row.step)):
+        if row.step < fastest * (1 - ROUNDING):
             found.append(row)
-            fastest = row.candidate.step
+            fastest = row.step
     return tuple(found)
 
 
-def fastest_fixed(landscape: Landscape) -> Row | None:
+def fastest_fixed(landscape: Landscape) -> Candidate | None:
     """Return the fastest plan whose order is the same for any cost."""
-    fixed = (row for row in landscape.rows if row.candidate.order_kind == "fixed")
+    fixed = (row for row in landscape.candidates if row.order_kind == "fixed")
     return next(fixed, None)
 
 
-def plain_1f1b(landscape: Landscape) -> Row | None:
+def plain_1f1b(landscape: Landscape) -> Candidate | None:
     """Return the fastest plan with plain 1F1B."""
-    plain = (row for row in landscape.rows if row.candidate.name == "1f1b")
+    plain = (row for row in landscape.candidates if row.name == "1f1b")
     return next(plain, None)

@@ -284,7 +284,8 @@ def _refuse_unused(shape: ScheduleConfig) -> None:
 
 def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
     """Return the best plan of a search, with all its copies and the reasons for it."""
-    division, best = landscape.best.division, landscape.best.candidate
+    best = landscape.best
+    division = best.division
     facts: Facts = (
         *assumptions,
         ("copies", division.copies),

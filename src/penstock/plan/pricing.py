@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.config import ModelConfig, is_recording, precision_of
 from penstock.cost.cluster import Cluster, Node
@@ -57,6 +57,7 @@ from penstock.plan.space import (
     StagePlacement,
     allowed_placements,
     even_cuts_only,
+    limits_of,
     visited_layers,
 )
 from penstock.plan.space_bound import (
@@ -284,28 +285,7 @@ class Estimate(NamedTuple):
 
 
 NO_LINK = Link(0.0, inf)  # of a process that is alone
-
-
-class Pricing(Protocol):
-    """What the divisions of a workload cost."""
-
-    def evaluator(self, division: Division) -> Evaluator:
-        """Return what times and weighs the schedules of a division."""
-
-    def pipeline(self, division: Division) -> PipelineShape:
-        """Return the ranks and micro-batches of a division, and how to cut its sequences."""
-
-    def bound(self, division: Division) -> float:
-        """Return a time that no step of this division can beat."""
-
-    def close_bound(self, division: Division) -> float:
-        """Return a larger such time, with more work; infinite if no plan fits."""
-
-    def estimate(self, division: Division) -> Estimate:
-        """Return about how long a step takes and how much a device holds, quickly."""
-
-    def least_bytes(self, division: Division) -> float:
-        """Return the bytes that the fullest device of a division holds at least."""
+ANY_NUMBER_OF_LAYERS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +301,11 @@ class UnitPricing:
         return Evaluator(self.cost, self.memory, runtime=self.limits.runtime)
 
     def pipeline(self, division: Division) -> PipelineShape:
-        """Return the ranks and micro-batches of a division, with slices of equal length."""
-        pipeline = PipelineShape(division.ranks, division.microbatches, even_cuts_only)
+        """Return the pipeline of a division, with slices of equal length."""
+        limits = limits_of(division, self.limits, ANY_NUMBER_OF_LAYERS)
+        pipeline = PipelineShape(
+            division, self.evaluator(division), limits, even_cuts_only
+        )
         if self.limits.skip or self.limits.weights > 1:
             return pipeline  # Micro-batches must visit all stages, of which there is one copy.
 
@@ -356,7 +339,8 @@ class UnitPricing:
         quick = self.bound(division)
         if self.limits.skip or self.limits.weights > 1:
             return quick
-        assert isinstance(self.cost, UnitCost)
+        if not isinstance(self.cost, UnitCost):
+            return quick
         close = tried_bound(
             self.cost, division.ranks, division.microbatches, self.limits, self.memory
         )
@@ -504,12 +488,13 @@ class ProfilePricing:
         )
 
     def pipeline(self, division: Division) -> PipelineShape:
-        """Return the ranks and micro-batches of a division, and the ways to cut a sequence."""
+        """Return the pipeline of a division, and the ways to cut a sequence."""
+        limits = limits_of(division, self.limits, self.workload.layers)
         cuts = partial(self.cuts, division)
+        pipeline = PipelineShape(division, self.evaluator(division), limits, cuts)
         if self.limits.weights > 1 or self.limits.skip:
-            return PipelineShape(division.ranks, division.microbatches, cuts)
-        least_time = partial(self.least_time, division)
-        return PipelineShape(division.ranks, division.microbatches, cuts, least_time)
+            return pipeline
+        return replace(pipeline, least_time=partial(self.least_time, division))
 
     def cuts(self, division: Division, slices: int) -> list[Cuts]:
         """Return the ways to cut a sequence into slices: equal ones, and planned ones."""
@@ -551,10 +536,8 @@ class ProfilePricing:
 
     def placements(self, division: Division) -> list[StagePlacement]:
         """Return the placements of all schedules that the search tries in a division."""
-        most = max(1, min(self.limits.stages, self.workload.layers // division.ranks))
-        single = division.ranks == 1 and division.copies == 1
         partition = self.workload.fixed.partition
-        limits = replace(self.limits, stages=1 if single else most)
+        limits = limits_of(division, self.limits, self.workload.layers)
         return [
             one
             for one in allowed_placements(division.ranks, limits)
@@ -765,7 +748,7 @@ def _least_update(profile: Profile, ranks: int) -> float:
 
 
 # ---------------------------------------------------------------- questions
-ANY_NUMBER_OF_LAYERS = 1 << 30
+Pricing = UnitPricing | ProfilePricing
 UNITS_OF_PAPERS = "units of the papers: a forward of a micro-batch on a rank takes 1"
 IGNORED_IN_UNITS = "that micro-batches and messages delay each other"
 IGNORED = (
@@ -776,11 +759,10 @@ IGNORED = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A workload, what its plans cost, and what they must keep to."""
+    """A workload, and what its plans cost."""
 
     workload: Workload
     pricing: Pricing
-    limits: Limits
     units: Units = REAL_UNITS
     facts: Facts = ()  # what a plan.json says about the assumptions
     ignored: str = IGNORED  # what the bound leaves out
@@ -789,6 +771,11 @@ class Question:
     basis: str = ""  # the precision, and data sheet or measurement: the first line
     # The shares of a predicted time between which steps may lie (`Profile.spread`); None in units of the papers.
     spread: tuple[float, float] | None = None
+
+    @property
+    def limits(self) -> Limits:
+        """What its plans must keep to, besides the memory."""
+        return self.pricing.limits
 
     def range_of(self, step: float) -> tuple[float, float] | None:
         """The times between which a step may lie that is predicted to take `step`; None in units of the papers."""
@@ -813,10 +800,8 @@ def precision_in(profile: Profile) -> str:
     return str(device.get("autocast") or device.get("dtype") or "an unknown precision")
 
 
-def unit_question(
-    ranks: int, microbatches: int, cost: UnitCost, memory: float | None, limits: Limits
-) -> Question:
-    """Ask for a pipeline of some ranks in the units of the papers."""
+def unit_workload(ranks: int, microbatches: int, memory: float | None) -> Workload:
+    """Return the workload of one pipeline of some ranks, whatever its model."""
     fixed = Fixed(
         ranks=ranks,
         microbatches=microbatches,
@@ -825,7 +810,7 @@ def unit_question(
         shard=1,
         recompute=False,
     )
-    workload = Workload(
+    return Workload(
         layers=ANY_NUMBER_OF_LAYERS,
         tokens=1,
         batch=microbatches,
@@ -833,6 +818,12 @@ def unit_question(
         memory=memory,
         fixed=fixed,
     )
+
+
+def unit_question(
+    ranks: int, microbatches: int, cost: UnitCost, memory: float | None, limits: Limits
+) -> Question:
+    """Ask for a pipeline of some ranks in the units of the papers."""
     facts: Facts = (
         ("memory", memory),
         ("forward", cost.F),
@@ -840,9 +831,8 @@ def unit_question(
         ("comm", cost.comm),
     )
     return Question(
-        workload,
+        unit_workload(ranks, microbatches, memory),
         UnitPricing(cost, memory, limits),
-        limits,
         PAPER_UNITS,
         facts,
         IGNORED_IN_UNITS,
@@ -875,7 +865,6 @@ def profile_question(
     return Question(
         workload,
         pricing,
-        limits,
         facts=facts,
         source=source,
         analytic=bool(dict(profile.device).get("analytic")),

@@ -41,7 +41,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -53,7 +53,6 @@ from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import (
     ROUNDING,
     Candidate,
-    Evaluator,
     ShapeWords,
     add_noise,
     evaluate_schedule,
@@ -67,7 +66,7 @@ from penstock.plan.orders import (
     memory_levels,
     orders_by_memory,
 )
-from penstock.plan.pricing import Pricing, UnitPricing
+from penstock.plan.pricing import Question, UnitPricing, unit_workload
 from penstock.plan.space import (
     ODD_SLICED_STAGES,
     ODD_SLICES,
@@ -81,7 +80,7 @@ from penstock.plan.space import (
     placements,
     skipped_share,
     slice_counts,
-    useful_limits,
+    sliced_shape,
 )
 from penstock.plan.workload import RECOMPUTED_SHARES, Division, Workload, divisions_of
 from penstock.schedules.coverage import visited_parts, visits_all_parts
@@ -112,26 +111,6 @@ PRINTED_DIGITS = 4
 SAMPLING = 0.0025
 
 
-@dataclass(frozen=True, slots=True)
-class Portfolio:
-    """All candidates that fit, the fastest first.
-
-    too_large: name and peak of the candidates that exceed the memory.
-    work: actions that were simulated, about.
-    interrupted: whether Ctrl-C ended the search early.
-    """
-
-    candidates: tuple[Candidate, ...]
-    too_large: tuple[tuple[str, float], ...]
-    work: int = 0
-    interrupted: bool = False
-
-    @property
-    def best(self) -> Candidate:
-        """The fastest candidate."""
-        return self.candidates[0]
-
-
 def portfolio(
     ranks: int,
     microbatches: int,
@@ -142,7 +121,7 @@ def portfolio(
     weights: int = 1,
     watch: Callable[[str], None] = lambda name: None,
     shown: Callable[[float], str] = "{:g}".format,
-) -> Portfolio:
+) -> Landscape:
     """Rank every schedule whose fullest rank holds at most `memory` bytes.
 
     stages: the largest number of stages per rank, because a model has a limited number of layers.
@@ -160,125 +139,93 @@ def portfolio(
         weights=weights,
     )
     limits = Limits(stages, slices, weights)
-    pricing = UnitPricing(cost, memory, limits)
-    division = Division(1, ranks, 1, 1, microbatches, 1, 0.0)
-    found = rank_pipeline(
-        pricing.pipeline(division), pricing.evaluator(division), limits, watch
-    )
-    if not found.candidates:
-        raise ShapeError(nothing_fits(found.too_large, memory, shown))
-    return found
-
-
-def nothing_fits(
-    too_large: Sequence[tuple[str, float]],
-    memory: float | None,
-    shown: Callable[[float], str],
-) -> str:
-    """Say that the memory is too small, and which candidate needs the least."""
-    name, peak = min(too_large, key=lambda row: row[1])
-    return (
-        f"nothing fits into a memory of {shown(memory or 0.0)}; "
-        f"the smallest plan needs {shown(peak)}: {name}"
-    )
+    workload = unit_workload(ranks, microbatches, memory)
+    question = Question(workload, UnitPricing(cost, memory, limits))
+    return search(question, lambda progress: watch(progress.doing), shown)
 
 
 def rank_pipeline(
     pipeline: PipelineShape,
-    evaluator: Evaluator,
-    limits: Limits,
     watch: Callable[[str], None] = lambda name: None,
     bound: float = 0.0,
     note: Callable[[float], None] = lambda step: None,
     rival: float = math.inf,
-) -> Portfolio:
-    """Rank all candidates of one pipeline. Raises if no schedule can be built at all.
+) -> Ranking:
+    """Rank all candidates of one division. Raises if no schedule can be built at all.
 
     `bound` is a time that no step can beat. The search ends when it is reached. `note` is called
-    with the time of each candidate that fits. `rival` is the time of a plan of another pipeline:
+    with the time of each candidate that fits. `rival` is the time of a plan of another division:
     candidates that cannot beat it are left out. Ctrl-C ends a ranking with the best so far.
     """
+    ranks, microbatches = pipeline.division.ranks, pipeline.division.microbatches
     refuse_if_too_large(
-        2 * pipeline.ranks * pipeline.microbatches,
-        f"any schedule with ranks={pipeline.ranks} microbatches={pipeline.microbatches}",
+        2 * ranks * microbatches,
+        f"any schedule with ranks={ranks} microbatches={microbatches}",
     )
-    limits = useful_limits(pipeline, evaluator, limits)
-    ranking = _Ranking(pipeline, evaluator, limits, watch, note)
-    ranking.best = rival
+    ranking = Ranking(pipeline, watch, note, rival)
     try:
         ranking.try_everything(bound)
-        return ranking.portfolio()
+        ranking.sort()
+        ranking.add_noise()
     except KeyboardInterrupt:
-        if not ranking.fits:
+        if not ranking.candidates:
             raise
-        return replace(ranking.portfolio(noise=False), interrupted=True)
+        ranking.sort()
+        ranking.interrupted = True
+    return ranking
 
 
-def survey_pipeline(
-    pipeline: PipelineShape,
-    evaluator: Evaluator,
-    limits: Limits,
-    rival: float = math.inf,
-) -> Portfolio:
-    """Rank a few good candidates of a pipeline, to see whether it is worth more work.
+def survey_pipeline(pipeline: PipelineShape, rival: float = math.inf) -> Ranking:
+    """Rank a few good candidates of a division, to see whether it is worth more work.
 
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
-    Those that cannot beat a rival are left out.
+    Those that cannot beat a rival are left out. Where there are many micro-batches, few of them
+    tell which orders are the best, and only these are built with all of them.
     """
-    limits = useful_limits(pipeline, evaluator, limits)
-    limits = replace(limits, stages=min(limits.stages, SURVEYED_STAGES))
-    few = min(pipeline.microbatches, SURVEYED_ROUNDS * pipeline.ranks)
-    ranking = _Ranking(
-        replace(pipeline, microbatches=few), evaluator, limits, lambda name: None
+    division = pipeline.division
+    limits = replace(
+        pipeline.limits, stages=min(pipeline.limits.stages, SURVEYED_STAGES)
     )
+    pipeline = replace(pipeline, limits=limits)
+    few = min(division.microbatches, SURVEYED_ROUNDS * division.ranks)
+    short = replace(pipeline, division=replace(division, microbatches=few))
+    ranking = Ranking(short)
     for recipe in ranking.affordable(1):
         if recipe.least_time < rival:
             ranking.try_recipe(recipe)
     if rival == math.inf:
         ranking.require_any()
-    if few < pipeline.microbatches:
-        ranking = _lengthened(ranking, pipeline)
-    return ranking.portfolio(noise=False)
+    if few < division.microbatches:
+        best = sorted(ranking.candidates, key=_order_of_candidates)[:SURVEYED_ORDERS]
+        recipes = {(one.name, one.shape): one for one in fixed_recipes(pipeline, 1)}
+        whole = Ranking(pipeline)
+        whole.too_large = ranking.too_large
+        for candidate in best:
+            whole.try_recipe(recipes[candidate.name, candidate.shape])
+            if whole.candidates:
+                break
+        ranking = whole
+    ranking.sort()
+    return ranking
 
 
-def weigh_pipeline(
-    pipeline: PipelineShape, evaluator: Evaluator, limits: Limits
-) -> list[tuple[str, float]]:
+def weigh_pipeline(pipeline: PipelineShape) -> list[tuple[str, float]]:
     """Return name and peak of the orders that hold the least: one micro-batch after the other."""
-    limits = useful_limits(pipeline, evaluator, limits)
+    division, limits = pipeline.division, pipeline.limits
+    few = min(2, division.microbatches)
     rows = []
-    for placement in placements(pipeline.ranks, limits):
-        stages = placement.stages(pipeline.ranks)
+    for placement in placements(division.ranks, limits):
+        stages = placement.stages(division.ranks)
         for slices in TRIED_SLICES:
             for cuts in pipeline.cuts(slices) if slices <= limits.slices else ():
-                few = min(2, pipeline.microbatches)
                 paths = placement.paths(stages, few, cuts)
                 try:
-                    peak = evaluator.peak(sequential_schedule(stages, paths))
+                    peak = pipeline.evaluator.peak(sequential_schedule(stages, paths))
                 except ShapeError:  # the cost has no such shape
                     continue
-                shape = placement.shape
-                if slices > 1:
-                    shape = (*shape, ("slices", slices))
+                shape = sliced_shape(placement.shape, cuts)
                 rows.append((title("one micro-batch after the other,", shape), peak))
     return rows
-
-
-def _lengthened(short: _Ranking, pipeline: PipelineShape) -> _Ranking:
-    """Return a ranking of the best orders of a short one, with all micro-batches of a pipeline."""
-    short.sort()
-    ranking = _Ranking(pipeline, short.evaluator, short.limits, short.watch)
-    ranking.too_large = short.too_large
-    recipes = {
-        (recipe.name, recipe.shape): recipe
-        for recipe in fixed_recipes(pipeline, short.evaluator, short.limits, 1)
-    }
-    for candidate in short.fits[:SURVEYED_ORDERS]:
-        recipe = recipes[candidate.name, candidate.shape]
-        ranking.try_schedule(recipe.name, recipe.shape, recipe.order_kind, recipe.build)
-        if ranking.fits:
-            break
-    return ranking
 
 
 class _Task(NamedTuple):
@@ -289,60 +236,57 @@ class _Task(NamedTuple):
     run: Callable[[], None]
 
 
-class _Ranking:
-    """The candidates found so far."""
+class Ranking:
+    """The candidates of one division that were found so far.
+
+    too_large: name and peak of the candidates that exceed the memory.
+    work: actions that were simulated, about.
+    interrupted: whether Ctrl-C ended the search early.
+    best: the time of the fastest candidate, or of a rival from another division.
+    """
 
     def __init__(
         self,
         pipeline: PipelineShape,
-        evaluator: Evaluator,
-        limits: Limits,
-        watch: Callable[[str], None],
+        watch: Callable[[str], None] = lambda name: None,
         note: Callable[[float], None] = lambda step: None,
+        best: float = math.inf,
     ) -> None:
         self.pipeline = pipeline
-        self.evaluator = evaluator
-        self.limits = limits
+        self.limits = pipeline.limits
+        self.evaluator = pipeline.evaluator
         self.watch = watch
         self.note = note
+        self.best = best
         self.work = 0
-        self.fits: list[Candidate] = []
+        self.interrupted = False
+        self.candidates: list[Candidate] = []
         self.too_large: list[tuple[str, float]] = []
         self.first_error: ShapeError | None = None
-        self.best = math.inf
 
     # ------------------------------------------------------------ candidates
     def try_everything(self, bound: float) -> None:
         """Try all candidates, until one is as fast as the bound."""
         has_rival = self.best < math.inf
         if not has_rival:
-            self.try_fixed(1)
+            for recipe in self.affordable(1):
+                self.try_recipe(recipe)
         with many_schedules():
             for task in self.tasks(fewest=1 if has_rival else 2):
-                if self.reaches(bound):
+                if self.best <= bound * (1 + ROUNDING):
                     break
                 if not self.cannot_win(task.least_time):
                     task.run()
         if not has_rival:
             self.require_any()
 
-    def try_fixed(self, slices: int) -> None:
-        """Try the orders of the registry with this number of slices."""
-        for recipe in self.affordable(slices):
-            self.try_recipe(recipe)
-
-    def try_recipe(self, recipe: FixedRecipe) -> None:
-        """Try one order of the registry."""
-        self.try_schedule(recipe.name, recipe.shape, recipe.order_kind, recipe.build)
-
     def affordable(self, slices: int) -> Iterator[FixedRecipe]:
         """Yield the orders of the registry, the smallest first, until trying more would take too long."""
-        each = 2 * self.pipeline.ranks * self.pipeline.microbatches * slices
+        division = self.pipeline.division
+        each = 2 * division.ranks * division.microbatches * slices
         if slices > 1 and each > MAX_SLICED_ACTIONS:
             return
-        recipes = list(
-            fixed_recipes(self.pipeline, self.evaluator, self.limits, slices)
-        )
+        recipes = list(fixed_recipes(self.pipeline, slices))
         recipes.sort(key=lambda one: (one.stages, one.name == "gpipe"))
         left = FIXED_ACTIONS
         for place, recipe in enumerate(recipes):
@@ -384,21 +328,28 @@ class _Ranking:
         runtime = self.limits.runtime
         if runtime is not None and not runtime.takes_lists:
             return []
-        every = placements(self.pipeline.ranks, self.limits)
+        every = placements(self.pipeline.division.ranks, self.limits)
         return [one for one in every if one.stages_per_rank <= most]
+
+    def try_recipe(self, recipe: FixedRecipe) -> None:
+        """Build and add an order of the registry, unless it cannot be built."""
+        self.watch(title(recipe.name, recipe.shape))
+        try:
+            schedule = recipe.build()
+            self.work += BUILDING_WORK * schedule.actions
+            self.add(recipe.name, recipe.shape, recipe.order_kind, schedule)
+        except ShapeError as error:  # this schedule, or the cost, has no such shape
+            self.first_error = self.first_error or error
 
     def try_placement(self, placement: StagePlacement, cuts: Cuts) -> None:
         """Try the orders of a placement with these cuts, with more and more memory."""
-        pipeline = self.pipeline
-        stages = placement.stages(pipeline.ranks)
-        slices = len(cuts) - 1
-        actions = 3 * len(stages) * pipeline.microbatches * slices
+        division = self.pipeline.division
+        stages = placement.stages(division.ranks)
+        actions = 3 * len(stages) * division.microbatches * (len(cuts) - 1)
         if actions > min(MAX_LISTED_ACTIONS, MAX_ACTIONS):
             return
-        shape = placement.shape
-        if slices > 1:
-            shape = (*shape, ("slices", slices))
-        paths = placement.paths(stages, pipeline.microbatches, cuts)
+        shape = sliced_shape(placement.shape, cuts)
+        paths = placement.paths(stages, division.microbatches, cuts)
         self.watch(title("listed", shape))
         try:
             levels = memory_levels(self.evaluator, stages, paths)
@@ -437,69 +388,53 @@ class _Ranking:
             return (False,)
         return (True, False) if self.evaluator.cost.units.seconds else (True,)
 
-    def try_schedule(
-        self,
-        name: str,
-        shape: ShapeWords,
-        order_kind: str,
-        build: Callable[[], Schedule],
-    ) -> None:
-        """Build and add a schedule, unless it cannot be built."""
-        self.watch(title(name, shape))
-        try:
-            schedule = build()
-            self.work += BUILDING_WORK * schedule.actions
-            self.add(name, shape, order_kind, schedule)
-        except ShapeError as error:  # this schedule, or the cost, has no such shape
-            self.first_error = self.first_error or error
-
     def add(
         self, name: str, shape: ShapeWords, order_kind: str, schedule: Schedule
     ) -> None:
         """Add a schedule to those that fit, or to those that are too large."""
         if reason := self.limits.refuse_order(schedule):
             raise ShapeError(reason)
-        candidate = evaluate_schedule(name, shape, order_kind, schedule, self.evaluator)
+        candidate = evaluate_schedule(
+            self.pipeline.division, name, shape, order_kind, schedule, self.evaluator
+        )
         check_skips(candidate, self.limits.skip)
         if not self.evaluator.fits(candidate.peak):
             self.too_large.append((title(name, shape), candidate.peak))
             return
-        self.fits.append(candidate)
+        self.candidates.append(candidate)
         self.best = min(self.best, candidate.step)
         self.note(candidate.step)
 
     def require_any(self) -> None:
         """Raise if no schedule could be built so far, whether it fits or not."""
-        if not self.fits and not self.too_large:
+        if not self.candidates and not self.too_large:
             raise ShapeError(f"no schedule can be built: {self.first_error}")
 
     def cannot_win(self, least_time: float) -> bool:
         """Whether a step that takes at least this long is not faster than the best so far."""
         return least_time >= self.best * (1 - ROUNDING)
 
-    def reaches(self, bound: float) -> bool:
-        """Whether the best step so far is as short as any can be."""
-        return self.best <= bound * (1 + ROUNDING)
-
     # ------------------------------------------------------------ the end
     def sort(self) -> None:
-        """Sort the candidates that fit, the fastest first."""
-        self.fits.sort(key=lambda one: (one.step, one.peak, one.schedule.actions))
-
-    def portfolio(self, noise: bool = True) -> Portfolio:
-        """Return the ranking; with `noise`, the best rows are also timed under noise, unless they are large."""
-        self.sort()
-        self.fits = merge_equal(self.fits)
+        """Sort the candidates that fit, the fastest first, each once; and the others, the smallest first."""
+        ordered = sorted(self.candidates, key=_order_of_candidates)
+        self.candidates = merge_equal(ordered)
         self.too_large.sort(key=lambda row: row[1])
-        size = 2 * self.pipeline.ranks * self.pipeline.microbatches
-        if not noise or size > MAX_NOISY_ACTIONS:
-            return Portfolio(tuple(self.fits), tuple(self.too_large), self.work)
-        rows = [add_noise(one, self.evaluator) for one in self.fits[:FINALISTS]]
-        if rows:
-            chosen = _steadiest(rows)
-            rows = [chosen, *(one for one in rows if one is not chosen)]
-        rows += self.fits[FINALISTS:]
-        return Portfolio(tuple(rows), tuple(self.too_large), self.work)
+
+    def add_noise(self) -> None:
+        """Time the best candidates under noise, unless they are large, and put the steadiest first."""
+        division = self.pipeline.division
+        large = 2 * division.ranks * division.microbatches > MAX_NOISY_ACTIONS
+        if large or not self.candidates:
+            return
+        rows = [add_noise(one, self.evaluator) for one in self.candidates[:FINALISTS]]
+        chosen = _steadiest(rows)
+        others = [one for one in rows if one is not chosen]
+        self.candidates = [chosen, *others, *self.candidates[FINALISTS:]]
+
+
+def _order_of_candidates(candidate: Candidate) -> tuple[float, float, int]:
+    return candidate.step, candidate.peak, candidate.schedule.actions
 
 
 def check_skips(candidate: Candidate, most: float) -> None:
@@ -561,40 +496,35 @@ class DivisionResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A candidate of a division."""
-
-    division: Division
-    candidate: Candidate
-
-
-@dataclass(frozen=True, slots=True)
 class Landscape:
     """All that a search found.
 
-    rows: the candidates of all divisions, the fastest first.
+    candidates: those of all divisions that fit, the fastest first.
     divisions: what is known of each division, those with the least bounds first.
+    too_large: name and peak of the candidates that exceed the memory.
     bound: no plan of the space takes less time.
     interrupted: whether Ctrl-C ended the search early.
     left_out: divisions that could have won, but were not ranked because the work was done.
+    work: actions that were simulated, about.
     """
 
-    rows: tuple[Row, ...]
+    candidates: tuple[Candidate, ...]
     divisions: tuple[DivisionResult, ...]
     too_large: tuple[tuple[str, float], ...]
     bound: float
     interrupted: bool = False
     left_out: int = 0
+    work: int = 0
 
     @property
-    def best(self) -> Row:
+    def best(self) -> Candidate:
         """The fastest plan."""
-        return self.rows[0]
+        return self.candidates[0]
 
     @property
     def gap(self) -> float:
         """How far the best plan is above the bound, as a fraction of the bound."""
-        return self.best.candidate.step / self.bound - 1.0 if self.bound else math.inf
+        return self.best.step / self.bound - 1.0 if self.bound else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -607,21 +537,19 @@ class SearchProgress:
 
 
 def search(
-    workload: Workload,
-    pricing: Pricing,
-    limits: Limits,
+    question: Question,
     watch: Callable[[SearchProgress], None] = lambda progress: None,
     shown: Callable[[float], str] = "{:g}".format,
 ) -> Landscape:
     """Search all divisions of a workload. Raises if no plan fits."""
     with many_schedules():
-        found = _Search(workload, pricing, limits, watch, shown)
+        found = _Search(question, watch, shown)
         interrupted = False
         try:
             found.survey()
             found.rank_promising()
         except KeyboardInterrupt:
-            if not found.rows:
+            if not found.candidates:
                 raise
             interrupted = True
         return found.landscape(interrupted)
@@ -632,26 +560,21 @@ class _Search:
 
     def __init__(
         self,
-        workload: Workload,
-        pricing: Pricing,
-        limits: Limits,
+        question: Question,
         watch: Callable[[SearchProgress], None],
         shown: Callable[[float], str],
     ) -> None:
-        self.workload = workload
-        self.pricing = pricing
-        self.limits = limits
+        self.workload = question.workload
+        self.pricing = question.pricing
         self.watch = watch
         self.shown = shown
-        divisions = _divisions(workload, limits)
-        results = [
-            DivisionResult(division, pricing.bound(division)) for division in divisions
-        ]
+        divisions = _divisions(question.workload, question.limits)
+        results = [DivisionResult(one, self.pricing.bound(one)) for one in divisions]
         results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
-        self.close_bounds: dict[Division, float] = {}
-        self.rows: list[Row] = []
+        self.close_bound = cache(self.pricing.close_bound)
+        self.candidates: list[Candidate] = []
         self.too_large: list[tuple[str, float]] = []
         self.best = math.inf
         # Divisions in which everything fits, so that recomputing could only cost time.
@@ -660,6 +583,7 @@ class _Search:
         self.least_peak: dict[Division, float] = {}
         self.left = SURVEYED_ACTIONS
         self.left_out: set[Division] = set()
+        self.work = 0
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
@@ -696,17 +620,11 @@ class _Search:
         self.left -= division.ranks * min(
             division.microbatches, SURVEYED_ROUNDS * division.ranks
         )
-        limits = self.limits_of(division)
         try:
-            found = survey_pipeline(
-                self.pricing.pipeline(division),
-                self.pricing.evaluator(division),
-                limits,
-                self.best,
-            )
+            found = survey_pipeline(self.pricing.pipeline(division), self.best)
         except ShapeError as error:
             return replace(result, reason=str(error).splitlines()[0])
-        return self.take(result, found)
+        return self.take(result, found.candidates, found.too_large)
 
     def rank_promising(self) -> None:
         """Try everything in the divisions that could win, those first that the survey found best.
@@ -718,17 +636,16 @@ class _Search:
             range(len(self.results)),
             key=lambda place: self.promise_of(self.results[place]),
         )
-        left = RANKING_WORK
         for place in order:
             if self.cannot_win(self.results[place]):
                 continue
-            if left <= 0:
+            if self.work >= RANKING_WORK:
                 self.left_out.add(self.results[place].division)
                 continue
             self.results[place] = self.examine(self.results[place])
             if not self.cannot_win(self.results[place]):
                 rival = math.inf if place == order[0] else self.best
-                left -= self.rank_division(place, rival)
+                self.rank_division(place, rival)
 
     def cannot_win(self, result: DivisionResult) -> bool:
         """Whether no plan of a division is faster than the best so far."""
@@ -737,44 +654,36 @@ class _Search:
             return True
         return result.best is None and self.exceeds_memory(division)
 
-    def rank_division(self, place: int, rival: float) -> int:
-        """Rank everything in one division that could beat its rival; return the work that it took."""
+    def rank_division(self, place: int, rival: float) -> None:
+        """Rank everything in one division that could beat its rival."""
         result = self.results[place]
         division = result.division
-        name = division.name if len(self.results) > 1 else ""
-
-        def watch(doing: str) -> None:
-            self.tell(f"{name}: {doing}" if name else doing)
-
+        several = len(self.results) > 1
+        prefix = f"{division.name}: " if several else ""
         try:
             found = rank_pipeline(
                 self.pricing.pipeline(division),
-                self.pricing.evaluator(division),
-                self.limits_of(division),
-                watch,
+                lambda doing: self.tell(prefix + doing),
                 result.bound,
                 self.note,
                 rival,
             )
         except ShapeError as error:
-            if len(self.results) == 1:
+            if not several:
                 raise
             self.results[place] = replace(result, reason=str(error).splitlines()[0])
-            return 0
-        self.results[place] = self.replace_rows(result, found)
-        if found.interrupted:
-            raise KeyboardInterrupt
-        return found.work
-
-    def replace_rows(self, result: DivisionResult, found: Portfolio) -> DivisionResult:
-        """Take what a ranking has found, and keep what the survey of the division knew besides."""
-        known = [row.candidate for row in self.rows if row.division == result.division]
-        self.rows = [row for row in self.rows if row.division != result.division]
+            return
+        self.work += found.work
+        known = [one for one in self.candidates if one.division == division]
+        self.candidates = [one for one in self.candidates if one.division != division]
         merged = merge_equal([*found.candidates, *known])
-        taken = self.take(result, replace(found, candidates=tuple(merged)))
+        taken = self.take(result, merged, found.too_large)
         # The ranking has chosen among equally fast candidates, which it lists first.
         rivals = [*merged[:1], *merged[len(found.candidates) :]]
-        return replace(taken, best=min(rivals, key=lambda one: one.step, default=None))
+        best = min(rivals, key=lambda one: one.step, default=None)
+        self.results[place] = replace(taken, best=best)
+        if found.interrupted:
+            raise KeyboardInterrupt
 
     def note(self, step: float) -> None:
         """Note the time of a plan that fits."""
@@ -783,10 +692,9 @@ class _Search:
     # ------------------------------------------------------------ bounds
     def examine(self, result: DivisionResult) -> DivisionResult:
         """Return a division with its close bound."""
-        division = result.division
-        if division not in self.close_bounds:
-            self.close_bounds[division] = self.pricing.close_bound(division)
-        return replace(result, bound=max(result.bound, self.close_bounds[division]))
+        return replace(
+            result, bound=max(result.bound, self.close_bound(result.division))
+        )
 
     def examine_until_proven(self) -> None:
         """Raise the bound of the whole space: the least one of all divisions, until it is a close one.
@@ -822,7 +730,7 @@ class _Search:
         less = [share for share in RECOMPUTED_SHARES if share < division.recomputed]
         if any(replace(division, recomputed=share) in self.roomy for share in less):
             return "everything fits with less to recompute"
-        if self.rows and self.left <= 0:
+        if self.candidates and self.left <= 0:
             return DIVISION_NOT_TRIED
         return self.misfit(division) if self.exceeds_memory(division) else ""
 
@@ -835,26 +743,28 @@ class _Search:
         memory = self.workload.memory
         return memory is not None and self.pricing.least_bytes(division) > memory
 
-    def limits_of(self, division: Division) -> Limits:
-        """Return the limits of a division: a rank cannot have more stages than layers."""
-        most = max(1, self.workload.layers // division.ranks)
-        return replace(self.limits, stages=min(self.limits.stages, most))
-
-    def take(self, result: DivisionResult, found: Portfolio) -> DivisionResult:
+    def take(
+        self,
+        result: DivisionResult,
+        candidates: Sequence[Candidate],
+        too_large: Sequence[tuple[str, float]],
+    ) -> DivisionResult:
         """Take the candidates of a division into the ranking."""
-        self.rows += [Row(result.division, one) for one in found.candidates]
-        self.too_large += found.too_large
-        if not found.too_large:
+        self.candidates += candidates
+        self.too_large += too_large
+        if not too_large:
             self.roomy.add(result.division)
-        if not found.candidates and found.too_large and not result.fits:
-            name, peak = found.too_large[0]
-            self.least_peak[result.division] = peak
-            return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
-        if not found.candidates:  # It looked only for plans that are faster.
-            return result if result.fits else replace(result, reason=CANNOT_WIN)
-        best = found.best
-        self.best = min(self.best, best.step)
-        return replace(result, best=best, reason="")
+        if candidates:
+            best = candidates[0]
+            self.best = min(self.best, best.step)
+            return replace(result, best=best, reason="")
+        if result.fits:
+            return result
+        if not too_large:  # It looked only for plans that are faster.
+            return replace(result, reason=CANNOT_WIN)
+        name, peak = too_large[0]
+        self.least_peak[result.division] = peak
+        return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
 
     def time_of(self, result: DivisionResult) -> float:
         """Return the time of a division's best plan; its bound if it is the only division."""
@@ -868,19 +778,15 @@ class _Search:
 
     def landscape(self, interrupted: bool) -> Landscape:
         """Return all that was found."""
-        if not self.rows:
+        if not self.candidates:
             self.weigh_smallest()
             raise ShapeError(self.why_nothing_fits())
         self.examine_until_proven()
-        self.rows.sort(key=lambda row: row.candidate.step)
-        best_division = min(
-            (one for one in self.results if one.best is not None),
-            key=lambda one: one.best.step if one.best else math.inf,
-        )
+        self.candidates.sort(key=lambda one: one.step)
         # Among equally fast candidates of a division, its ranking chose by noise.
-        assert best_division.best is not None
-        chosen = Row(best_division.division, best_division.best)
-        others = [row for row in self.rows if row.candidate is not chosen.candidate]
+        best = [one.best for one in self.results if one.best is not None]
+        chosen = min(best, key=lambda one: one.step)
+        others = [one for one in self.candidates if one is not chosen]
         self.too_large.sort(key=lambda row: row[1])
         return Landscape(
             (chosen, *others),
@@ -892,6 +798,7 @@ class _Search:
                 one.division in self.left_out and one.bound < self.best
                 for one in self.results
             ),
+            self.work,
         )
 
     def weigh_smallest(self) -> None:
@@ -901,25 +808,19 @@ class _Search:
             return self.pricing.estimate(result.division).bytes
 
         for result in sorted(self.results, key=size)[:WEIGHED_DIVISIONS]:
-            division = result.division
-            self.too_large += weigh_pipeline(
-                self.pricing.pipeline(division),
-                self.pricing.evaluator(division),
-                self.limits_of(division),
-            )
+            self.too_large += weigh_pipeline(self.pricing.pipeline(result.division))
 
     def why_nothing_fits(self) -> str:
         """Say why no division has a plan."""
-        if self.too_large:
-            return nothing_fits(self.too_large, self.workload.memory, self.shown)
         if not self.results:
             return "no division of the devices and the batch is possible"
-        least = min(self.pricing.least_bytes(one.division) for one in self.results)
         memory = self.shown(self.workload.memory or 0.0)
-        return (
-            f"nothing fits into a memory of {memory}; "
-            f"the least that a device would hold is {self.shown(least)}"
-        )
+        refusal = f"nothing fits into a memory of {memory}; the "
+        if self.too_large:
+            name, peak = min(self.too_large, key=lambda row: row[1])
+            return f"{refusal}smallest plan needs {self.shown(peak)}: {name}"
+        least = min(self.pricing.least_bytes(one.division) for one in self.results)
+        return f"{refusal}least that a device would hold is {self.shown(least)}"
 
 
 def _divisions(workload: Workload, limits: Limits) -> list[Division]:
@@ -969,19 +870,19 @@ def rival_facts(landscape: Landscape) -> Facts:
     `1f1b` is always among them, because everybody knows it.
     """
     facts: dict[str, Fact] = {
-        "candidates": len(landscape.rows),
+        "candidates": len(landscape.candidates),
         "too_large": len(landscape.too_large),
     }
-    for place, row in enumerate(landscape.rows[1:]):
-        rival = row.candidate
+    for place, rival in enumerate(landscape.candidates[1:]):
         if place < MAX_SHOWN_RIVALS or rival.name == "1f1b":
-            name = row_title(row, landscape)
+            name = row_title(rival, landscape)
             facts.setdefault(f"step of {name}", rival.step)
             facts.setdefault(f"peak of {name}", rival.peak)
     return tuple(facts.items())
 
 
-def row_title(row: Row, landscape: Landscape) -> str:
-    """Return the name of a row: with its division, if there are several."""
-    name = title(row.candidate.name, row.candidate.shape)
-    return name if len(landscape.divisions) == 1 else f"{name} on {row.division.name}"
+def row_title(candidate: Candidate, landscape: Landscape) -> str:
+    """Return the name of a candidate: with its division, if there are several."""
+    name = title(candidate.name, candidate.shape)
+    several = len(landscape.divisions) > 1
+    return f"{name} on {candidate.division.name}" if several else name

@@ -36,6 +36,7 @@ from penstock.cost.cost import Cost
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import ROUNDING, Evaluator, Runtime, ShapeWords
+from penstock.plan.workload import Division
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.list_scheduling import defer_weights
@@ -84,10 +85,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """Ranks, micro-batches and the ways to cut a sequence."""
+    """The pipeline of a division: what times its schedules, what they must keep to, and how sequences are cut."""
 
-    ranks: int
-    microbatches: int
+    division: Division
+    evaluator: Evaluator
+    limits: Limits
     # The different cuts into a number of slices; none if there is no such number.
     cuts: Callable[[int], list[Cuts]]
     # A time that no order of a placement with given cuts can beat.
@@ -106,17 +108,15 @@ class FixedRecipe:
     least_time: float  # that no order with its stages and cuts can beat
 
 
-def useful_limits(
-    pipeline: PipelineShape, evaluator: Evaluator, limits: Limits
-) -> Limits:
-    """Return narrower limits where more choices cannot help.
+def limits_of(division: Division, limits: Limits, layers: int) -> Limits:
+    """Return narrower limits where more choices cannot help: no rank has more stages than layers.
 
     On a single rank without copies nothing overlaps, so all orders take the same time, unless
     they leave out work.
     """
-    if pipeline.ranks == 1 and evaluator.copies == 1 and not limits.skip:
+    if division.ranks == 1 and division.copies == 1 and not limits.skip:
         return replace(limits, stages=1, slices=1, split=False)
-    return limits
+    return replace(limits, stages=max(1, min(limits.stages, layers // division.ranks)))
 
 
 def even_cuts_only(slices: int) -> list[Cuts]:
@@ -159,6 +159,12 @@ class StagePlacement:
         return (*shape, ("skips", self.skips)) if self.skips else shape
 
 
+def sliced_shape(shape: ShapeWords, cuts: Cuts) -> ShapeWords:
+    """Return a shape with the number of slices, if sequences are cut."""
+    slices = len(cuts) - 1
+    return (*shape, ("slices", slices)) if slices > 1 else shape
+
+
 def placements(ranks: int, limits: Limits) -> Iterator[StagePlacement]:
     """Yield the placements to try, from few stages to many; where it is allowed, also with partial paths.
 
@@ -194,48 +200,39 @@ def slice_counts(limits: Limits) -> list[int]:
 
 
 # ---------------------------------------------------------------- fixed orders
-def fixed_recipes(
-    pipeline: PipelineShape, evaluator: Evaluator, limits: Limits, slices: int
-) -> Iterator[FixedRecipe]:
+def fixed_recipes(pipeline: PipelineShape, slices: int) -> Iterator[FixedRecipe]:
     """Yield the orders of the registry with this number of slices, as they are and split."""
+    limits = pipeline.limits
     for name in REGISTRY:
         if name in SCHEDULES_NOT_TRIED or FACTS[name].weights > limits.weights:
             continue
         if slices > 1 and name not in FIXED_WITH_SLICES:
             continue
-        for shape in _shapes(name, limits, pipeline.ranks):
+        if FACTS[name].splits and not limits.split:
+            continue
+        for shape in _shapes(name, limits, pipeline.division.ranks):
             for cuts in pipeline.cuts(slices):
-                yield from _fixed_with_cuts(
-                    pipeline, evaluator, limits, name, shape, cuts
-                )
+                yield from _fixed_with_cuts(pipeline, name, shape, cuts)
 
 
 def _fixed_with_cuts(
-    pipeline: PipelineShape,
-    evaluator: Evaluator,
-    limits: Limits,
-    name: str,
-    shape: ShapeWords,
-    cuts: Cuts,
+    pipeline: PipelineShape, name: str, shape: ShapeWords, cuts: Cuts
 ) -> Iterator[FixedRecipe]:
-    slices = len(cuts) - 1
-    build = partial(_build_fixed, pipeline, name, shape, cuts)
-    is_split = FACTS[name].splits
-    if is_split and not limits.split:
-        return
-    full_shape = shape if slices == 1 else (*shape, ("slices", slices))
-    shown = name if slices == 1 else SLICED_NAMES.get(name, name)
     placement = _placement_of(name, shape)
-    if limits.refuse_stages(placement.stages(pipeline.ranks)):
+    limits = pipeline.limits
+    if limits.refuse_stages(placement.stages(pipeline.division.ranks)):
         return
+    slices = len(cuts) - 1
+    build = partial(_build_fixed, pipeline.division, name, shape, cuts)
+    full_shape = sliced_shape(shape, cuts)
+    shown = name if slices == 1 else SLICED_NAMES.get(name, name)
     stages = placement.stages_per_rank
     least = pipeline.least_time(placement, cuts)
     yield FixedRecipe(shown, full_shape, "fixed", build, stages, least)
     if limits.split and name in WITH_WHOLE_BACKWARDS:
-        build_split = partial(_build_split, build, evaluator)
-        yield FixedRecipe(
-            f"{shown}+split", full_shape, "split", build_split, stages, least
-        )
+        split = f"{shown}+split"
+        build_split = partial(_build_split, build, pipeline.evaluator)
+        yield FixedRecipe(split, full_shape, "split", build_split, stages, least)
 
 
 def _placement_of(name: str, shape: ShapeWords) -> StagePlacement:
@@ -247,10 +244,10 @@ def _placement_of(name: str, shape: ShapeWords) -> StagePlacement:
 
 
 def _build_fixed(
-    pipeline: PipelineShape, name: str, shape: ShapeWords, cuts: Cuts
+    division: Division, name: str, shape: ShapeWords, cuts: Cuts
 ) -> Schedule:
     slices = len(cuts) - 1
-    sizes = {"ranks": pipeline.ranks, "microbatches": pipeline.microbatches}
+    sizes = {"ranks": division.ranks, "microbatches": division.microbatches}
     if slices > 1 and name in SLICED_NAMES:
         sliced = make(SLICED_NAMES[name], **sizes, slices=slices)
         return recut(sliced, cuts)

@@ -38,7 +38,7 @@ from penstock.ir import Plan
 from penstock.models import DecoderConfig, initial_constants
 from penstock.models.layer import recompute_inside, set_dropout
 from penstock.plan.planner import chosen_plan, plan_run
-from penstock.plan.pricing import ProfilePricing
+from penstock.plan.pricing import profile_question
 from penstock.plan.search import Landscape, SearchProgress, search
 from penstock.plan.space import Limits
 from penstock.plan.workload import (
@@ -639,8 +639,8 @@ def plan_workload(
             skip = workload.config.schedule.skip
             limits = model_limits(workload.config, Limits(skip=skip))
     limits = workload_limits(workload, limits)
-    pricing = ProfilePricing(workload, profiles.at, limits)
-    landscape = search(workload, pricing, limits, watch, write_size)
+    question = profile_question(workload, profiles.at, limits, source)
+    landscape = search(question, watch, write_size)
     plan = chosen_plan(landscape, (("profile", source),))
     return AutoPlan(plan, profiles, landscape)
 
