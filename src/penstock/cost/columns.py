@@ -119,17 +119,8 @@ def seconds_in_lanes(schedule: Schedule, costs: Columns) -> Floats:
 
 
 def levels(schedule: Schedule, costs: Columns) -> Floats:
-    """Bytes of activations on the rank while each action runs.
-
-    A rank does one thing at a time, so the order of its lane decides, not the clock.
-    """
-    first = schedule.table.first
-    level = np.empty(len(costs.gain))
-    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        freed = np.cumsum(costs.loss[begin:end])
-        level[begin:end] = np.cumsum(costs.gain[begin:end])
-        level[begin + 1 : end] -= freed[:-1]
-    return level
+    """Bytes of activations on the rank while each action runs."""
+    return schedule.table.levels(costs.gain, costs.loss)
 
 
 # ---------------------------------------------------------------- classes of actions

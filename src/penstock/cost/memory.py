@@ -19,7 +19,6 @@ without embedding and head, 8% in the median: leave a tenth of a memory free.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -89,9 +88,9 @@ def device_memory(
     """The bytes of each rank, by use."""
     costs = columns(schedule, cost)
     held = levels(schedule, costs)
-    activations = _peaks(schedule, held)
+    activations = schedule.table.peaks(held)
     beside = carried_bytes(schedule, costs.carried) + costs.working
-    everything = _peaks(schedule, held + beside)
+    everything = schedule.table.peaks(held + beside)
     if recorded:
         long = np.diff(schedule.table.first) > MAX_RECORDED_ACTIONS
         if long.any():
@@ -146,7 +145,7 @@ def carried_bytes(schedule: Schedule, carried: Floats) -> Floats:
     is_first = table.slice == 0
     gain = np.where(is_forward, np.where(is_first, whole, 0.0) - own, 0.0)
     loss = np.where(is_backward, np.where(is_first, whole, 0.0) - own, 0.0)
-    return _levels(schedule, gain, loss) + gathered_gradients(schedule, whole)
+    return schedule.table.levels(gain, loss) + gathered_gradients(schedule, whole)
 
 
 def gathered_gradients(schedule: Schedule, whole: Floats) -> Floats:
@@ -161,7 +160,7 @@ def gathered_gradients(schedule: Schedule, whole: Floats) -> Floats:
     size = np.where((slices > 1) & (table.kind == BACKWARD), whole, 0.0)
     begins = np.where(table.slice == slices - 1, size, 0.0)
     ends = np.where(table.slice == 0, size, 0.0)
-    return _levels(schedule, begins, ends)
+    return schedule.table.levels(begins, ends)
 
 
 def _of_visit(schedule: Schedule, own: Floats) -> Floats:
@@ -171,22 +170,6 @@ def _of_visit(schedule: Schedule, own: Floats) -> Floats:
     sums = np.bincount(place, weights=own)
     total: Floats = sums[place]
     return total
-
-
-def _levels(schedule: Schedule, gain: Floats, loss: Floats) -> Floats:
-    """What is there while each action runs, if it adds `gain` when it starts and removes `loss` when it ends."""
-    level = np.empty(len(gain))
-    for first, last in pairwise(schedule.table.first.tolist()):
-        gone = np.cumsum(loss[first:last]) - loss[first:last]
-        level[first:last] = np.cumsum(gain[first:last]) - gone
-    return level
-
-
-def _peaks(schedule: Schedule, level: Floats) -> Floats:
-    """The largest value on each rank."""
-    peak = np.zeros(schedule.ranks)
-    np.maximum.at(peak, schedule.table.rank, level)
-    return peak
 
 
 # ---------------------------------------------------------------- messages, sums, recordings

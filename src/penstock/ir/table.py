@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -100,6 +100,24 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.op)
+
+    def levels(self, gain: Floats, loss: Floats) -> Floats:
+        """What its rank holds while each action runs, if it adds `gain` when it starts and frees `loss` when it ends.
+
+        A rank does one thing at a time, so the order of its lane decides, not the clock.
+        """
+        level = np.empty(len(self))
+        for begin, end in pairwise(self.first.tolist()):
+            freed = np.cumsum(loss[begin:end])
+            level[begin:end] = np.cumsum(gain[begin:end])
+            level[begin + 1 : end] -= freed[:-1]
+        return level
+
+    def peaks(self, values: Floats) -> Floats:
+        """The largest value among the actions of each rank; at least 0."""
+        largest = np.zeros(len(self.first) - 1)
+        np.maximum.at(largest, self.rank, values)
+        return largest
 
     def target(self) -> Ints:
         """The rank that receives the result of each action; -1 if the result stays."""

@@ -114,9 +114,7 @@ class Timeline:
     @property
     def peak_activations(self) -> Floats:
         """The largest number of bytes of activations on each rank."""
-        peak = np.zeros(self.schedule.ranks)
-        np.maximum.at(peak, self.schedule.table.rank, self.activations)
-        return peak
+        return self.schedule.table.peaks(self.activations)
 
     def peak_bytes(self, rank: int) -> float:
         """The largest number of bytes on a rank, weights and activations together."""

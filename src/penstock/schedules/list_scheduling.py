@@ -23,7 +23,15 @@ import numpy as np
 from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
-from penstock.ir.action import FORWARD, WEIGHTS, Action, backward, forward, halves
+from penstock.ir.action import (
+    FORWARD,
+    KINDS,
+    WEIGHTS,
+    Action,
+    backward,
+    forward,
+    halves,
+)
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
@@ -89,8 +97,8 @@ def list_schedule(
     draft = sequential_schedule(stages, microbatches, split)
     costs = columns(draft, cost)
     caps = caps_of_ranks(draft, costs, cap)
-    ordinals = _ordinals(draft, priority)
-    return _reorder(draft, costs, caps, draft.table.needs, ordinals, gates, banker=True)
+    lister = Lister(draft, costs, gates=gates)
+    return schedule_with_lanes(draft, lister.lanes(_ordinals(draft, priority), caps))
 
 
 def defer_weights(
@@ -106,7 +114,7 @@ def defer_weights(
     """
     table = schedule.table
     costs = columns(schedule, cost)
-    caps = _largest_on_ranks(schedule, levels(schedule, costs))
+    caps = table.peaks(levels(schedule, costs))
     if cap is not None:
         caps = np.maximum(caps, cap)
 
@@ -119,7 +127,8 @@ def defer_weights(
     needs = np.hstack([table.needs, chain])
 
     ordinals = np.arange(len(table)) + np.where(is_weight, len(table), 0)
-    return _reorder(schedule, costs, caps, needs, ordinals, (), banker=False)
+    lister = Lister(schedule, costs, needs=needs, banker=False)
+    return schedule_with_lanes(schedule, lister.lanes(ordinals, caps))
 
 
 def sequential_schedule(
@@ -141,21 +150,6 @@ def sequential_schedule(
     return schedule_of(stages, microbatches, lanes)
 
 
-def _reorder(
-    draft: Schedule,
-    costs: Columns,
-    caps: Floats,
-    needs: Ints,
-    ordinals: Ints,
-    gates: Sequence[StartLimit],
-    banker: bool,
-) -> Schedule:
-    """Run the list scheduler on the actions of a draft, and return them in the order in which they start."""
-    run = compile_if_large(_run_list, len(draft.table))
-    inputs = _list_inputs(draft, costs, caps, needs, gates)
-    return schedule_with_lanes(draft, inputs.lanes(run, ordinals, banker))
-
-
 def schedule_with_lanes(schedule: Schedule, lanes: Ints) -> Schedule:
     """Return a schedule with its actions in another order, given by their numbers lane by lane."""
     first = schedule.table.first.tolist()
@@ -165,18 +159,79 @@ def schedule_with_lanes(schedule: Schedule, lanes: Ints) -> Schedule:
     return schedule_of(schedule.stages, schedule.microbatches, new)
 
 
-class Lister:
-    """Lists the actions of one draft again and again, with other priorities, caps and release times.
+class ListedActions(NamedTuple):
+    """The columns of the actions that the list scheduler works with. Bytes are shares of the largest gain."""
 
-    `many` says how often it will be called: the loop is worth compiling for many calls.
+    rank: Ints
+    microbatch: Ints
+    queue: Ints  # one for each kind of action on each stage
+    seconds: Floats
+    hop: Floats  # seconds until the result is on another rank
+    gain: Floats
+    loss: Floats
+    lent: Floats  # bytes that an action takes and that come back by themselves
+    user_start: Ints
+    users: Ints
+
+
+class Memory(NamedTuple):
+    """The memory of each rank, in shares of the largest gain."""
+
+    caps: Floats  # by rank
+    claim: Floats  # bytes that a micro-batch takes on a rank in all [rank, micro-batch]
+    spare: Floats  # the most that an action lends, by rank
+    banker: bool  # whether the banker's rule admits forwards
+
+
+class Gates(NamedTuple):
+    """Up to two gates of each queue; for each gate the queue that it watches, and its limit."""
+
+    of_queue: Ints
+    other: Ints
+    limit: Ints
+
+
+class Lister:
+    """Lists the actions of one draft, with any priorities, caps and release times.
+
+    many: how often it will be called; the loop is worth compiling for many calls.
+    gates: limits on how far a queue may be ahead of another.
+    needs: what each action needs, if not just what the rules say.
+    banker: whether forwards obey the banker's rule.
     """
 
-    def __init__(self, draft: Schedule, costs: Columns, many: int = 1) -> None:
-        self.draft = draft
-        self.costs = costs
-        self.run = compile_if_large(_run_list, len(draft.table) * many)
-        caps = np.full(draft.ranks, np.inf)
-        self.inputs = _list_inputs(draft, costs, caps, draft.table.needs, ())
+    def __init__(
+        self,
+        draft: Schedule,
+        costs: Columns,
+        many: int = 1,
+        gates: Sequence[StartLimit] = (),
+        needs: Ints | None = None,
+        banker: bool = True,
+    ) -> None:
+        table = draft.table
+        needs = table.needs if needs is None else needs
+        # Sums of bytes are rounded, so the scheduler compares shares of the largest gain.
+        self.unit = float(costs.gain.max(initial=0.0)) or 1.0
+        gain = costs.gain / self.unit
+        lent = _lent(draft, costs) / self.unit
+        self.run = compile_if_large(_run_list, len(table) * many)
+        self.lacks = (needs >= 0).sum(axis=1)
+        self.actions = ListedActions(
+            table.rank,
+            table.microbatch,
+            table.kind.astype(np.int64) * len(draft.stages) + table.stage,
+            costs.seconds,
+            np.where(costs.link >= 0, costs.latency + costs.wire, 0.0),
+            gain,
+            costs.loss / self.unit,
+            lent,
+            *users_of(needs),
+        )
+        no_caps = np.full(draft.ranks, np.inf)
+        claim = _sum_by_microbatch(draft, gain - lent)
+        self.memory = Memory(no_caps, claim, table.peaks(lent), banker)
+        self.gates = _gate_columns(draft, gates)
 
     def lanes(
         self, ordinals: Ints, caps: Floats, release: Floats | None = None
@@ -186,101 +241,16 @@ class Lister:
         ordinals: the position of each action in the order of priority.
         release: the earliest start of each action.
         """
-        inputs = self.inputs._replace(caps=caps)
-        return inputs.lanes(self.run, ordinals, banker=True, release=release)
-
-
-class _ListInputs(NamedTuple):
-    """What the loop of the list scheduler needs besides priorities; bytes are those of the cost."""
-
-    draft: Schedule
-    costs: Columns
-    caps: Floats
-    lacks: Ints
-    user_start: Ints
-    users: Ints
-    hops: Floats
-    unit: float
-    lent: Floats
-    claim: Floats
-    spare: Floats
-    left: Floats
-    queues: Ints
-    queue_rank: Ints
-    gates: tuple[Ints, Ints, Ints]
-
-    def lanes(
-        self,
-        run: Callable[..., Ints],
-        ordinals: Ints,
-        banker: bool,
-        release: Floats | None = None,
-    ) -> Ints:
-        """Run the loop, and return the numbers of the actions lane by lane in the order in which they start."""
-        table = self.draft.table
         if release is None:
-            release = np.zeros(len(table))
-        started = run(
-            table.rank,
-            table.microbatch,
-            self.lacks.copy(),
-            self.user_start,
-            self.users,
-            self.costs.seconds,
-            self.hops,
-            self.costs.gain / self.unit,
-            self.costs.loss / self.unit,
-            self.lent,
-            self.caps / self.unit,
-            self.claim.copy(),
-            self.spare,
-            self.left.copy(),
-            self.queues,
-            self.queue_rank,
-            ordinals,
-            *self.gates,
-            banker,
-            release,
+            release = np.zeros(len(ordinals))
+        memory = self.memory._replace(caps=caps / self.unit)
+        started = self.run(
+            self.actions, memory, self.gates, self.lacks, ordinals, release
         )
         assert (started >= 0).all(), "the list scheduler stalled"
         # The actions of a rank are numbered together, so this sorts each lane by itself.
-        lanes: Ints = np.lexsort((started, table.rank))
+        lanes: Ints = np.lexsort((started, self.actions.rank))
         return lanes
-
-
-def _list_inputs(
-    draft: Schedule,
-    costs: Columns,
-    caps: Floats,
-    needs: Ints,
-    gates: Sequence[StartLimit],
-) -> _ListInputs:
-    table = draft.table
-    queues = _queues(draft)
-    queue_rank = np.full(3 * len(draft.stages), -1, dtype=np.int64)
-    queue_rank[queues] = table.rank
-    user_start, users = users_of(needs)
-
-    # Sums of bytes are rounded, so the scheduler compares shares of the largest gain.
-    unit = float(costs.gain.max(initial=0.0)) or 1.0
-    lent = _lent(draft, costs) / unit
-    return _ListInputs(
-        draft,
-        costs,
-        caps,
-        (needs >= 0).sum(axis=1),
-        user_start,
-        users,
-        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0),
-        unit,
-        lent,
-        _sum_by_microbatch(draft, costs.gain / unit - lent),
-        _largest_on_ranks(draft, lent),
-        _sum_by_microbatch(draft, np.ones(len(table))),
-        queues,
-        queue_rank,
-        _gate_columns(draft, gates),
-    )
 
 
 # ---------------------------------------------------------------- inputs of the loop
@@ -311,7 +281,7 @@ def caps_by_rank(schedule: Schedule, cap: float | Sequence[float] | None) -> Flo
 
 def least_caps(draft: Schedule, costs: Columns) -> Floats:
     """Return the least cap of each rank that holds one whole micro-batch."""
-    lent = _largest_on_ranks(draft, _lent(draft, costs))
+    lent = draft.table.peaks(_lent(draft, costs))
     least: Floats = held_by_one(draft, costs) + lent
     return least
 
@@ -333,13 +303,6 @@ def users_of(needs: Ints) -> tuple[Ints, Ints]:
     return start.astype(np.int64), user[by_source].astype(np.int64)
 
 
-def _queues(draft: Schedule) -> Ints:
-    """Return the queue of each action: one queue for each kind of action on each stage."""
-    kind = draft.table.kind.astype(np.int64)
-    queues: Ints = kind * len(draft.stages) + draft.table.stage
-    return queues
-
-
 def _ordinals(draft: Schedule, priority: Priority) -> Ints:
     """Return the position of each action in the order of priority."""
     keys = [priority(draft, action) for lane in draft.lanes for action in lane]
@@ -348,23 +311,16 @@ def _ordinals(draft: Schedule, priority: Priority) -> Ints:
     return ordinals
 
 
-def _gate_columns(
-    draft: Schedule, gates: Sequence[StartLimit]
-) -> tuple[Ints, Ints, Ints]:
-    """Return up to two gates of each queue, and for each gate the queue it watches and its limit."""
+def _gate_columns(draft: Schedule, gates: Sequence[StartLimit]) -> Gates:
     stages = len(draft.stages)
-    by_queue = np.full((3 * stages, 2), -1, dtype=np.int64)
-    others = []
+    of_queue = np.full((KINDS * stages, 2), -1, dtype=np.int64)
     for number, gate in enumerate(gates):
-        queue = gate.kind * stages + gate.stage
-        column = 0 if by_queue[queue, 0] < 0 else 1
-        by_queue[queue, column] = number
-        others.append(gate.behind * stages + gate.other)
+        own = of_queue[gate.kind * stages + gate.stage]
+        own[0 if own[0] < 0 else 1] = number
+    others = [gate.behind * stages + gate.other for gate in gates]
     limits = [gate.limit for gate in gates]
-    return (
-        by_queue,
-        np.array(others, dtype=np.int64),
-        np.array(limits, dtype=np.int64),
+    return Gates(
+        of_queue, np.array(others, dtype=np.int64), np.array(limits, dtype=np.int64)
     )
 
 
@@ -373,13 +329,6 @@ def _sum_by_microbatch(draft: Schedule, values: Floats) -> Floats:
     sums = np.zeros((draft.ranks, len(draft.microbatches)))
     np.add.at(sums, (draft.table.rank, draft.table.microbatch), values)
     return sums
-
-
-def _largest_on_ranks(draft: Schedule, values: Floats) -> Floats:
-    """Return the largest value of a column on each rank."""
-    largest = np.zeros(draft.ranks)
-    np.maximum.at(largest, draft.table.rank, values)
-    return largest
 
 
 def _lent(draft: Schedule, costs: Columns) -> Floats:
@@ -393,48 +342,38 @@ def _lent(draft: Schedule, costs: Columns) -> Floats:
 
 # ---------------------------------------------------------------- the loop
 def _run_list(  # noqa: PLR0912, PLR0915
-    rank: Ints,
-    microbatch: Ints,
-    waiting: Ints,
-    user_start: Ints,
-    users: Ints,
-    seconds: Floats,
-    hop: Floats,
-    gain: Floats,
-    loss: Floats,
-    lent: Floats,
-    free: Floats,
-    claim: Floats,
-    spare: Floats,
-    left: Floats,
-    queue: Ints,
-    queue_rank: Ints,
+    actions: ListedActions,
+    memory: Memory,
+    gates: Gates,
+    lacks: Ints,
     place: Ints,
-    gate: Ints,
-    gate_other: Ints,
-    gate_limit: Ints,
-    banker: bool,
     release: Floats,
 ) -> Ints:
     """Return the position of each action in the order in which all actions start.
 
-    The loop consumes `waiting`, `free`, `claim` and `left`:
-
-    waiting: needs that each action still lacks               free: bytes, by rank
-    claim: bytes a micro-batch will still take on a rank      left: actions it still has there
-    lent: bytes an action takes that come back by themselves  spare: the most of these, by rank
+    `lacks` has the number of needs of each action, and `place` its position in the order of priority.
     """
-    ranks, microbatches = claim.shape
+    rank, microbatch, queue, seconds, hop, gain, loss, lent, user_start, users = actions
+    caps, whole_claim, spare, banker = memory
+    gate, gate_other, gate_limit = gates
+    queues = len(gate)
+    ranks, microbatches = whole_claim.shape
+    waiting = lacks.copy()  # needs that each action still lacks
+    free = caps.copy()  # bytes, by rank
+    claim = whole_claim.copy()  # bytes a micro-batch will still take on a rank
+    left = np.zeros((ranks, microbatches), np.int64)  # actions it still has there
+    queue_rank = np.full(queues, -1, np.int64)
+    for number in np.arange(len(rank)):
+        left[rank[number], microbatch[number]] += 1
+        queue_rank[queue[number]] = rank[number]
     # The lists below are empty; `range(0)` tells the compiler the type of their entries.
     # Heaps of (place, action), one for each queue:
-    ready = [
-        [(np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(len(queue_rank))
-    ]
+    ready = [[(np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(queues)]
     # A heap of (time, action, 1 if the action ended or 0 if one of its needs arrived):
     events = [(0.0, np.int64(0), np.int64(0)) for _ in range(0)]
     # The queues of each rank:
     rank_queues = [[np.int64(0) for _ in range(0)] for _ in range(ranks)]
-    for q in np.arange(len(queue_rank)):
+    for q in np.arange(queues):
         if queue_rank[q] >= 0:
             rank_queues[queue_rank[q]].append(q)
     for number in np.arange(len(rank)):
@@ -446,7 +385,7 @@ def _run_list(  # noqa: PLR0912, PLR0915
     held = np.zeros_like(claim)
     oldest = np.zeros(ranks, np.int64)  # the oldest unfinished micro-batch of a rank
     newest = np.full(ranks, -1, np.int64)  # the newest micro-batch that a rank began
-    queue_starts = np.zeros(len(queue_rank), np.int64)
+    queue_starts = np.zeros(queues, np.int64)
     busy = np.zeros(ranks, np.bool_)
     changed = np.ones(ranks, np.bool_)
     start_order = np.full(len(rank), -1, np.int64)
