@@ -12,6 +12,7 @@ cost the same. So the cost is asked about one example of each class:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,13 +22,12 @@ import numpy as np
 
 from penstock.cost.cost import ActionBytes, Cost
 from penstock.cost.network import busy_seconds
-from penstock.ir.action import BACKWARD, FORWARD, OP_CODES, WEIGHTS, Action
+from penstock.ir.action import BACKWARD, FORWARD, OPS, WEIGHTS, Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
 
 KEPT_ANSWERS = 2
 MAX_KEPT_ACTIONS = 100_000  # the answers about larger schedules are not kept
-ABSENT = -2  # marks a stage that a path does not visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     extra = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F left
     spike = np.maximum(rebuilt - extra, 0.0)  # held only while the action runs
     target = table.target()
-    message = _ask(schedule, _classes_by_path(schedule, classes), cost.message)
+    message = _ask(schedule, classes, cost.message)
     size = np.where(target >= 0, message, 0.0)
     links = _links(schedule, cost, target, size)
     send, receive = busy_seconds(cost.network.buffers, size, links.latency + links.wire)
@@ -150,88 +150,33 @@ def _ask_bytes(
 
 
 def _classes(schedule: Schedule) -> CostClasses:
-    """Number the combinations of op, stage and token range that occur."""
+    """Number the combinations of op, stage, stage before and token range that occur.
+
+    The stage before counts because a gradient is as large as the activation that came from there.
+    """
     table = schedule.table
+    known: dict[tuple[tuple[int, ...], int], int] = {}
+    keys = [(one.cuts, one.tokens) for one in schedule.microbatches]
+    cuts = np.array([known.setdefault(key, len(known)) for key in keys])
+    later = np.flatnonzero(table.position > 0)
+    microbatch, position = table.microbatch[later], table.position[later]
+    slot = table.slot(FORWARD, microbatch, position - 1, table.slice[later])
+    before = np.zeros(len(table), dtype=np.int64)
+    before[later] = 1 + table.stage[table.at[slot]]
     stages = len(schedule.stages)
-    first_range, ranges = _token_ranges(schedule)
-    token_range = first_range[table.microbatch] + table.slice
-    op_and_stage = table.op.astype(np.int64) * stages + table.stage
-    code = op_and_stage * ranges + token_range
-    codes = len(OP_CODES) * stages * ranges
+    places = (table.op, table.stage, before, cuts[table.microbatch], table.slice)
+    sizes = (len(OPS), stages, 1 + stages, len(known), schedule.slices)
+    code, codes = np.ravel_multi_index(places, sizes), math.prod(sizes)
     mostly_unused = codes > 4 * len(table) + 1024
-    if mostly_unused:  # Sorting is faster than counting.
-        return _classes_by_sorting(schedule, code)
-    return _classes_by_counting(schedule, code, codes)
-
-
-def _classes_by_counting(schedule: Schedule, code: Ints, codes: int) -> CostClasses:
-    """One class for each of the codes that occurs; `codes` is how many could occur."""
+    if mostly_unused:
+        used, code = np.unique(code, return_inverse=True)
+        codes = len(used)
     example = np.full(codes, -1, dtype=np.int64)
     example[code] = np.arange(len(code))
-    used = np.flatnonzero(example >= 0)
+    classes = np.flatnonzero(example >= 0)
     class_of_code = np.zeros(codes, dtype=np.int64)
-    class_of_code[used] = np.arange(len(used))
-    return CostClasses(schedule.table.actions(example[used]), class_of_code[code])
-
-
-def _classes_by_sorting(schedule: Schedule, code: Ints) -> CostClasses:
-    """One class for each code that occurs, where most codes do not."""
-    _, examples, classes = np.unique(code, return_index=True, return_inverse=True)
-    return CostClasses(schedule.table.actions(examples), classes)
-
-
-def _token_ranges(schedule: Schedule) -> tuple[Ints, int]:
-    """Number the token ranges of all slices; micro-batches with equal cuts have the same ones.
-
-    Returns the number of each micro-batch's first range, and how many ranges there are.
-    """
-    known: dict[tuple[tuple[int, ...], int], int] = {}
-    ranges = 0
-    first_range = np.empty(len(schedule.microbatches), dtype=np.int64)
-    for number, microbatch in enumerate(schedule.microbatches):
-        key = (microbatch.cuts, microbatch.tokens)
-        if key not in known:
-            known[key] = ranges
-            ranges += microbatch.slices
-        first_range[number] = known[key]
-    return first_range, ranges
-
-
-def _classes_by_path(schedule: Schedule, classes: CostClasses) -> CostClasses:
-    """The classes for what also depends on the stage before, as the size of a message does.
-
-    A gradient is as large as the activation that came from there.
-    """
-    stages = len(schedule.stages)
-    paths, path_of = _distinct_paths(schedule)
-    before = np.full((len(paths), stages), ABSENT, dtype=np.int64)
-    for path, row in paths.items():
-        before[row, list(path)] = (-1, *path[:-1])
-    largest = before.max(axis=0)
-    least = np.where(before == ABSENT, stages, before).min(axis=0)
-    same_on_all_paths = (largest <= least).all()
-    if same_on_all_paths:
-        return classes
-    table = schedule.table
-    own_path = path_of[table.microbatch]
-    previous = before[own_path, table.stage]
-    code = classes.of_action * (stages + 1) + 1 + previous
-    return _classes_by_sorting(schedule, code)
-
-
-def _distinct_paths(schedule: Schedule) -> tuple[dict[tuple[int, ...], int], Ints]:
-    """Every path with its number, and the number of each micro-batch's path."""
-    paths: dict[tuple[int, ...], int] = {}
-    by_identity: dict[int, int] = {}  # most micro-batches share one path object
-    path_of = np.empty(len(schedule.microbatches), dtype=np.int64)
-    for number, microbatch in enumerate(schedule.microbatches):
-        path = microbatch.path
-        row = by_identity.get(id(path))
-        if row is None:
-            row = paths.setdefault(path, len(paths))
-            by_identity[id(path)] = row
-        path_of[number] = row
-    return paths, path_of
+    class_of_code[classes] = np.arange(len(classes))
+    return CostClasses(table.actions(example[classes]), class_of_code[code])
 
 
 # ---------------------------------------------------------------- messages and memory
