@@ -30,15 +30,17 @@ from sleeping import Sleeping
 from tables import middle_and_range, table
 from torch import Tensor, nn
 
-from penstock import ModelCost, lower
+from penstock import Cost, ModelCost, Timeline, lower
 from penstock.cost.profile import sum_as
+from penstock.cost.sums import link_matrices, ring_plan
 from penstock.formats import dump_plan, load_plan
+from penstock.ir.sums import SumPlan
 from penstock.ir.verify_sums import verify_sums
 from penstock.plan.paths import even_parts, paths_plan
 from penstock.plan.paths.planner import PathPlan
 from penstock.runtime import Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
-from penstock.sim.sums import plan_rings
+from penstock.sim.sums import sum_intervals
 
 HEADING = "## With sums of gradients"
 WIDTH = 2048  # numbers of the message that stands for those bytes
@@ -91,9 +93,19 @@ def text_of(plan: PathPlan, lever: Lever) -> str:
     """A plan with its sums, as a run reads it."""
     made = paths_plan(plan, sum_messages=lever.messages)
     if not lever.planned:
-        made = replace(made, sums=plan_rings(plan.timeline, plan.problem.cost()))
+        made = replace(made, sums=rings_of(plan.timeline, plan.problem.cost()))
     verify_sums(made.schedule, made.sums)
     return dump_plan(made)
+
+
+def rings_of(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
+    """A ring for each part, over the links that its price assumes."""
+    plans = []
+    for one in sum_intervals(timeline.schedule, cost, timeline.end):
+        if one.bytes > 0:
+            links = link_matrices(one.ranks, cost.latency, cost.bandwidth)
+            plans.append(ring_plan(*links, one.bytes, one.ranks, one.parts))
+    return tuple(plans)
 
 
 # ---------------------------------------------------------------- processes

@@ -32,10 +32,12 @@ from penstock.cost.gpus import analytic_profile
 from penstock.cost.memory import device_memory
 from penstock.cost.network import BufferedMessage
 from penstock.cost.placed import PlacedCost
+from penstock.cost.sums import link_matrices, ring_plan
+from penstock.ir.sums import SumPlan
 from penstock.plan.improve import improve_order
 from penstock.sim import simulate_shared
 from penstock.sim.simulate import simulate_own_times
-from penstock.sim.sums import plan_rings, plan_sums
+from penstock.sim.sums import plan_sums, sum_intervals
 
 TOLERANCE = 1e-9
 MOVES = 600
@@ -234,6 +236,14 @@ def costs_of(cost: Callable[[Schedule], Cost]) -> object:
     return found
 
 
+def plan_rings(schedule: Schedule, cost: Cost) -> tuple[SumPlan, ...]:
+    plans = []
+    for one in sum_intervals(schedule, cost, simulate(schedule, cost).end):
+        links = link_matrices(one.ranks, cost.latency, cost.bandwidth)
+        plans.append(ring_plan(*links, one.bytes, one.ranks, one.parts))
+    return tuple(plans)
+
+
 def gradient_sums() -> object:
     """Sums as planned, as rings, and a simulation with the planned ones."""
     found = {}
@@ -255,7 +265,7 @@ def gradient_sums() -> object:
             quickest = PlannedSumsCost(cost)
             timeline = simulate(schedule, quickest)
             plans = plan_sums(timeline, quickest)
-            rings = plan_rings(simulate(schedule, cost), cost)
+            rings = plan_rings(schedule, cost)
             found[f"{name} {copies}"] = {
                 "ends": [one.end for one in timeline.sums],
                 "ring ends": [one.end for one in simulate(schedule, cost).sums],

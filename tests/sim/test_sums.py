@@ -14,7 +14,7 @@ from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, simu
 from penstock.cost import NoisyCost, Profile
 from penstock.cost.cost import GivenSumsCost, PlannedSumsCost
 from penstock.cost.profile import block
-from penstock.cost.sums import ring_seconds
+from penstock.cost.sums import link_matrices, quickest_sum, ring_seconds
 from penstock.errors import ShapeError
 from penstock.ir.sums import (
     completion,
@@ -151,7 +151,8 @@ def test_planned_sums_send_messages_over_the_links():
         PlannedSumsCost(one).sum_end((0, 1, 2), 8e6, ready) for one in (slow, alike)
     ]
     assert ends[0] == ends[1]
-    plan = PlannedSumsCost(alike).plan_sum((0,), (0, 1, 2), 8e6, ready)
+    matrices = link_matrices((0, 1, 2), alike.latency, alike.bandwidth)
+    plan = quickest_sum(*matrices, 8e6, ready, (0, 1, 2), (0,))
     given = [
         GivenSumsCost(one, (plan,)).sum_end((0, 1, 2), 8e6, ready)
         for one in (slow, alike)

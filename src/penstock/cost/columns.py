@@ -13,7 +13,7 @@ cost the same. So the cost is asked about one example of each class:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,18 +75,18 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
 def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     table = schedule.table
     classes = _classes(schedule)
-    held, kept, rebuilt, working, carried = _ask_bytes(schedule, classes, cost)
+    held, kept, rebuilt, working, carried = _ask(schedule, classes, cost.bytes)
     loss = _losses(table, held, kept)
     extra = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F left
     spike = np.maximum(rebuilt - extra, 0.0)  # held only while the action runs
     target = table.target()
     message = _ask(schedule, classes, cost.message)
     size = np.where(target >= 0, message, 0.0)
-    links = _links(schedule, cost, target, size)
-    send, receive = busy_seconds(cost.network.buffers, size, links.latency + links.wire)
+    link, latency, wire = _links(schedule, cost, target, size)
+    send, receive = busy_seconds(cost.network.buffers, size, latency + wire)
     pause = _ask(schedule, classes, cost.pause)
     if cost.waits:
-        pause = pause + links.latency + links.wire
+        pause = pause + latency + wire
     return Columns(
         seconds=_ask(schedule, classes, cost.seconds),
         gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
@@ -95,9 +95,9 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         carried=carried,
         bytes=size,
         target=target,
-        link=links.number,
-        latency=links.latency,
-        wire=links.wire,
+        link=link,
+        latency=latency,
+        wire=wire,
         send=send,
         receive=receive,
         pause=pause,
@@ -132,21 +132,14 @@ class CostClasses(NamedTuple):
 
 
 def _ask(
-    schedule: Schedule, classes: CostClasses, ask: Callable[[Schedule, Action], float]
+    schedule: Schedule,
+    classes: CostClasses,
+    ask: Callable[[Schedule, Action], float | ActionBytes],
 ) -> Floats:
-    """One quantity for every action, asked once for each class."""
+    """One quantity for every action, or several in rows, asked once for each class."""
     answers = [ask(schedule, example) for example in classes.examples]
-    column: Floats = np.array(answers, dtype=np.float64)[classes.of_action]
-    return column
-
-
-def _ask_bytes(
-    schedule: Schedule, classes: CostClasses, cost: Cost
-) -> Iterator[Floats]:
-    """What every action holds, one column for each field of `ActionBytes`."""
-    answers = [cost.bytes(schedule, example) for example in classes.examples]
-    table = np.array(answers, dtype=np.float64).reshape(-1, len(ActionBytes._fields))
-    return (column[classes.of_action] for column in table.T)
+    rows: Floats = np.array(answers, dtype=np.float64).T[..., classes.of_action]
+    return rows
 
 
 def _classes(schedule: Schedule) -> CostClasses:
@@ -180,35 +173,26 @@ def _classes(schedule: Schedule) -> CostClasses:
 
 
 # ---------------------------------------------------------------- messages and memory
-class MessageColumns(NamedTuple):
-    """The way of every action's message: -1 and zeros if it sends none."""
-
-    number: Ints  # of the pair of ranks, among the pairs that send
-    latency: Floats
-    wire: Floats  # seconds that the message occupies the link
-
-
 def _links(
     schedule: Schedule, cost: Cost, target: Ints, size: Floats
-) -> MessageColumns:
-    """Ask for each pair of ranks that sends what its link is like."""
+) -> tuple[Ints, Floats, Floats]:
+    """The link of every action's message: its number, its latency, and the seconds that the message occupies it.
+
+    Each pair of ranks that sends has a link. An action that sends nothing has link -1.
+    """
     senders = np.flatnonzero(target >= 0)
-    source_rank = schedule.table.rank[senders]
-    pair = source_rank * schedule.ranks + target[senders]
+    pair = schedule.table.rank[senders] * schedule.ranks + target[senders]
     pairs, own_link = np.unique(pair, return_inverse=True)
-    latencies = np.empty(len(pairs))
-    bandwidths = np.empty(len(pairs))
-    for number, one in enumerate(pairs.tolist()):
-        source, destination = divmod(one, schedule.ranks)
-        latencies[number] = cost.latency(source, destination)
-        bandwidths[number] = cost.bandwidth(source, destination)
-    actions = len(target)
-    no_link = np.full(actions, -1, dtype=np.int64)
-    links = MessageColumns(no_link, np.zeros(actions), np.zeros(actions))
-    links.number[senders] = own_link
-    links.latency[senders] = latencies[own_link]
-    links.wire[senders] = size[senders] / bandwidths[own_link]
-    return links
+    ends = [divmod(one, schedule.ranks) for one in pairs.tolist()]
+    latencies = np.array([cost.latency(*one) for one in ends])
+    bandwidths = np.array([cost.bandwidth(*one) for one in ends])
+    link = np.full(len(target), -1, dtype=np.int64)
+    latency = np.zeros(len(target))
+    wire = np.zeros(len(target))
+    link[senders] = own_link
+    latency[senders] = latencies[own_link]
+    wire[senders] = size[senders] / bandwidths[own_link]
+    return link, latency, wire
 
 
 def _losses(table: Table, held: Floats, kept: Floats) -> Floats:

@@ -24,12 +24,11 @@ from penstock.cost.network import Network, value_of_pair
 from penstock.cost.sums import (
     link_matrices,
     planned_sum_end,
-    quickest_sum,
     rounds_end,
     sum_over_network,
 )
 from penstock.errors import ShapeError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import BACKWARD, FORWARD, SPLIT_OPS, WEIGHTS, Action, Op
 from penstock.ir.schedule import Schedule, stretch
 from penstock.ir.sums import SumPlan
 from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Units
@@ -132,7 +131,7 @@ class Cost(ABC):
     def sum_end(
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
     ) -> float:
-        """When these ranks have summed `size` bytes of gradients, which each has `ready` at its own time.
+        """When these ranks, at least two, have summed `size` bytes of gradients, `ready` at times of their own.
 
         By default the sum is a ring over their links, which begins when the last rank is ready.
         """
@@ -193,8 +192,8 @@ class UnitCost(Cost):
         """
         if not split:
             return self.B, self.B
-        inputs = self.time(Op.I)
-        return min(self.B, inputs), min(self.B, inputs + self.time(Op.W))
+        _, inputs, weights = map(self.time, SPLIT_OPS)
+        return min(self.B, inputs), min(self.B, inputs + weights)
 
     def share(self, schedule: Schedule, action: Action) -> float:
         """The fraction of a rank's work for a micro-batch that one action does."""
@@ -275,15 +274,11 @@ class PartCost:
 
     def curves(self, op: Op) -> tuple[Curve, ...]:
         """The curves whose sum is the time of an op."""
-        if op is Op.F:
-            return (self.F,)
-        if op is Op.W:
-            return (self.W,)
-        recomputed = (self.F,) if self.recompute else ()
-        if op is Op.I:
-            return (*recomputed, self.I)
-        whole = (self.I, self.W) if self.B is None else (self.B,)
-        return (*recomputed, *whole)
+        own: Curve | None = getattr(self, op.value)
+        curves = (self.I, self.W) if own is None else (own,)
+        if self.recompute and op.kind == BACKWARD:
+            return (self.F, *curves)
+        return curves
 
 
 class PartsCost(Cost):
@@ -306,7 +301,7 @@ class PartsCost(Cost):
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result. A gradient is as large as the input that it belongs to."""
         sender = action.stage
-        if action.op is not Op.F:
+        if action.op.kind != FORWARD:
             path = schedule.microbatches[action.microbatch].path
             sender = path[max(path.index(action.stage) - 1, 0)]
         model = self.model(schedule)
@@ -320,11 +315,11 @@ class PartsCost(Cost):
         tokens = model.length(schedule, action)
         part = model.part(schedule, action.stage)
         rebuilt = working = 0.0
-        if part.recompute and action.op in (Op.B, Op.I):
+        if part.recompute and action.op.kind == BACKWARD:
             rebuilt = max(part.held - part.message, 0.0) * tokens
-        if action.op is not Op.W:
+        if action.op.kind != WEIGHTS:
             working = part.working * tokens
-        if action.op in (Op.B, Op.W):
+        if action.op.row.then < 0:  # it computes the gradients of the weights
             working += part.scratch
         return ActionBytes(
             held=part.left * tokens,
@@ -582,7 +577,7 @@ class PausedCost(WrappedCost):
     def pause(self, schedule: Schedule, action: Action) -> float:
         """How long the rank rests after an action."""
         part = schedule.stages[action.stage].part
-        if action.op is not Op.F:
+        if action.op.kind != FORWARD:
             return self.gap
         if part == schedule.parts - 1:
             return self.head
@@ -605,8 +600,6 @@ class CopiedCost(WrappedCost):
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
     ) -> float:
         """When all copies have summed `size` bytes of gradients, along a ring."""
-        if len(ranks) < 2 or size <= 0:
-            return max(ready)
         once = self.cost.sum_end(ranks[:2], size, (0.0, 0.0))
         bytes_of_pair = self.cost.sum_end(ranks[:2], 2.0 * size, (0.0, 0.0)) - once
         pair = once - bytes_of_pair  # the latency
@@ -623,21 +616,8 @@ class PlannedSumsCost(WrappedCost):
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
     ) -> float:
         """When these ranks have summed gradients that each has ready at its own time."""
-        if len(ranks) < 2 or size <= 0:
-            return max(ready)
         links = link_matrices(ranks, self.cost.latency, self.cost.bandwidth)
         return planned_sum_end(*links, size, ready)
-
-    def plan_sum(
-        self,
-        parts: Sequence[int],
-        ranks: Sequence[int],
-        size: float,
-        ready: Sequence[float],
-    ) -> SumPlan:
-        """How these ranks reach that end."""
-        links = link_matrices(ranks, self.cost.latency, self.cost.bandwidth)
-        return quickest_sum(*links, size, ready, ranks, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -650,8 +630,6 @@ class GivenSumsCost(WrappedCost):
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
     ) -> float:
         """When these ranks have summed gradients that each has ready at its own time."""
-        if len(ranks) < 2 or size <= 0:
-            return max(ready)
         for plan in self.sums:
             if set(plan.ranks) == set(ranks):
                 links = link_matrices(ranks, self.cost.latency, self.cost.bandwidth)

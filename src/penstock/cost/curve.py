@@ -45,7 +45,6 @@ class Curve(Protocol):
 
     def of(self, tokens: int, prefix: int) -> float:
         """Seconds for a slice of `tokens` after `prefix`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

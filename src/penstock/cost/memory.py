@@ -18,6 +18,7 @@ without embedding and head, 8% in the median: leave a tenth of a memory free.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,7 @@ from penstock.cost.cost import Cost
 from penstock.ir.action import BACKWARD, FORWARD
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
-from penstock.ir.sums import shared_gradients
+from penstock.ir.sums import SharedGradients, shared_gradients
 from penstock.ir.table import Floats, Ints
 
 # Messages that a rank holds besides its activations: the runtime waits for the oldest send before
@@ -176,51 +177,52 @@ def _of_visit(schedule: Schedule, own: Floats) -> Floats:
 def _message_bytes(schedule: Schedule, costs: Columns) -> Floats:
     """The largest messages on their way to and from each rank."""
     table = schedule.table
-    outgoing = np.zeros(schedule.ranks)
     incoming = np.zeros(schedule.ranks)
-    target = table.target()
-    senders = np.flatnonzero(target >= 0)
-    np.maximum.at(outgoing, table.rank[senders], costs.bytes[senders])
-    np.maximum.at(incoming, target[senders], costs.bytes[senders])
+    senders = np.flatnonzero(costs.target >= 0)
+    np.maximum.at(incoming, costs.target[senders], costs.bytes[senders])
     sends = np.bincount(table.rank[senders], minlength=schedule.ranks)
     in_flight = np.minimum(sends, MAX_SENDS_IN_FLIGHT)
-    size: Floats = in_flight * outgoing + RECEIVES_IN_FLIGHT * incoming
+    size: Floats = in_flight * table.peaks(costs.bytes) + RECEIVES_IN_FLIGHT * incoming
     return size
+
+
+def gradient_sums(
+    schedule: Schedule, cost: Cost
+) -> Iterator[tuple[SharedGradients, float]]:
+    """The sums of gradients of a step, in the order in which they begin, with the bytes of each."""
+    tied = cost.tied(schedule).gradients
+    stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
+    for shared in shared_gradients(schedule, tied > 0):
+        size = tied
+        if len(shared.parts) == 1:
+            stage = stage_of_part[shared.parts[0]]
+            size = cost.weights(schedule, stage).gradients
+        yield shared, size
 
 
 def _sum_bytes(schedule: Schedule, cost: Cost) -> Floats:
     """Copies of the gradients that each rank sums with others; all wait for the end of the step."""
     copies = np.zeros(schedule.ranks)
-    tied = cost.tied(schedule).gradients
-    stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
-    for _, parts, ranks, _ in shared_gradients(schedule, tied > 0):
-        size = tied
-        if len(parts) == 1:
-            size = cost.weights(schedule, stage_of_part[parts[0]]).gradients
-        copies[list(ranks)] += size
+    for shared, size in gradient_sums(schedule, cost):
+        copies[list(shared.ranks)] += size
     return copies
 
 
 def recordings_of(schedule: Schedule) -> Ints:
     """How many sets of recordings each stage needs: its micro-batches in flight at the fullest moment."""
     table = schedule.table
-    microbatches = len(schedule.microbatches)
-    place = table.stage.astype(np.int64) * microbatches + table.microbatch
-    numbers = np.arange(len(table))
-    size = len(schedule.stages) * microbatches
-    first = np.full(size, len(table), dtype=np.int64)
-    last = np.full(size, -1, dtype=np.int64)
-    np.minimum.at(first, place, numbers)
-    np.maximum.at(last, place, numbers)
+    visit = table.stage.astype(np.int64) * len(schedule.microbatches) + table.microbatch
+    _, first = np.unique(visit, return_index=True)
+    _, from_end = np.unique(visit[::-1], return_index=True)
+    begins = np.zeros(len(table), dtype=np.int64)
+    ends = np.zeros(len(table), dtype=np.int64)
+    begins[first] = 1
+    ends[len(table) - 1 - from_end] = 1
+    # On each stage as many begin as end, so one sum serves all stages, one after the other.
+    order = np.argsort(table.stage, kind="stable")
+    in_flight = np.cumsum(begins[order]) - np.cumsum(ends[order]) + ends[order]
     most = np.zeros(len(schedule.stages), dtype=np.int64)
-    for stage in range(len(schedule.stages)):
-        mine = slice(stage * microbatches, (stage + 1) * microbatches)
-        visited = last[mine] >= 0
-        begins, ends = first[mine][visited], last[mine][visited]
-        if len(begins):
-            order = np.sort(begins)
-            gone = np.searchsorted(np.sort(ends), order)
-            most[stage] = int((np.arange(1, len(order) + 1) - gone).max())
+    np.maximum.at(most, table.stage[order], in_flight)
     return most
 
 

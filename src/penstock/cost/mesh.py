@@ -15,7 +15,6 @@ times. The sum of gradients over `shard` follows a part's last action, as AdamW'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from penstock.cost.network import Link
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Point, Profile
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, held_numbers
 from penstock.errors import ShapeError
+from penstock.ir.action import OPS, Op
 
 SUMS_PER_LAYER = 2  # of the hidden state, in a forward and in a backward each
 # Whole copies that a sharded block has during a step: the weights and their gradients, and, while
@@ -65,19 +65,16 @@ def mesh_profile(
     item = HALF_BYTES if profile.is_half else FLOAT32_BYTES
     hidden = profile.rows * _size(profile, "width")
     vocab = profile.rows * _size(profile, "vocab")
-    sums = _tensor_sum(tensor, link)
-    gathers = _gather(tensor, link)
+    # A ring sums in two exchanges: to its shares, and back. A gather is one of them.
+    embed_sum = _exchanges(2, FLOAT32_BYTES * hidden, tensor, link)
+    layer_sums = _exchanges(2 * SUMS_PER_LAYER, item * hidden, tensor, link)
+    head_gather = _exchanges(1, item * vocab, tensor, link)
+    head_sum = _exchanges(2, item * hidden, tensor, link)
     blocks = {}
     for name, share, forward, backward, copies in (
-        ("embed", embed, sums(FLOAT32_BYTES * hidden), Seconds(), GATHERED_END_COPIES),
-        (
-            "layer",
-            layer,
-            sums(item * hidden, SUMS_PER_LAYER),
-            sums(item * hidden, SUMS_PER_LAYER),
-            GATHERED_LAYER_COPIES,
-        ),
-        ("head", head, gathers(item * vocab), sums(item * hidden), GATHERED_END_COPIES),
+        ("embed", embed, embed_sum, Seconds(), GATHERED_END_COPIES),
+        ("layer", layer, layer_sums, layer_sums, GATHERED_LAYER_COPIES),
+        ("head", head, head_gather, head_sum, GATHERED_END_COPIES),
     ):
         original: Block = getattr(profile, name)
         block = _share_of(original, share, slowdown, forward, backward)
@@ -131,27 +128,11 @@ def _exchange(size: float, processes: int, link: Link) -> float:
     return steps * (link.latency + size / processes / link.bandwidth)
 
 
-def _tensor_sum(tensor: int, link: Link) -> Callable[..., Seconds]:
-    """Seconds of sums of `bytes_per_token` over the processes of a tensor row, as a curve over tokens."""
-
-    def seconds(bytes_per_token: float, count: int = 1) -> Seconds:
-        # A ring sums in two exchanges: to its shares, and back.
-        base = 2 * _exchange(0.0, tensor, link)
-        token = 2 * _exchange(bytes_per_token, tensor, link) - base
-        return Seconds(base=count * base, token=count * token)
-
-    return seconds
-
-
-def _gather(tensor: int, link: Link) -> Callable[[float], Seconds]:
-    """The same for a gather."""
-
-    def seconds(bytes_per_token: float) -> Seconds:
-        base = _exchange(0.0, tensor, link)
-        token = _exchange(bytes_per_token, tensor, link) - base
-        return Seconds(base=base, token=token)
-
-    return seconds
+def _exchanges(count: int, bytes_per_token: float, tensor: int, link: Link) -> Seconds:
+    """Seconds of exchanges of `bytes_per_token` in a tensor row, as a curve over tokens."""
+    base = count * _exchange(0.0, tensor, link)
+    token = count * _exchange(bytes_per_token, tensor, link) - base
+    return Seconds(base=base, token=token)
 
 
 def _share_of(
@@ -160,31 +141,26 @@ def _share_of(
     """A block with the work of one process and the sums inside its actions. W sums nothing."""
     work = share.work * slowdown
 
-    def scaled(fit: Fit, sums: Seconds) -> Fit:
-        curve: Curve = sum_curves([(work, fit.curve), (1.0, sums)])
+    sums = (forward, backward, Seconds())  # by kind of action
+
+    def scaled(op: Op) -> Fit:
+        fit = block.fit(op)
+        curve: Curve = sum_curves([(work, fit.curve), (1.0, sums[op.kind])])
         return replace(fit, curve=curve)
 
     points = []
     for one in block.points:
         place = (one.tokens, one.prefix)
-        there = forward.of(*place)
-        back = backward.of(*place)
-        point = Point(
-            *place,
-            F=work * one.F + there,
-            B=work * one.B + back,
-            I=work * one.I + back,
-            W=work * one.W,
-            held_out=one.held_out,
-        )
-        points.append(point)
+        f, b, i, w = (work * one.of(op) + sums[op.kind].of(*place) for op in OPS)
+        points.append(Point(*place, f, b, i, w, one.held_out))
+    f_fit, b_fit, i_fit, w_fit = map(scaled, OPS)
     return replace(
         block,
         points=tuple(points),
-        F=scaled(block.F, forward),
-        B=scaled(block.B, backward),
-        I=scaled(block.I, backward),
-        W=scaled(block.W, Seconds()),
+        F=f_fit,
+        B=b_fit,
+        I=i_fit,
+        W=w_fit,
         held=block.held * share.held,
         kept=block.kept * share.held,
         weights=block.weights * share.numbers,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from penstock.cost.cost import ModelCost, PartCost, PartsCost
 from penstock.cost.network import Network
 from penstock.cost.profile import Block, Profile
-from penstock.ir.action import Action, Op
+from penstock.ir.action import WHOLE_OPS, Action
 from penstock.ir.schedule import Schedule
 from penstock.partition import balanced_partition, even_partition
 
@@ -189,5 +189,4 @@ def count_of_share(share: float, whole: int) -> int:
 
 def block_seconds(block: Block, tokens: int) -> float:
     """Return the seconds of a block's forward and backward of one whole sequence."""
-    ops: Sequence[Op] = (Op.F, Op.B)
-    return sum(block.fit(op).curve.of(tokens, 0) for op in ops)
+    return sum(block.fit(op).curve.of(tokens, 0) for op in WHOLE_OPS)

@@ -10,7 +10,7 @@ Seconds and bytes are those of all rows of a micro-batch; bytes are given per to
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,8 +19,8 @@ from penstock.cost.curve import Curve, Fit, Seconds, fit_curve, sum_curves
 from penstock.cost.network import Network
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
 from penstock.errors import ShapeError
-from penstock.ir.action import Op
-from penstock.ir.plan import Facts
+from penstock.ir.action import OP_CODES, OPS, Op
+from penstock.ir.plan import Fact, Facts
 
 # The largest relative error of a curve on held-out points with which plans are made.
 # Usual errors are 9 to 25% on a CPU and 1 to 7% on a GPU.
@@ -59,7 +59,7 @@ class Point:
 
     def of(self, op: Op) -> float:
         """The seconds of one op."""
-        return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
+        return (self.F, self.B, self.I, self.W)[OP_CODES[op]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Block:
 
     def fit(self, op: Op) -> Fit:
         """The fit of one op."""
-        return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
+        return (self.F, self.B, self.I, self.W)[OP_CODES[op]]
 
 
 def send_as(profile: Profile, dtype: str) -> Profile:
@@ -109,7 +109,6 @@ class HasError(Protocol):
     @property
     def worst_error(self) -> float:
         """The worst relative error on held-out points."""
-        ...
 
 
 def refuse_error(profile: HasError, source: str) -> None:
@@ -135,7 +134,7 @@ def block(
     update: float = 0.0,
 ) -> Block:
     """Fit curves to the points of a block."""
-    f, b, i, w = (fit_op(points, op) for op in (Op.F, Op.B, Op.I, Op.W))
+    f, b, i, w = (fit_op(points, op) for op in OPS)
     return Block(tuple(points), f, b, i, w, held, kept, weights, update)
 
 
@@ -232,7 +231,6 @@ class Profile:
             weights -= self.tied
         tied = self.tied if first != last else 0.0
         gathered = sum(count * block.gathered for count, block in blocks)
-        device = dict(self.device)
         moments = part_moments(
             dict(self.model),
             layers,
@@ -240,14 +238,15 @@ class Profile:
             last,
             self.rows,
             self.is_half,
-            int(device.get("tensor") or 1),
-            int(device.get("loss_chunk") or 0),
+            int(self.facts.get("tensor") or 1),
+            int(self.facts.get("loss_chunk") or 0),
         )
+        f, b, i, w = map(curve, OPS)
         return PartCost(
-            F=curve(Op.F),
-            I=curve(Op.I),
-            W=curve(Op.W),
-            B=curve(Op.B),
+            F=f,
+            I=i,
+            W=w,
+            B=b,
             held=held,
             kept=sum(count * block.kept for count, block in blocks),
             message=self.message,
@@ -261,14 +260,18 @@ class Profile:
         )
 
     @property
+    def facts(self) -> dict[str, Fact]:
+        """Where and how it was measured, by name."""
+        return dict(self.device)
+
+    @property
     def sent(self) -> float:
         """Bytes per token of a message on its way to another rank.
 
         Models that compute in half precision throughout have small messages already.
         """
-        facts = dict(self.device)
-        halved = facts.get("dtype") in HALF_TYPES
-        sent_as = str(facts.get("messages") or "float32")
+        halved = self.facts.get("dtype") in HALF_TYPES
+        sent_as = str(self.facts.get("messages") or "float32")
         return sent_bytes(self.message, self.rows, sent_as, halved)
 
     def _copies(self, layers: int, last: bool, is_sharded: bool) -> float:
@@ -276,9 +279,8 @@ class Profile:
 
         Only linear layers have them, and only if no processes share the weights.
         """
-        facts = dict(self.device)
-        shared = is_sharded or int(facts.get("tensor") or 1) > 1
-        if shared or facts.get("autocast") not in HALF_TYPES:
+        shared = is_sharded or int(self.facts.get("tensor") or 1) > 1
+        if shared or self.facts.get("autocast") not in HALF_TYPES:
             return 0.0
         weights = layers * self.layer.weights + int(last) * self.head.weights
         return weights / TENSORS_PER_WEIGHT * HALF_BYTES / FLOAT32_BYTES
@@ -286,14 +288,12 @@ class Profile:
     @property
     def is_half(self) -> bool:
         """Whether products compute with two bytes a number."""
-        facts = dict(self.device)
-        return (facts.get("autocast") or facts.get("dtype")) in HALF_TYPES
+        return (self.facts.get("autocast") or self.facts.get("dtype")) in HALF_TYPES
 
     @property
     def handover(self) -> float:
         """Seconds that the device loses when processes take turns and it goes from one to another."""
-        on_gpu = dict(self.device).get("device") == "cuda"
-        return GPU_HANDOVER_SECONDS if on_gpu else 0.0
+        return GPU_HANDOVER_SECONDS if self.facts.get("device") == "cuda" else 0.0
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
         """The blocks that make up a part, with the count of each."""
@@ -302,13 +302,12 @@ class Profile:
     @property
     def rest(self) -> float:
         """Processor seconds of a rank for what a step does beside its actions and updates."""
-        return float(dict(self.device).get(REST) or 0.0)
+        return float(self.facts.get(REST) or 0.0)
 
     @property
     def processors(self) -> int | None:
         """How many of the processes that measured could compute at the same time; None if nobody measured."""
-        facts = dict(self.device)
-        return int(facts.get(PROCESSORS) or facts.get("ranks") or 0) or None
+        return int(self.facts.get(PROCESSORS) or self.facts.get("ranks") or 0) or None
 
     @property
     def spread(self) -> tuple[float, float]:
@@ -317,8 +316,7 @@ class Profile:
         They are the fastest and the slowest round of the measurement. Old files do not have them; their curves
         say how far off they are.
         """
-        facts = dict(self.device)
-        low, high = facts.get(FASTEST_ROUND), facts.get(SLOWEST_ROUND)
+        low, high = self.facts.get(FASTEST_ROUND), self.facts.get(SLOWEST_ROUND)
         if low is None or high is None:
             error = self.worst_error
             return max(0.0, 1.0 - error), 1.0 + error
@@ -333,7 +331,7 @@ class Profile:
         """
         blocks = self.blocks(self.layers, first=True, last=True)
         errors = [0.0]
-        for op in (Op.F, Op.B, Op.I, Op.W):
+        for op in OPS:
             fits = [(count, block.fit(op)) for count, block in blocks]
             times = [count * each.curve.of(self.tokens, 0) for count, each in fits]
             total = sum(times)
@@ -371,15 +369,9 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
         )
 
     def enlarge_point(point: Point) -> Point:
-        return Point(
-            point.tokens * length_factor,
-            point.prefix * length_factor,
-            point.F * time_factor,
-            point.B * time_factor,
-            point.I * time_factor,
-            point.W * time_factor,
-            point.held_out,
-        )
+        tokens, prefix = point.tokens * length_factor, point.prefix * length_factor
+        f, b, i, w = (point.of(op) * time_factor for op in OPS)
+        return Point(tokens, prefix, f, b, i, w, point.held_out)
 
     def enlarge_block(original: Block) -> Block:
         return block(
@@ -510,12 +502,13 @@ def _mix(rows: int, terms: Sequence[tuple[float, Profile]]) -> Profile:
 
 def _mix_blocks(terms: Weighted) -> Block:
     total = sum(weight for weight, _ in terms)
+    f, b, i, w = (_mix_fits(terms, op) for op in OPS)
     return Block(
         _mix_points(terms),
-        F=_mix_fits(terms, Op.F),
-        B=_mix_fits(terms, Op.B),
-        I=_mix_fits(terms, Op.I),
-        W=_mix_fits(terms, Op.W),
+        f,
+        b,
+        i,
+        w,
         held=sum(weight * block.held for weight, block in terms),
         kept=sum(weight * block.kept for weight, block in terms),
         weights=terms[0][1].weights,
@@ -532,30 +525,21 @@ def _mix_fits(terms: Weighted, op: Op) -> Fit:
 
 def _mix_points(terms: Weighted) -> tuple[Point, ...]:
     """The weighted sums of the times at the slices that all blocks have."""
-    by_slice = [_by_slice(block.points) for _, block in terms]
+    by_slice = [
+        {(one.tokens, one.prefix, one.held_out): one for one in block.points}
+        for _, block in terms
+    ]
     mixed = []
-    for point in terms[0][1].points:
-        key = (point.tokens, point.prefix, point.held_out)
-        if not all(key in points for points in by_slice):
-            continue
-        pairs = [
-            (weight, points[key])
-            for (weight, _), points in zip(terms, by_slice, strict=True)
-        ]
-        mixed.append(
-            replace(
-                point,
-                F=sum(weight * each.F for weight, each in pairs),
-                B=sum(weight * each.B for weight, each in pairs),
-                I=sum(weight * each.I for weight, each in pairs),
-                W=sum(weight * each.W for weight, each in pairs),
-            )
-        )
+    for tokens, prefix, held_out in by_slice[0]:
+        key = (tokens, prefix, held_out)
+        if all(key in points for points in by_slice):
+            pairs = [
+                (weight, points[key])
+                for (weight, _), points in zip(terms, by_slice, strict=True)
+            ]
+            f, b, i, w = (sum(n * each.of(op) for n, each in pairs) for op in OPS)
+            mixed.append(Point(tokens, prefix, f, b, i, w, held_out))
     return tuple(mixed)
-
-
-def _by_slice(points: Iterable[Point]) -> dict[tuple[int, int, bool], Point]:
-    return {(point.tokens, point.prefix, point.held_out): point for point in points}
 
 
 SUM_ROW = 256  # numbers that share a scale in int8

@@ -25,47 +25,38 @@ class ModelSizes(Protocol):
     @property
     def family(self) -> str:
         """`llama` or `gpt`."""
-        ...
 
     @property
     def layers(self) -> int:
         """The number of layers."""
-        ...
 
     @property
     def width(self) -> int:
         """The features of the hidden state."""
-        ...
 
     @property
     def heads(self) -> int:
         """The attention heads."""
-        ...
 
     @property
     def kv_heads(self) -> int:
         """The heads of keys and values (llama)."""
-        ...
 
     @property
     def inner(self) -> int:
         """The features inside the MLP."""
-        ...
 
     @property
     def vocab(self) -> int:
         """The words of the vocabulary."""
-        ...
 
     @property
     def positions(self) -> int:
         """The longest sequence (gpt); 0 if it is that of the data."""
-        ...
 
     @property
     def tied(self) -> bool:
         """Whether embedding and head share a matrix."""
-        ...
 
 
 class Parameters(NamedTuple):

@@ -56,6 +56,9 @@ OP_TABLE = {
     Op.W: OpRow(WEIGHTS, -1, "weight gradient", ("#fde3be", "#f2a33c", "#a85005")),
 }
 OPS = tuple(Op)
+# What a stage runs for a slice, if the backward is one piece, and if it is split.
+WHOLE_OPS = (Op.F, Op.B)
+SPLIT_OPS = (Op.F, Op.I, Op.W)
 # The numbers of ops in tables: F 0, B 1, I 2, W 3.
 OP_CODES = {op: code for code, op in enumerate(OPS)}
 

@@ -41,6 +41,7 @@ from penstock.cost.columns import Columns, columns, levels, seconds_in_lanes
 from penstock.cost.memory import weights_of
 from penstock.cost.network import check_channels, sums_wait
 from penstock.ir import Op, Schedule, Timeline
+from penstock.ir.action import OPS
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.program import moments
 from penstock.ir.table import Floats, Ints
@@ -245,20 +246,10 @@ def own_cost(
         kind = (schedule.stages[action.stage].part, action.op)
         durations.setdefault(kind, []).append(end - start)
 
-    def seconds(part: int, op: Op) -> Seconds:
-        measured = durations.get((part, op))
-        return Seconds(base=middle(measured)) if measured else Seconds()
-
+    curves = {kind: Seconds(base=middle(own)) for kind, own in durations.items()}
+    nothing = Seconds()
     parts = []
     for part in range(schedule.parts):
-        whole_backward = seconds(part, Op.B) if (part, Op.B) in durations else None
-        parts.append(
-            PartCost(
-                seconds(part, Op.F),
-                seconds(part, Op.I),
-                seconds(part, Op.W),
-                whole_backward,
-                held=1.0,
-            )
-        )
+        f, b, i, w = (curves.get((part, op)) for op in OPS)
+        parts.append(PartCost(f or nothing, i or nothing, w or nothing, b, held=1.0))
     return ModelCost(tuple(parts))

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from penstock.cost.cost import Cost, PlannedSumsCost
-from penstock.cost.sums import link_matrices, ring_plan
+from penstock.cost.cost import Cost
+from penstock.cost.memory import gradient_sums
+from penstock.cost.sums import link_matrices, quickest_sum
 from penstock.ir.schedule import Schedule
-from penstock.ir.sums import SumPlan, last_backwards, shared_gradients
+from penstock.ir.sums import SumPlan, last_backwards
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Sum, Timeline
 
@@ -61,11 +62,9 @@ def sum_intervals(
 
     A rank begins its sums in the order of `shared_gradients`, one after the other; with `wait`, after its last action.
     """
-    tied_bytes = cost.tied(schedule).gradients
-    shared = shared_gradients(schedule, tied_bytes > 0)
-    if not shared:
+    sums = list(gradient_sums(schedule, cost))
+    if not sums:
         return
-    stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
     last = last_backwards(schedule)
     free = [0.0] * schedule.ranks  # when each rank can take part in its next sum
     delayed_by = [-1] * schedule.ranks  # the action for which it waits until then
@@ -74,10 +73,7 @@ def sum_intervals(
             if lane[0] < lane[1]:
                 delayed_by[rank] = lane[1] - 1
                 free[rank] = float(end[delayed_by[rank]])
-    for name, parts, ranks, _ in shared:
-        size = tied_bytes
-        if len(parts) == 1:
-            size = cost.weights(schedule, stage_of_part[parts[0]]).gradients
+    for (name, parts, ranks, _), size in sums:
         for rank in ranks:
             for part in parts:
                 number = last.get((part, rank), -1)
@@ -87,31 +83,20 @@ def sum_intervals(
         latest = max(ranks, key=lambda rank: free[rank])
         cause = delayed_by[latest]
         ready = tuple(free[rank] for rank in ranks)
-        done = cost.sum_end(ranks, size, ready)
+        done = cost.sum_end(ranks, size, ready) if size > 0 else max(ready)
         for rank in ranks:
             free[rank] = done
             delayed_by[rank] = cause
         yield SumInterval(name, parts, ranks, size, ready, done, cause)
 
 
-def plan_sums(timeline: Timeline, cost: PlannedSumsCost) -> tuple[SumPlan, ...]:
+def plan_sums(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
     """The quickest sum of each part, given when each rank is ready for it."""
     plans = []
-    for interval in sum_intervals(timeline.schedule, cost, timeline.end):
-        if interval.bytes > 0:
-            plan = cost.plan_sum(
-                interval.parts, interval.ranks, interval.bytes, interval.ready
-            )
-            plans.append(plan)
-    return tuple(plans)
-
-
-def plan_rings(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
-    """A ring for each part, over the links that its price assumes."""
-    plans = []
-    for interval in sum_intervals(timeline.schedule, cost, timeline.end):
-        if interval.bytes > 0:
-            links = link_matrices(interval.ranks, cost.latency, cost.bandwidth)
-            ring = ring_plan(*links, interval.bytes, interval.ranks, interval.parts)
-            plans.append(ring)
+    for _, parts, ranks, size, ready, _, _ in sum_intervals(
+        timeline.schedule, cost, timeline.end
+    ):
+        if size > 0:
+            links = link_matrices(ranks, cost.latency, cost.bandwidth)
+            plans.append(quickest_sum(*links, size, ready, ranks, parts))
     return tuple(plans)
