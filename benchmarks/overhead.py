@@ -299,7 +299,7 @@ def rank_main(
             microbatches=cell["microbatches"],
             **NAMES[cell["name"]],
         )
-        seconds = cell["forward"] / 1000 / int(schedule.table.crowd.max())
+        seconds = cell["forward"] / 1000 / int(schedule.table.stages_on_rank.max())
         machines = {
             name: build(schedule, rank, seconds, cell["size"])
             for name, build in MACHINES.items()

@@ -206,74 +206,84 @@ def bandwidth_between(one: City, other: City) -> float:
     )
 
 
-CITIES = {
-    city.name: city
-    for city in (
-        City("Amsterdam", 52.4, 4.9),
-        City("Athens", 38.0, 23.7),
-        City("Atlanta", 33.7, -84.4),
-        City("Auckland", -36.9, 174.8),
-        City("Bangkok", 13.8, 100.5),
-        City("Beijing", 39.9, 116.4),
-        City("Berlin", 52.5, 13.4),
-        City("Bogota", 4.7, -74.1),
-        City("Boston", 42.4, -71.1),
-        City("Brussels", 50.8, 4.4),
-        City("Buenos Aires", -34.6, -58.4),
-        City("Cairo", 30.0, 31.2),
-        City("Cape Town", -33.9, 18.4),
-        City("Chicago", 41.9, -87.6),
-        City("Dallas", 32.8, -96.8),
-        City("Delhi", 28.6, 77.2),
-        City("Denver", 39.7, -105.0),
-        City("Dubai", 25.2, 55.3),
-        City("Dublin", 53.3, -6.3),
-        City("Frankfurt", 50.1, 8.7),
-        City("Geneva", 46.2, 6.1),
-        City("Helsinki", 60.2, 24.9),
-        City("Hong Kong", 22.3, 114.2),
-        City("Istanbul", 41.0, 29.0),
-        City("Jakarta", -6.2, 106.8),
-        City("Johannesburg", -26.2, 28.0),
-        City("Lagos", 6.5, 3.4),
-        City("Lima", -12.0, -77.0),
-        City("Lisbon", 38.7, -9.1),
-        City("London", 51.5, -0.1),
-        City("Los Angeles", 34.1, -118.2),
-        City("Madrid", 40.4, -3.7),
-        City("Melbourne", -37.8, 145.0),
-        City("Mexico City", 19.4, -99.1),
-        City("Miami", 25.8, -80.2),
-        City("Milan", 45.5, 9.2),
-        City("Montreal", 45.5, -73.6),
-        City("Mumbai", 19.1, 72.9),
-        City("Munich", 48.1, 11.6),
-        City("Nairobi", -1.3, 36.8),
-        City("New York", 40.7, -74.0),
-        City("Osaka", 34.7, 135.5),
-        City("Oslo", 59.9, 10.8),
-        City("Paris", 48.9, 2.4),
-        City("Portland", 45.5, -122.7),
-        City("Prague", 50.1, 14.4),
-        City("Rome", 41.9, 12.5),
-        City("San Francisco", 37.8, -122.4),
-        City("Santiago", -33.4, -70.7),
-        City("Sao Paulo", -23.6, -46.6),
-        City("Seattle", 47.6, -122.3),
-        City("Seoul", 37.6, 127.0),
-        City("Shanghai", 31.2, 121.5),
-        City("Singapore", 1.4, 103.8),
-        City("Sofia", 42.7, 23.3),
-        City("Stockholm", 59.3, 18.1),
-        City("Sydney", -33.9, 151.2),
-        City("Taipei", 25.0, 121.6),
-        City("Tel Aviv", 32.1, 34.8),
-        City("Tokyo", 35.7, 139.7),
-        City("Toronto", 43.7, -79.4),
-        City("Vancouver", 49.3, -123.1),
-        City("Vienna", 48.2, 16.4),
-        City("Warsaw", 52.2, 21.0),
-        City("Washington", 38.9, -77.0),
-        City("Zurich", 47.4, 8.5),
-    )
-}
+# Name, degrees north, degrees east.
+_CITY_TABLE = """
+Amsterdam         52.4     4.9
+Athens            38.0    23.7
+Atlanta           33.7   -84.4
+Auckland         -36.9   174.8
+Bangkok           13.8   100.5
+Beijing           39.9   116.4
+Berlin            52.5    13.4
+Bogota             4.7   -74.1
+Boston            42.4   -71.1
+Brussels          50.8     4.4
+Buenos Aires     -34.6   -58.4
+Cairo             30.0    31.2
+Cape Town        -33.9    18.4
+Chicago           41.9   -87.6
+Dallas            32.8   -96.8
+Delhi             28.6    77.2
+Denver            39.7  -105.0
+Dubai             25.2    55.3
+Dublin            53.3    -6.3
+Frankfurt         50.1     8.7
+Geneva            46.2     6.1
+Helsinki          60.2    24.9
+Hong Kong         22.3   114.2
+Istanbul          41.0    29.0
+Jakarta           -6.2   106.8
+Johannesburg     -26.2    28.0
+Lagos              6.5     3.4
+Lima             -12.0   -77.0
+Lisbon            38.7    -9.1
+London            51.5    -0.1
+Los Angeles       34.1  -118.2
+Madrid            40.4    -3.7
+Melbourne        -37.8   145.0
+Mexico City       19.4   -99.1
+Miami             25.8   -80.2
+Milan             45.5     9.2
+Montreal          45.5   -73.6
+Mumbai            19.1    72.9
+Munich            48.1    11.6
+Nairobi           -1.3    36.8
+New York          40.7   -74.0
+Osaka             34.7   135.5
+Oslo              59.9    10.8
+Paris             48.9     2.4
+Portland          45.5  -122.7
+Prague            50.1    14.4
+Rome              41.9    12.5
+San Francisco     37.8  -122.4
+Santiago         -33.4   -70.7
+Sao Paulo        -23.6   -46.6
+Seattle           47.6  -122.3
+Seoul             37.6   127.0
+Shanghai          31.2   121.5
+Singapore          1.4   103.8
+Sofia             42.7    23.3
+Stockholm         59.3    18.1
+Sydney           -33.9   151.2
+Taipei            25.0   121.6
+Tel Aviv          32.1    34.8
+Tokyo             35.7   139.7
+Toronto           43.7   -79.4
+Vancouver         49.3  -123.1
+Vienna            48.2    16.4
+Warsaw            52.2    21.0
+Washington        38.9   -77.0
+Zurich            47.4     8.5
+"""
+
+
+def _read_cities() -> dict[str, City]:
+    """The cities of the table by name."""
+    cities = {}
+    for line in _CITY_TABLE.strip().splitlines():
+        name, north, east = line.rsplit(maxsplit=2)
+        cities[name] = City(name, float(north), float(east))
+    return cities
+
+
+CITIES = _read_cities()

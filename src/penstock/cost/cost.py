@@ -197,7 +197,7 @@ class UnitCost(Cost):
 
     def share(self, schedule: Schedule, action: Action) -> float:
         """The fraction of a rank's work for a micro-batch that one action does."""
-        stages_on_rank = int(schedule.table.crowd[action.stage])
+        stages_on_rank = int(schedule.table.stages_on_rank[action.stage])
         return self.message(schedule, action) / stages_on_rank
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
@@ -216,7 +216,7 @@ class UnitCost(Cost):
 
     def weights(self, schedule: Schedule, stage: int) -> WeightBytes:
         """The gradients of all parts that a path has on one rank are one unit."""
-        return WeightBytes(gradients=1.0 / int(schedule.table.crowd[stage]))
+        return WeightBytes(gradients=1.0 / int(schedule.table.stages_on_rank[stage]))
 
     def sum_end(
         self, ranks: Sequence[int], size: float, ready: Sequence[float]
@@ -319,7 +319,8 @@ class PartsCost(Cost):
             rebuilt = max(part.held - part.message, 0.0) * tokens
         if action.op.kind != WEIGHTS:
             working = part.working * tokens
-        if action.op.row.then < 0:  # it computes the gradients of the weights
+        has_weights = action.op.kind in (BACKWARD, WEIGHTS)
+        if has_weights and action.op.row.then < 0:  # a B or a W
             working += part.scratch
         return ActionBytes(
             held=part.left * tokens,

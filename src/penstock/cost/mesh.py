@@ -23,7 +23,7 @@ from penstock.cost.network import Link
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Point, Profile
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, held_numbers
 from penstock.errors import ShapeError
-from penstock.ir.action import OPS, Op
+from penstock.ir.action import COMPUTING_OPS, Op
 
 SUMS_PER_LAYER = 2  # of the hidden state, in a forward and in a backward each
 # Whole copies that a sharded block has during a step: the weights and their gradients, and, while
@@ -151,9 +151,11 @@ def _share_of(
     points = []
     for one in block.points:
         place = (one.tokens, one.prefix)
-        f, b, i, w = (work * one.of(op) + sums[op.kind].of(*place) for op in OPS)
+        f, b, i, w = (
+            work * one.of(op) + sums[op.kind].of(*place) for op in COMPUTING_OPS
+        )
         points.append(Point(*place, f, b, i, w, one.held_out))
-    f_fit, b_fit, i_fit, w_fit = map(scaled, OPS)
+    f_fit, b_fit, i_fit, w_fit = map(scaled, COMPUTING_OPS)
     return replace(
         block,
         points=tuple(points),

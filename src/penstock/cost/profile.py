@@ -19,7 +19,7 @@ from penstock.cost.curve import Curve, Fit, Seconds, fit_curve, sum_curves
 from penstock.cost.network import Network
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
 from penstock.errors import ShapeError
-from penstock.ir.action import OP_CODES, OPS, Op
+from penstock.ir.action import COMPUTING_OPS, Op
 from penstock.ir.plan import Fact, Facts
 
 # The largest relative error of a curve on held-out points with which plans are made.
@@ -59,7 +59,7 @@ class Point:
 
     def of(self, op: Op) -> float:
         """The seconds of one op."""
-        return (self.F, self.B, self.I, self.W)[OP_CODES[op]]
+        return (self.F, self.B, self.I, self.W)[COMPUTING_OPS.index(op)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Block:
 
     def fit(self, op: Op) -> Fit:
         """The fit of one op."""
-        return (self.F, self.B, self.I, self.W)[OP_CODES[op]]
+        return (self.F, self.B, self.I, self.W)[COMPUTING_OPS.index(op)]
 
 
 def send_as(profile: Profile, dtype: str) -> Profile:
@@ -134,7 +134,7 @@ def block(
     update: float = 0.0,
 ) -> Block:
     """Fit curves to the points of a block."""
-    f, b, i, w = (fit_op(points, op) for op in OPS)
+    f, b, i, w = (fit_op(points, op) for op in COMPUTING_OPS)
     return Block(tuple(points), f, b, i, w, held, kept, weights, update)
 
 
@@ -241,7 +241,7 @@ class Profile:
             int(self.facts.get("tensor") or 1),
             int(self.facts.get("loss_chunk") or 0),
         )
-        f, b, i, w = map(curve, OPS)
+        f, b, i, w = map(curve, COMPUTING_OPS)
         return PartCost(
             F=f,
             I=i,
@@ -331,7 +331,7 @@ class Profile:
         """
         blocks = self.blocks(self.layers, first=True, last=True)
         errors = [0.0]
-        for op in OPS:
+        for op in COMPUTING_OPS:
             fits = [(count, block.fit(op)) for count, block in blocks]
             times = [count * each.curve.of(self.tokens, 0) for count, each in fits]
             total = sum(times)
@@ -370,7 +370,7 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
 
     def enlarge_point(point: Point) -> Point:
         tokens, prefix = point.tokens * length_factor, point.prefix * length_factor
-        f, b, i, w = (point.of(op) * time_factor for op in OPS)
+        f, b, i, w = (point.of(op) * time_factor for op in COMPUTING_OPS)
         return Point(tokens, prefix, f, b, i, w, point.held_out)
 
     def enlarge_block(original: Block) -> Block:
@@ -487,32 +487,36 @@ class RowProfiles:
 def _mix(rows: int, terms: Sequence[tuple[float, Profile]]) -> Profile:
     """Return a weighted sum of profiles; what does not grow with the rows is their mean."""
     total = sum(weight for weight, _ in terms)
-    first = terms[0][1]
     return replace(
-        first,
+        terms[0][1],
         rows=rows,
-        message=sum(weight * profile.message for weight, profile in terms),
+        message=_weighted(terms, "message"),
         embed=_mix_blocks([(weight, profile.embed) for weight, profile in terms]),
         layer=_mix_blocks([(weight, profile.layer) for weight, profile in terms]),
         head=_mix_blocks([(weight, profile.head) for weight, profile in terms]),
-        turn=sum(weight * profile.turn for weight, profile in terms) / total,
-        switch=sum(weight * profile.switch for weight, profile in terms) / total,
+        turn=_weighted(terms, "turn") / total,
+        switch=_weighted(terms, "switch") / total,
     )
 
 
+def _weighted(terms: Sequence[tuple[float, Profile | Block]], name: str) -> float:
+    """The weighted sum of one of the numbers of profiles or blocks."""
+    total: float = sum(weight * getattr(one, name) for weight, one in terms)
+    return total
+
+
 def _mix_blocks(terms: Weighted) -> Block:
-    total = sum(weight for weight, _ in terms)
-    f, b, i, w = (_mix_fits(terms, op) for op in OPS)
+    f, b, i, w = (_mix_fits(terms, op) for op in COMPUTING_OPS)
     return Block(
         _mix_points(terms),
         f,
         b,
         i,
         w,
-        held=sum(weight * block.held for weight, block in terms),
-        kept=sum(weight * block.kept for weight, block in terms),
+        held=_weighted(terms, "held"),
+        kept=_weighted(terms, "kept"),
         weights=terms[0][1].weights,
-        update=sum(weight * block.update for weight, block in terms) / total,
+        update=_weighted(terms, "update") / sum(weight for weight, _ in terms),
     )
 
 
@@ -537,7 +541,9 @@ def _mix_points(terms: Weighted) -> tuple[Point, ...]:
                 (weight, points[key])
                 for (weight, _), points in zip(terms, by_slice, strict=True)
             ]
-            f, b, i, w = (sum(n * each.of(op) for n, each in pairs) for op in OPS)
+            f, b, i, w = (
+                sum(n * each.of(op) for n, each in pairs) for op in COMPUTING_OPS
+            )
             mixed.append(Point(tokens, prefix, f, b, i, w, held_out))
     return tuple(mixed)
 

@@ -56,7 +56,9 @@ OP_TABLE = {
     Op.W: OpRow(WEIGHTS, -1, "weight gradient", ("#fde3be", "#f2a33c", "#a85005")),
 }
 OPS = tuple(Op)
-# What a stage runs for a slice, if the backward is one piece, and if it is split.
+# The ops that compute, whose times are measured.
+COMPUTING_OPS = (Op.F, Op.B, Op.I, Op.W)
+# What a stage computes for a slice, if the backward is one piece, and if it is split.
 WHOLE_OPS = (Op.F, Op.B)
 SPLIT_OPS = (Op.F, Op.I, Op.W)
 # The numbers of ops in tables: F 0, B 1, I 2, W 3.

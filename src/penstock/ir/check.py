@@ -52,7 +52,7 @@ def check(schedule: Schedule) -> Table:
     if faults:
         raise ScheduleError(faults)
     table = tabulate(schedule.stages, schedule.microbatches, schedule.lanes)
-    faults += _unsound_faults(schedule, table)
+    faults += _invalid_faults(schedule, table)
     faults += _duplicate_faults(schedule, table)
     slots = needed_slots(table)
     faults += _missing_faults(schedule, table, slots)
@@ -125,14 +125,14 @@ def _cut_faults(number: int, microbatch: MicroBatch) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- single actions
-def _unsound_faults(schedule: Schedule, table: Table) -> list[str]:
+def _invalid_faults(schedule: Schedule, table: Table) -> list[str]:
     """Actions that name something that does not exist, or are on the wrong rank."""
-    unsound = np.flatnonzero(~table.sound)
+    invalid = np.flatnonzero(~table.valid)
     others = "actions like these"
-    return draw_action_faults(schedule, table, unsound, _explain_unsound, others)
+    return draw_action_faults(schedule, table, invalid, _explain_invalid, others)
 
 
-def _explain_unsound(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
+def _explain_invalid(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
     """What is wrong with an action, and what to do about it."""
     action = table.action(number)
     last_stage = len(schedule.stages) - 1
@@ -173,9 +173,9 @@ def _explain_unsound(schedule: Schedule, table: Table, number: int) -> tuple[str
 
 def _duplicate_faults(schedule: Schedule, table: Table) -> list[str]:
     """Actions whose slot another action has taken already."""
-    sound = np.flatnonzero(table.sound)
-    holder = table.at[table.slots[sound]]
-    duplicates = sound[holder != sound]
+    valid = np.flatnonzero(table.valid)
+    holder = table.at[table.slots[valid]]
+    duplicates = valid[holder != valid]
     others = "duplicate actions"
     return draw_action_faults(schedule, table, duplicates, _explain_duplicate, others)
 
@@ -400,7 +400,10 @@ def _draw_circle(schedule: Schedule, table: Table, cursor: Ints) -> str:
     """The message for ranks that wait for each other; `cursor` has their next actions."""
     waits = []
     lanes = []
-    for rank in _circle(table, cursor):
+    stuck = np.flatnonzero(cursor < table.first[1:])
+    for rank in find_circle(
+        int(stuck[0]), lambda rank: int(table.rank[_blocker(table, cursor, rank)])
+    ):
         number = int(cursor[rank])
         waits.append(_draw_wait(table, cursor, rank))
         index = number - int(table.first[rank])
@@ -417,18 +420,15 @@ def _draw_circle(schedule: Schedule, table: Table, cursor: Ints) -> str:
     )
 
 
-def _circle(table: Table, cursor: Ints) -> list[int]:
+def find_circle(rank: int, waits_for: Callable[[int], int]) -> list[int]:
     """Ranks of which each waits for the next, and the last for the first.
 
     They are found by asking from rank to rank who waits for whom, until a rank comes up again.
     """
-    is_stuck = cursor < table.first[1:]
-    rank = int(np.flatnonzero(is_stuck)[0])
     asked: list[int] = []
     while rank not in asked:
         asked.append(rank)
-        blocker = _blocker(table, cursor, rank)
-        rank = int(table.rank[blocker])
+        rank = waits_for(rank)
     return asked[asked.index(rank) :]
 
 

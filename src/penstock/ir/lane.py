@@ -9,13 +9,13 @@ micro-batch after the other. Who needs what comes from the schedule's table of n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, chain, pairwise
 
-from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS, Action
-from penstock.ir.program import Free, Instruction, Program, Receive, RunAction, Send
+from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.program import Free, Instruction, Program, RunAction, Send
 from penstock.ir.schedule import Schedule
 
 
@@ -92,42 +92,30 @@ def _turn(steps: list[LaneStep]) -> Turn:
 def lane_steps(program: Program, rank: int) -> list[LaneStep]:
     """The instructions of a rank's lane, compiled."""
     schedule = program.schedule
-    values = {action: number for number, action in enumerate(_actions(schedule))}
+    actions = chain.from_iterable(schedule.lanes)
+    values = {action: number for number, action in enumerate(actions)}
     slices = (microbatch.slices for microbatch in schedule.microbatches)
     first_units = list(accumulate(slices, initial=0))
     steps = []
     for instruction in program.lanes[rank]:
         action = instruction.action
+        value = values[action]
         unit = first_units[action.microbatch] + action.slice
-        steps.append(_step(schedule, instruction, values[action], unit))
+        if isinstance(instruction, RunAction):
+            steps.append(_action(schedule, instruction, value, unit))
+        elif isinstance(instruction, Free):
+            steps.append(LaneStep(Do.FREE, instruction, value))
+        else:
+            message = LaneStep(
+                Do.SEND if isinstance(instruction, Send) else Do.RECEIVE,
+                instruction,
+                value,
+                unit=unit,
+                peer=instruction.peer,
+                goes_back=action.op.kind != FORWARD,
+            )
+            steps.append(message)
     return steps
-
-
-def _actions(schedule: Schedule) -> Iterator[Action]:
-    for lane in schedule.lanes:
-        yield from lane
-
-
-def _step(
-    schedule: Schedule, instruction: Instruction, value: int, unit: int
-) -> LaneStep:
-    if isinstance(instruction, Free):
-        return LaneStep(Do.FREE, instruction, value)
-    if isinstance(instruction, Send | Receive):
-        return _message(instruction, value, unit)
-    assert isinstance(instruction, RunAction)
-    return _action(schedule, instruction, value, unit)
-
-
-def _message(instruction: Send | Receive, value: int, unit: int) -> LaneStep:
-    return LaneStep(
-        Do.SEND if isinstance(instruction, Send) else Do.RECEIVE,
-        instruction,
-        value,
-        unit=unit,
-        peer=instruction.peer,
-        goes_back=instruction.action.op.kind != FORWARD,
-    )
 
 
 def _action(
@@ -137,14 +125,14 @@ def _action(
     action = instruction.action
     path = schedule.microbatches[action.microbatch].path
     kind = int(table.kind[value])
-    forward = _forward_of(schedule, value)
-    backward = int(table.at[table.slots[forward] + BACKWARD])
+    first_slot = int(table.slots[value]) - kind
+    backward = int(table.at[first_slot + BACKWARD])
     return LaneStep(
         Do(kind),
         instruction,
         value,
         _source_of(schedule, value, action.stage),
-        forward,
+        int(table.at[first_slot + FORWARD]),
         action.stage,
         action.microbatch,
         unit,
@@ -155,28 +143,10 @@ def _action(
 
 def _source_of(schedule: Schedule, value: int, stage: int) -> int:
     """The needed value that another stage makes; -1 if there is none."""
-    for needed in _needs(schedule, value):
-        if schedule.table.stage[needed] != stage:
-            return needed
+    for needed in schedule.table.needs[value].tolist():
+        if needed >= 0 and schedule.table.stage[needed] != stage:
+            return int(needed)
     return -1
-
-
-def _forward_of(schedule: Schedule, value: int) -> int:
-    """The forward to which an action belongs."""
-    kind = int(schedule.table.kind[value])
-    if kind == FORWARD:
-        return value
-    needed = _needs(schedule, value)
-    if kind == WEIGHTS:  # a W needs its I, which needs the F
-        needed = _needs(schedule, needed[0])
-    for number in needed:
-        if schedule.table.kind[number] == FORWARD:
-            return number
-    return -1
-
-
-def _needs(schedule: Schedule, value: int) -> list[int]:
-    return [int(number) for number in schedule.table.needs[value] if number >= 0]
 
 
 # ---------------------------------------------------------------- frozen stages

@@ -99,7 +99,7 @@ def needed_slots(table: Table) -> Ints:
     slots = np.full((len(table.kind), MAX_RULES_PER_KIND), -1, dtype=np.int64)
     columns_used = np.zeros(KINDS, dtype=np.int64)
     for rule in RULES:
-        mine = np.flatnonzero((table.kind == rule.kind) & table.sound)
+        mine = np.flatnonzero((table.kind == rule.kind) & table.valid)
         microbatch = table.microbatch[mine]
         there = table.position[mine] + rule.path
         piece = table.slice[mine] + rule.slice

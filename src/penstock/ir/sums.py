@@ -38,17 +38,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.action import FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints
-
-if TYPE_CHECKING:
-    from penstock.ir.schedule import Schedule
 
 
 class SharedGradients(NamedTuple):
@@ -79,19 +75,16 @@ def first_holders(schedule: Schedule, names: Sequence[Iterable[str]]) -> dict[st
 
 def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
     """The last backward of these parts on a rank (-1: none), and the tick of the last one on any rank."""
-    table = schedule.table
-    is_backward = np.isin(_part_of_actions(schedule), parts) & (table.kind != FORWARD)
-    backwards = np.flatnonzero(is_backward)
-    own = backwards[table.rank[backwards] == rank]
-    return int(own.max(initial=-1)), int(table.tick[backwards].max(initial=0))
+    last, ticks = last_backwards(schedule), _last_ticks(schedule)
+    own = max(last.get((part, rank), -1) for part in parts)
+    return own, max(ticks[part] for part in parts)
 
 
 def weight_actions(schedule: Schedule, part: int, rank: int) -> list[int]:
     """The W actions of a part on a rank."""
     table = schedule.table
-    own = (_part_of_actions(schedule) == part) & (table.rank == rank)
-    actions: list[int] = np.flatnonzero(own & (table.kind == WEIGHTS)).tolist()
-    return actions
+    weights = np.flatnonzero((table.kind == WEIGHTS) & (table.rank == rank)).tolist()
+    return [one for one in weights if schedule.stages[table.stage[one]].part == part]
 
 
 def shared_gradients(
@@ -122,7 +115,7 @@ def shared_gradients(
     ticks = _last_ticks(schedule)
     sums = []
     for name, parts, ranks in groups:
-        ready = max(int(ticks[part]) for part in parts)
+        ready = max(ticks[part] for part in parts)
         sums.append(SharedGradients(name, parts, tuple(sorted(ranks)), ready))
     return tuple(sorted(sums, key=lambda one: (one.ready, one.name)))
 
@@ -141,21 +134,12 @@ def last_backwards(schedule: Schedule) -> dict[tuple[int, int], int]:
     return last
 
 
-def _last_ticks(schedule: Schedule) -> Ints:
+def _last_ticks(schedule: Schedule) -> list[int]:
     """The tick of the last backward of each part on any rank."""
-    table = schedule.table
-    is_backward = table.kind != FORWARD
-    parts = _part_of_actions(schedule)[is_backward]
-    ticks = np.zeros(schedule.parts, dtype=np.int64)
-    np.maximum.at(ticks, parts, table.tick[is_backward])
+    ticks = [0] * schedule.parts
+    for (part, _), number in last_backwards(schedule).items():
+        ticks[part] = max(ticks[part], int(schedule.table.tick[number]))
     return ticks
-
-
-def _part_of_actions(schedule: Schedule) -> Ints:
-    """The part of each action of a schedule's table."""
-    part_of_stage = np.array([stage.part for stage in schedule.stages])
-    parts: Ints = part_of_stage[schedule.table.stage]
-    return parts
 
 
 SHARE_ROUNDING = 1e-6  # by which the shares of a sum may miss 1

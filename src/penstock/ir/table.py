@@ -57,10 +57,12 @@ class Table:
     length: Ints  # of the path of each micro-batch
     slices: Ints  # of each micro-batch
     base: Ints  # first slot of each micro-batch; one more entry for the end
-    sound: Bools  # whether stage, micro-batch and slice exist, and it is on its path and rank
-    slots: Ints  # slot of each action; -1 if it is not sound
+    valid: Bools  # whether stage, micro-batch and slice exist, and it is on its path and rank
+    slots: Ints  # slot of each action; -1 if it is not valid
     at: Ints  # the action in each slot; -1 if the slot is empty
-    crowd: Ints  # for each stage: the largest number of stages of a path on its rank
+    stages_on_rank: (
+        Ints  # for each stage: the largest number of stages of a path on its rank
+    )
     # The actions that each action needs, filled up with -1.
     needs: Ints = field(default_factory=lambda: np.empty((0, 3), dtype=np.int32))
     # All actions, each after the ones it needs.
@@ -135,7 +137,7 @@ def tabulate(
     microbatches: Sequence[MicroBatch],
     lanes: Sequence[Sequence[Action]],
 ) -> Table:
-    """The columns of the actions, faulty ones included: these have `sound` false."""
+    """The columns of the actions, faulty ones included: these have `valid` false."""
     lane_lengths = [len(lane) for lane in lanes]
     total = sum(lane_lengths)
 
@@ -164,10 +166,10 @@ def tabulate(
         stages, microbatches, stage[exists], microbatch[exists]
     )
     home = np.array([s.rank for s in stages], dtype=np.int64)
-    sound = exists & (position >= 0) & (piece >= 0)
-    is_slice = piece[sound] < slices[microbatch[sound]]
-    is_home = home[stage[sound]] == rank[sound]
-    sound[sound] = is_slice & is_home
+    valid = exists & (position >= 0) & (piece >= 0)
+    is_slice = piece[valid] < slices[microbatch[valid]]
+    is_home = home[stage[valid]] == rank[valid]
+    valid[valid] = is_slice & is_home
     kind = _KIND_OF_CODE[op]
     table = Table(
         first=np.concatenate([[0], np.cumsum(lane_lengths)]).astype(np.int64),
@@ -182,12 +184,12 @@ def tabulate(
         length=length,
         slices=slices,
         base=base,
-        sound=sound,
+        valid=valid,
         slots=np.full(total, -1, dtype=np.int64),
         at=np.full(int(base[-1]), -1, dtype=np.int64),
-        crowd=_crowd(stages, microbatches),
+        stages_on_rank=_stages_on_rank(stages, microbatches),
     )
-    numbers = np.flatnonzero(sound)
+    numbers = np.flatnonzero(valid)
     place = position[numbers] * slices[microbatch[numbers]] + piece[numbers]
     table.slots[numbers] = base[microbatch[numbers]] + place * KINDS + kind[numbers]
     # Written from last to first: if two actions share a slot, the first one gets it.
@@ -212,7 +214,9 @@ def _positions(
     return positions[np.array(row_of, dtype=np.int64)[microbatch], stage]
 
 
-def _crowd(stages: Sequence[Stage], microbatches: Sequence[MicroBatch]) -> Ints:
+def _stages_on_rank(
+    stages: Sequence[Stage], microbatches: Sequence[MicroBatch]
+) -> Ints:
     """For each stage, the largest number of stages of a path on its rank."""
     largest = np.ones(len(stages), dtype=np.int64)
     for path in {m.path for m in microbatches}:

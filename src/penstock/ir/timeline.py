@@ -200,41 +200,27 @@ def message_seconds(timeline: Timeline) -> float:
 def split_idle_time(timeline: Timeline, hop: float) -> Idle:
     """Split the idle time by cause, if a message takes `hop` seconds."""
     table = timeline.schedule.table
-    ranks = timeline.schedule.ranks
-    schedule_seconds = np.zeros(ranks)
-    hop_seconds = np.zeros(ranks)
-    host_seconds = np.zeros(ranks)
-    end_seconds = np.zeros(ranks)
-    for rank in range(ranks):
+    idle = Idle(*([0.0] * timeline.schedule.ranks for _ in Idle._fields))
+    for rank in range(timeline.schedule.ranks):
         free = 0.0  # when the rank has finished what it has started so far
         for number in range(int(table.first[rank]), int(table.first[rank + 1])):
-            ready = 0.0  # when the last action that it needs has ended
-            waits_for_message = False
-            for needed in table.needs[number].tolist():
-                if needed < 0:
-                    continue
-                needed_end = float(timeline.end[needed])
-                ready = max(ready, needed_end)
-                is_elsewhere = table.rank[needed] != rank
-                if is_elsewhere and needed_end >= free - hop:
-                    waits_for_message = True
+            needed = table.needs[number]
+            needed = needed[needed >= 0]
+            ends = timeline.end[needed]
+            ready = float(ends.max(initial=0.0))
+            is_late = (table.rank[needed] != rank) & (ends >= free - hop)
             start = float(timeline.start[number])
             possible = max(ready, free)
-            schedule_seconds[rank] += max(min(ready, start) - free, 0.0)
             delay = max(start - possible, 0.0)
             on_the_way = 0.0
-            if waits_for_message:
+            if is_late.any():  # it waits for a message
                 on_the_way = min(delay, max(ready + hop - possible, 0.0))
-            hop_seconds[rank] += on_the_way
-            host_seconds[rank] += delay - on_the_way
+            idle.schedule[rank] += max(min(ready, start) - free, 0.0)
+            idle.hop[rank] += on_the_way
+            idle.host[rank] += delay - on_the_way
             free = max(free, float(timeline.end[number]))
-        end_seconds[rank] = timeline.makespan - free
-    return Idle(
-        schedule_seconds.tolist(),
-        hop_seconds.tolist(),
-        host_seconds.tolist(),
-        end_seconds.tolist(),
-    )
+        idle.end[rank] = timeline.makespan - free
+    return idle
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from typing import TypeAlias
 
 from penstock.errors import ProgramError
 from penstock.ir.action import Action
-from penstock.ir.check import draw_lane
+from penstock.ir.check import draw_lane, find_circle
 from penstock.ir.program import (
     Free,
     Instruction,
@@ -277,14 +277,10 @@ def _meets_its_other_end(
 
 def _draw_circle(program: Program, waiting: Sequence[Sequence[Send | Receive]]) -> str:
     """The message for ranks that wait for each other."""
-    rank = next(rank for rank, messages in enumerate(waiting) if messages)
-    seen: list[int] = []
-    while rank not in seen:
-        seen.append(rank)
-        rank = waiting[rank][-1].peer
+    stuck = next(rank for rank, messages in enumerate(waiting) if messages)
     waits = []
     places = []
-    for member in seen[seen.index(rank) :]:
+    for member in find_circle(stuck, lambda rank: waiting[rank][-1].peer):
         message = waiting[member][-1]
         waits.append(f"  rank {member} waits {_purpose(message)}")
         places.append((member, program.lanes[member].index(message)))

@@ -90,29 +90,21 @@ def measured_links(
     """
     if comm.ranks == 1:
         return Network()
-    channels = comm.channels
-    if not every:
-        links = _measure_links(comm, list(pairwise(range(comm.ranks))), device)
-        latency = statistics.median(link.latency for link in links.values())
-        byte_seconds: list[float] = []
-        for link in links.values():
-            byte_seconds += [link.there, link.back]
-        bandwidth = _bandwidth(statistics.median(byte_seconds))
-        return Network(latency, bandwidth, serial=True, channels=channels)
-    links = _measure_links(comm, list(combinations(range(comm.ranks), 2)), device)
+    choose = partial(combinations, r=2) if every else pairwise
+    links = _measure_links(comm, list(choose(range(comm.ranks))), device)
     latencies: dict[Pair, float] = {}
-    bandwidths: dict[Pair, float] = {}
+    byte_seconds: dict[Pair, float] = {}
     for (first, second), link in links.items():
-        latencies[first, second] = link.latency
-        latencies[second, first] = link.latency
-        bandwidths[first, second] = _bandwidth(link.there)
-        bandwidths[second, first] = _bandwidth(link.back)
-    return Network(
-        _matrix(comm.ranks, latencies, 0.0),
-        _matrix(comm.ranks, bandwidths, math.inf),
-        serial=True,
-        channels=channels,
-    )
+        latencies[first, second] = latencies[second, first] = link.latency
+        byte_seconds[first, second] = link.there
+        byte_seconds[second, first] = link.back
+    latency: PerPair = statistics.median(latencies.values())
+    bandwidth: PerPair = _bandwidth(statistics.median(byte_seconds.values()))
+    if every:
+        bandwidths = {pair: _bandwidth(one) for pair, one in byte_seconds.items()}
+        latency = _matrix(comm.ranks, latencies, 0.0)
+        bandwidth = _matrix(comm.ranks, bandwidths, math.inf)
+    return Network(latency, bandwidth, serial=True, channels=comm.channels)
 
 
 def hosts_of(comm: Comm) -> tuple[str, ...]:
@@ -134,15 +126,16 @@ def _measure_links(
             if comm.rank not in pair:
                 continue
             row = table[pairs.index(pair)]
-            first, second = pair
-            if comm.rank == first:
-                measured = ask(comm, second, device)
-                row[:2] = torch.tensor(measured, dtype=torch.float64)
-                answer(comm, second, device)
-            else:
-                answer(comm, first, device)
-                measured = ask(comm, first, device)
-                row[2:] = torch.tensor(measured, dtype=torch.float64)
+            mine = pair.index(comm.rank)
+            other = pair[1 - mine]
+            for asking in range(2):  # the first rank of the pair asks first
+                if asking == mine:
+                    measured = ask(comm, other, device)
+                    row[2 * mine : 2 * mine + 2] = torch.tensor(
+                        measured, dtype=torch.float64
+                    )
+                else:
+                    answer(comm, other, device)
     links = {}
     rows = gather_rows(comm, table).tolist()
     for pair, (trip, there, trip_back, back) in zip(pairs, rows, strict=True):

@@ -37,7 +37,7 @@ from penstock.cost.profile import (
     tile_of,
 )
 from penstock.errors import ShapeError
-from penstock.ir.action import Op
+from penstock.ir.action import WHOLE_OPS
 from penstock.ir.plan import Facts
 from penstock.measure.links import measured_network
 from penstock.measure.overhead import Overhead, measured_overhead
@@ -265,7 +265,7 @@ def _switch_of(probe: Probe, measured: Block, setup: Setup) -> float:
         return 0.0
     setup.watch("layer: forwards after backwards")
     subject = probe.subject
-    pair = sum(measured.fit(op).curve.of(subject.tokens, 0) for op in (Op.F, Op.B))
+    pair = sum(measured.fit(op).curve.of(subject.tokens, 0) for op in WHOLE_OPS)
     share = switch_share(probe, subject.layers * pair, setup.ready)
     return float(setup.mean(torch.tensor([share], dtype=torch.float64)))
 

@@ -338,7 +338,7 @@ def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
     """
     work = [0.0] * schedule.parts
     for number, stage in enumerate(schedule.stages):
-        layers = 1.0 / int(schedule.table.crowd[number])
+        layers = 1.0 / int(schedule.table.stages_on_rank[number])
         if partition:
             layers = float(partition[stage.part])
         work[stage.part] = layers

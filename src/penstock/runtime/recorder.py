@@ -115,7 +115,7 @@ class Recorder:
         places = len(table) + len(self.sums) * self.comm.ranks
         columns = torch.zeros(3, places, dtype=torch.float64)
         here = slice(int(table.first[rank]), int(table.first[rank + 1]))
-        share = 1.0 / table.crowd[table.stage[here]]
+        share = 1.0 / table.stages_on_rank[table.stage[here]]
         columns[0, here] = torch.tensor(start, dtype=torch.float64) - self.offset
         columns[1, here] = torch.tensor(end, dtype=torch.float64) - self.offset
         columns[2, here] = torch.tensor(level, dtype=torch.float64) * torch.from_numpy(

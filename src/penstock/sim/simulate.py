@@ -41,7 +41,7 @@ from penstock.cost.columns import Columns, columns, levels, seconds_in_lanes
 from penstock.cost.memory import weights_of
 from penstock.cost.network import check_channels, sums_wait
 from penstock.ir import Op, Schedule, Timeline
-from penstock.ir.action import OPS
+from penstock.ir.action import COMPUTING_OPS
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.program import moments
 from penstock.ir.table import Floats, Ints
@@ -250,6 +250,6 @@ def own_cost(
     nothing = Seconds()
     parts = []
     for part in range(schedule.parts):
-        f, b, i, w = (curves.get((part, op)) for op in OPS)
+        f, b, i, w = (curves.get((part, op)) for op in COMPUTING_OPS)
         parts.append(PartCost(f or nothing, i or nothing, w or nothing, b, held=1.0))
     return ModelCost(tuple(parts))
