@@ -364,94 +364,30 @@ def test_a_profile_comes_back_from_its_file(tmp_path, network):
     assert back.layer.F.curve.of(300, 77) == tabled.layer.F.curve.of(300, 77)
 
 
-BROKEN = [
-    (
-        '"version": 1',
-        '"version": 2',
-        "p.json:3:14: this profile has version 2",
-        "upgrade Penstock",
-    ),
-    (
-        '"penstock": "profile"',
-        '"penstock": "plan"',
-        'its kind is "plan", not "profile"',
-        "give a profile.json",
-    ),
-    ('"layers": 8', '"layers": 0', "layers is out of range", "write a number from 1"),
-    (
-        '"layers": 8',
-        '"layers": "8"',
-        'layers is "8", not a whole number',
-        "write a number",
-    ),
-    (
-        '"layers": 8',
-        '"lawyers": 8',
-        "the profile has no key 'lawyers'",
-        "did you mean 'layers'?",
-    ),
-    (
-        '"form": "formula"',
-        '"form": "spline"',
-        'blocks.embed.fits.F.form is "spline"',
-        'a "formula" or a "table"',
-    ),
-    (
-        '"base": ',
-        '"base": -',
-        "blocks.embed.fits.F.base is out of range",
-        "from 0 to 1e+18",
-    ),
-    ('"held_out": true', '"held_out": 1', "held_out is 1", "true or false"),
-    (
-        '"tokens": 16,',
-        '"tokens": 16.5,',
-        "tokens is 16.5, not a whole number",
-        "write a number",
-    ),
-    (
-        '"bandwidth": 1000000000.0',
-        '"bandwidth": "fast"',
-        'network.bandwidth is "fast", not a number',
-        "from 0 to 1e+18",
-    ),
-    (
-        '"bandwidth": 1000000000.0',
-        '"bandwidth": [[1, 2], [3]]',
-        "the bandwidth matrix has 2 rows",
-        "a row of numbers",
-    ),
-    (
-        '"serial": true',
-        '"serial": true, "sum_bandwidth": 0',
-        "the bandwidth of sums from rank 0 to rank 0 is 0",
-        "a row of numbers",
-    ),
-    (
-        '"message": 2048.0',
-        f'"message": {10**400}',
-        "message is out of range",
-        "from 0 to 1e+18",
-    ),
-    (
-        '"latency": 0.0001',
-        '"latency": null',
-        "network.latency is null, not a number",
-        "from 0 to 1e+18",
-    ),
-    (
-        '"serial": true}\n}',
-        '"serial": true',
-        "the file ends too early",
-        "write or copy it again",
-    ),
-]
+# What the file has | what is written there | what the error says | what it advises
+BROKEN = r"""
+"version": 1 | "version": 2 | p.json:3:14: this profile has version 2 | upgrade Penstock
+"penstock": "profile" | "penstock": "plan" | its kind is "plan", not "profile" | give a profile.json
+"layers": 8 | "layers": 0 | layers is out of range | write a number from 1
+"layers": 8 | "layers": "8" | layers is "8", not a whole number | write a number
+"layers": 8 | "lawyers": 8 | the profile has no key 'lawyers' | did you mean 'layers'?
+"form": "formula" | "form": "spline" | blocks.embed.fits.F.form is "spline" | a "formula" or a "table"
+"base":  | "base": - | blocks.embed.fits.F.base is out of range | from 0 to 1e+18
+"held_out": true | "held_out": 1 | held_out is 1 | true or false
+"tokens": 16, | "tokens": 16.5, | tokens is 16.5, not a whole number | write a number
+"bandwidth": 1000000000.0 | "bandwidth": "fast" | network.bandwidth is "fast", not a number | from 0 to 1e+18
+"bandwidth": 1000000000.0 | "bandwidth": [[1, 2], [3]] | the bandwidth matrix has 2 rows | a row of numbers
+"serial": true | "serial": true, "sum_bandwidth": 0 | the bandwidth of sums from rank 0 to rank 0 is 0 | a row of numbers
+"message": 2048.0 | "message": HUGE | message is out of range | from 0 to 1e+18
+"latency": 0.0001 | "latency": null | network.latency is null, not a number | from 0 to 1e+18
+"serial": true}\n} | "serial": true | the file ends too early | write or copy it again
+"""
 
 
-@pytest.mark.parametrize(("old", "new", "what", "advice"), BROKEN)
-def test_a_broken_profile_is_one_clear_error_at_its_place(
-    tmp_path, old, new, what, advice
-):
+@pytest.mark.parametrize("row", BROKEN.strip().splitlines())
+def test_a_broken_profile_is_one_clear_error_at_its_place(tmp_path, row):
+    row = row.replace("\\n", "\n").replace("HUGE", str(10**400))
+    old, new, what, advice = row.split(" | ")
     text = dump_profile(profile())
     assert old in text
     (tmp_path / "p.json").write_text(text.replace(old, new, 1))
