@@ -377,7 +377,7 @@ BROKEN = r"""
 "tokens": 16, | "tokens": 16.5, | tokens is 16.5, not a whole number | write a number
 "bandwidth": 1000000000.0 | "bandwidth": "fast" | network.bandwidth is "fast", not a number | from 0 to 1e+18
 "bandwidth": 1000000000.0 | "bandwidth": [[1, 2], [3]] | the bandwidth matrix has 2 rows | a row of numbers
-"serial": true | "serial": true, "sum_bandwidth": 0 | the bandwidth of sums from rank 0 to rank 0 is 0 | a row of numbers
+"serial": true | "serial": true, "sum_bandwidth": 0 | bandwidth of sums from rank 0 to rank 0 is 0 | a row of numbers
 "message": 2048.0 | "message": HUGE | message is out of range | from 0 to 1e+18
 "latency": 0.0001 | "latency": null | network.latency is null, not a number | from 0 to 1e+18
 "serial": true}\n} | "serial": true | the file ends too early | write or copy it again

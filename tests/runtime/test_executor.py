@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock import REGISTRY, UnitCost, lower, make, needs, simulate
 from penstock.errors import ShapeError
-from penstock.ir.timeline import compare
+from penstock.ir.timeline import largest_differences
 from penstock.models import Llama, LlamaConfig, split
 from penstock.runtime import (
     Executor,
@@ -399,9 +399,8 @@ def test_the_measured_timeline_obeys_the_needs_and_is_the_same_on_every_rank():
     for rank in range(3):
         lane = timelines[0].lane(rank)
         assert (timelines[0].start[lane][1:] >= timelines[0].end[lane][:-1]).all()
-    found = compare(simulate(schedule, UnitCost()), timelines[0])
-    assert found.makespan[1] == timelines[0].makespan
-    assert len(found.largest) == 5
+    predicted = simulate(schedule, UnitCost())
+    assert len(largest_differences(predicted, timelines[0])) == 5
 
 
 @pytest.mark.parametrize(

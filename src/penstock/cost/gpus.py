@@ -242,12 +242,18 @@ class _Machine:
             return 0.0
         return self.move(CAST_BYTES * parameters)
 
-    def weight_gradient(self, parameters: float, whole: bool) -> float:
-        """Seconds to store the gradients of weights, for a W or within a whole B."""
+    def weight_gradients(
+        self, matrices: Sequence[WeightMatrix], tokens: int, parameters: float
+    ) -> tuple[float, float]:
+        """Seconds to compute and store the gradients of weights, for a W and within a whole B."""
+        products = self.weight_products(matrices, tokens)
+        alone, within = WEIGHT_GRADIENT_BYTES, WHOLE_WEIGHT_GRADIENT_BYTES
         if self.precision == "float32":
-            return self.move(FLOAT32_GRADIENT_BYTES * parameters)
-        size = WHOLE_WEIGHT_GRADIENT_BYTES if whole else WEIGHT_GRADIENT_BYTES
-        return self.move(size * parameters)
+            alone = within = FLOAT32_GRADIENT_BYTES
+        return (
+            products + self.move(alone * parameters),
+            products + self.move(within * parameters),
+        )
 
     def op(self, kernels: int, seconds: float) -> float:
         """Seconds of an op with this many kernels, which compute for `seconds`."""
@@ -372,7 +378,6 @@ def _layer(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Bloc
         backward = (
             products + cast + 2 * keys_read + machine.move(moved[1] * scale * count)
         )
-        update = machine.weight_products(matrices, count)
         points.append(
             _point(
                 machine,
@@ -380,10 +385,7 @@ def _layer(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Bloc
                 LAYER_KERNELS[sizes.family],
                 forward + work / ATTENTION_RATE,
                 backward + ATTENTION_BACKWARD_WORK * work / ATTENTION_BACKWARD_RATE,
-                (
-                    update + machine.weight_gradient(parameters, whole=False),
-                    update + machine.weight_gradient(parameters, whole=True),
-                ),
+                machine.weight_gradients(matrices, count, parameters),
             )
         )
     whole, cut = held_numbers(sizes.family, sizes.width, keys, sizes.inner)
@@ -427,7 +429,6 @@ def _head(
         count = rows * length
         logits = count * sizes.vocab
         product = machine.products(matrices, count) + machine.cast(parameters)
-        update = machine.weight_products(matrices, count)
         points.append(
             _point(
                 machine,
@@ -435,10 +436,7 @@ def _head(
                 HEAD_KERNELS,
                 product + machine.move(LOSS_BYTES[0] * logits),
                 product + machine.move(LOSS_BYTES[1] * logits),
-                (
-                    update + machine.weight_gradient(parameters, whole=False),
-                    update + machine.weight_gradient(parameters, whole=True),
-                ),
+                machine.weight_gradients(matrices, count, parameters),
             )
         )
     width = sizes.width

@@ -3,7 +3,7 @@
 action ──► schedule ──► needs, check      the tables, the dependencies, the legality
               │
               ├──► program ──► verify     lanes with sends and receives, and the proof that they run
-              └──► timeline ──► compare   when each action ran, predicted or measured
+              └──► timeline               when each action ran, predicted or measured
 """
 
 from penstock.ir.action import Action, Op, parse_action

@@ -233,23 +233,10 @@ class Difference:
     actual: float
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The expected and the actual figures, in pairs."""
-
-    makespan: tuple[float, float]
-    bubble: tuple[float, float]
-    peak: tuple[float, float]
-    largest: tuple[Difference, ...]  # the actions whose durations differ most
-
-    @property
-    def ratio(self) -> float:
-        """The actual makespan over the expected one."""
-        return self.makespan[1] / self.makespan[0]
-
-
-def compare(expected: Timeline, actual: Timeline, most: int = 5) -> Comparison:
-    """Compare two timelines, and list the `most` actions that differ most."""
+def largest_differences(
+    expected: Timeline, actual: Timeline, most: int = 5
+) -> list[Difference]:
+    """The actions of two timelines of a schedule whose durations differ most."""
     if expected.schedule != actual.schedule:
         raise ShapeError(
             "the timelines belong to different schedules, "
@@ -268,11 +255,4 @@ def compare(expected: Timeline, actual: Timeline, most: int = 5) -> Comparison:
             float(actual_times[number]),
         )
         largest.append(difference)
-    expected_peak = float(expected.peak_activations.max())
-    actual_peak = float(actual.peak_activations.max())
-    return Comparison(
-        (expected.makespan, actual.makespan),
-        (expected.bubble, actual.bubble),
-        (expected_peak, actual_peak),
-        tuple(largest),
-    )
+    return largest

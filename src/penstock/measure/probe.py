@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -181,22 +182,19 @@ class Probe:
         while time.perf_counter() < end:
             for _, action in self.actions(tokens, prefix):
                 action()
-        names: list[str] = []
-        starts: list[Moment] = []
-        ends: list[Moment] = []
+        passes: list[list[tuple[str, Moment, Moment]]] = []
         for _ in range(count):
+            passes.append([])
             for name, action in self.actions(tokens, prefix):
-                names.append(name)
-                starts.append(clock.now())
+                begin = clock.now()
                 action()
-                ends.append(clock.now())
-        begun, done = clock.seconds(starts), clock.seconds(ends)
-        spans = [after - before for before, after in zip(begun, done, strict=True)]
-        each = len(names) // count  # actions of a pass
-        return [
-            _pass_times(zip(names[at : at + each], spans[at : at + each], strict=True))
-            for at in range(0, len(names), each)
-        ]
+                passes[-1].append((name, begin, clock.now()))
+        times = []
+        for marks in passes:
+            names, begun, done = zip(*marks, strict=True)
+            spans = map(sub, clock.seconds(done), clock.seconds(begun))
+            times.append(_pass_times(zip(names, spans, strict=True)))
+        return times
 
     def times_of_replays(
         self,

@@ -275,18 +275,12 @@ def _points_of(
 ) -> tuple[Sequence[SlicePoint], Sequence[SlicePoint]]:
     """The slices to fit curves to, and those to hold out."""
     subject = probe.subject
-    if setup.where:
-        return _distinct_points(subject, setup.where), []
+    if setup.where:  # without prefixes, only lengths matter
+        sliced = subject.prefixes
+        where = {(tokens, prefix if sliced else 0) for tokens, prefix in setup.where}
+        return sorted(where), []
     choose = quick_points if setup.quick else measuring_points
     return choose(subject.tokens, subject.prefixes, tile_of(probe.device.type))
-
-
-def _distinct_points(subject: Subject, where: Sequence[SlicePoint]) -> list[SlicePoint]:
-    """The slices that differ for a subject; without prefixes, only lengths matter."""
-    points = set()
-    for tokens, prefix in where:
-        points.add((tokens, prefix if subject.prefixes else 0))
-    return sorted(points)
 
 
 def _measure_points(

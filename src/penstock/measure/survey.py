@@ -19,7 +19,7 @@ import torch
 from penstock.cost.cluster import Cluster, Matrix, Node
 from penstock.cost.network import PerPair
 from penstock.errors import ShapeError
-from penstock.measure.links import hosts_of, measured_links
+from penstock.measure.links import hosts_of, measured_links, settle
 from penstock.runtime.comm.comm import Comm, exchange
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.launch import run_on_ranks, spawn, under_launcher
@@ -83,8 +83,7 @@ def _product_seconds(device: torch.device | str) -> float:
     for _ in range(PRODUCTS):
         begin = time.perf_counter()
         x @ x
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize()
+        settle(device)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
 

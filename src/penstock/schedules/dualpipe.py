@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from penstock.ir.action import Action, Op, halves
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.orders import (
     ActionList,
-    keep_first,
-    paths_through,
     require_at_least,
+    schedule_through,
     wave_placement,
 )
 
@@ -23,13 +22,12 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     rank 1 | .  F0 F0 F1 F1 F2 B0 -- F2 B0 -- F3 B1 -- F3 B1 -- B2 -- B2 -- I3 I3 W3 W3
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
-    stages = wave_placement(ranks, 1)
     built = max(microbatches, 2 * ranks)
-    lanes = []
-    for rank in range(ranks):
-        lane = _build_lane(rank, ranks, built)
-        lanes.append(keep_first(lane, microbatches))
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+    return schedule_through(
+        wave_placement(ranks, 1),
+        microbatches,
+        lambda rank: _build_lane(rank, ranks, built),
+    )
 
 
 def _build_lane(rank: int, ranks: int, microbatches: int) -> ActionList:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.orders import (
+    ActionList,
     backwards,
     forwards,
     loop_placement,
-    paths_through,
     require_at_least,
+    schedule_through,
 )
 
 
@@ -22,9 +23,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     rank 2 | .  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .  .  .
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
-    stages = loop_placement(ranks)
-    lanes = [
-        forwards(rank, microbatches) + backwards(rank, microbatches)
-        for rank in range(ranks)
-    ]
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+
+    def lane(rank: int) -> ActionList:
+        return forwards(rank, microbatches) + backwards(rank, microbatches)
+
+    return schedule_through(loop_placement(ranks), microbatches, lane)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from penstock.cost.cost import UnitCost
 from penstock.ir.action import BACKWARD, FORWARD, Action
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.list_scheduling import StartLimit, list_schedule
 from penstock.schedules.orders import (
+    ActionList,
     backwards,
     forwards,
     interleave_queues,
-    keep_first,
     paths_through,
     require_at_least,
+    schedule_through,
     wave_placement,
 )
 from penstock.sim.simulate import simulate
@@ -45,8 +46,7 @@ def hanayo_unit(ranks: int, microbatches: int, waves: int) -> Schedule:
     full = list_schedule(
         stages, paths_through(stages, ranks), UnitCost(), gates=_gates(ranks, waves)
     )
-    lanes = [keep_first(list(lane), microbatches) for lane in full.lanes]
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+    return schedule_through(stages, microbatches, lambda rank: list(full.lanes[rank]))
 
 
 def hanayo_stream(ranks: int, microbatches: int, waves: int) -> Schedule:
@@ -79,10 +79,9 @@ def _one_wave(ranks: int, microbatches: int) -> Schedule:
     Each lane is spelled in letters: f and b are the actions of the rank's stage on the
     way there, F and B those of its stage on the way back.
     """
-    stages = wave_placement(ranks, 1)
     built = max(microbatches, 2 * ranks - 1)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         deep = ranks - rank
         back = 2 * ranks - 1 - rank
         letters = (
@@ -99,9 +98,9 @@ def _one_wave(ranks: int, microbatches: int) -> Schedule:
             "b": backwards(rank, built),
             "B": backwards(back, built),
         }
-        lane = interleave_queues(letters, queues)
-        lanes.append(keep_first(lane, microbatches))
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+        return interleave_queues(letters, queues)
+
+    return schedule_through(wave_placement(ranks, 1), microbatches, lane)
 
 
 def _due(schedule: Schedule, action: Action) -> tuple[int, ...]:

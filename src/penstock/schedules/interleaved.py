@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.orders import (
+    ActionList,
     in_rounds,
-    keep_first,
     loop_placement,
-    paths_through,
     require_at_least,
+    schedule_through,
     weave,
     whole_backwards,
 )
@@ -24,11 +24,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     rank 1 | .  F0 F1 F0 B0 -- F1 B1 -- F2 B0 -- F3 B1 -- F2 B2 -- F3 B3 -- B2 -- B3 -- .  .
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    stages = loop_placement(ranks, chunks)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         there, back = in_rounds(rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-        lane = weave(head_start, there, whole_backwards(back))
-        lanes.append(keep_first(lane, microbatches))
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+        return weave(head_start, there, whole_backwards(back))
+
+    return schedule_through(loop_placement(ranks, chunks), microbatches, lane)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.orders import (
+    ActionList,
     backwards,
     forwards,
     loop_placement,
-    paths_through,
     require_at_least,
+    schedule_through,
     weave,
     whole_backwards,
 )
@@ -24,10 +25,10 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 2 | .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .  .  .
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
-    stages = loop_placement(ranks)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         there = forwards(rank, microbatches)
         back = backwards(rank, microbatches)
-        lanes.append(weave(ranks - rank, there, whole_backwards(back)))
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+        return weave(ranks - rank, there, whole_backwards(back))
+
+    return schedule_through(loop_placement(ranks), microbatches, lane)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, backward, forward, halves
-from penstock.ir.schedule import MicroBatch, Stage
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 
 ActionList = list[Action]
 
@@ -44,6 +44,21 @@ def paths_through(
     path = tuple(range(len(stages)))
     cuts = tuple(range(slices + 1))
     return [MicroBatch(path, slices, cuts)] * microbatches
+
+
+def schedule_through(
+    stages: Sequence[Stage],
+    microbatches: int,
+    lane: Callable[[int], ActionList],
+    slices: int = 1,
+) -> Schedule:
+    """Return a schedule whose micro-batches visit all stages in order, with the lane of each rank.
+
+    A lane may be made for more micro-batches: an order that can run can still run without some of them.
+    """
+    ranks = 1 + max(stage.rank for stage in stages)
+    lanes = [keep_first(lane(rank), microbatches) for rank in range(ranks)]
+    return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)
 
 
 # ---------------------------------------------------------------- one direction
@@ -141,8 +156,5 @@ def interleave_queues(letters: str, queues: Mapping[str, ActionList]) -> ActionL
 
 
 def keep_first(lane: ActionList, microbatches: int) -> ActionList:
-    """Leave out all but the first micro-batches of a lane.
-
-    An order that can run can still run without some of its micro-batches.
-    """
+    """Leave out all but the first micro-batches of a lane."""
     return [action for action in lane if action.microbatch < microbatches]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.orders import (
+    ActionList,
     backwards,
     forwards,
     loop_placement,
-    paths_through,
     require_at_least,
+    schedule_through,
     weave,
     whole_backwards,
 )
@@ -24,13 +25,13 @@ def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     rank 2 | .    .    F0   F0.1 F0.2 B0.2 --   B0.1 --   B0   --   .    .    .    .
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
-    stages = loop_placement(ranks)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         there = forwards(rank, microbatches, slices)
         back = backwards(rank, microbatches, slices)
-        lanes.append(there + back)
-    return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)
+        return there + back
+
+    return schedule_through(loop_placement(ranks), microbatches, lane, slices)
 
 
 def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
@@ -43,11 +44,11 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     rank 2 | .    .    F0   F0.1 B0.1 --   F1   B0   --   F1.1 B1.1 --   B1   --   .    .    .    .
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
-    stages = loop_placement(ranks)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         there = forwards(rank, microbatches, slices)
         back = backwards(rank, microbatches, slices)
         head_start = slices + ranks - 1 - rank
-        lanes.append(weave(head_start, there, whole_backwards(back)))
-    return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)
+        return weave(head_start, there, whole_backwards(back))
+
+    return schedule_through(loop_placement(ranks), microbatches, lane, slices)

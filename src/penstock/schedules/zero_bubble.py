@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from penstock.ir.action import halves
-from penstock.ir.schedule import Schedule, schedule_of
+from penstock.ir.schedule import Schedule
 from penstock.schedules.orders import (
     ActionList,
     backwards,
     forwards,
     in_rounds,
     interleave_queues,
-    keep_first,
     lag_weights,
     loop_placement,
-    paths_through,
     require_at_least,
+    schedule_through,
     wave_placement,
     weave,
 )
@@ -41,14 +40,13 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     rank 1 | .  F0 F1 F0 I0 F1 I1 W0 F2 I0 W1 F3 I1 W0 F2 I2 W1 F3 I3 W2 I2 W3 I3 W2 W3
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    stages = loop_placement(ranks, chunks)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         there, back = in_rounds(rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + (ranks - 1 - rank) + 1
-        lane = weave(head_start, there, lag_weights(back, rank))
-        lanes.append(keep_first(lane, microbatches))
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+        return weave(head_start, there, lag_weights(back, rank))
+
+    return schedule_through(loop_placement(ranks, chunks), microbatches, lane)
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
@@ -61,19 +59,17 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     rank 1 | .  F0 F0 F1 F1 I0 W0 F2 I0 W0 F2 I1 W1 F3 I1 W1 F3 I2 W2 I2 I3 I3 W2 W3 W3
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
-    stages = wave_placement(ranks, 1)
     built = max(microbatches, 2 * ranks - 1)
-    lanes = []
-    for rank in range(ranks):
+
+    def lane(rank: int) -> ActionList:
         deep = ranks - rank
         fill = "f" * (2 * deep - 1) + "Ff" * rank + "FIW" * deep
         steady = "fiwFIW" * (built - ranks)
         drain = "iI" * rank + "iw" * deep + "W" * built + "w" * built
-        lane = interleave_queues(
-            fill + steady + drain, _queues_of_rank(rank, ranks, built)
-        )
-        lanes.append(keep_first(lane, microbatches))
-    return schedule_of(stages, paths_through(stages, microbatches), lanes)
+        queues = _queues_of_rank(rank, ranks, built)
+        return interleave_queues(fill + steady + drain, queues)
+
+    return schedule_through(wave_placement(ranks, 1), microbatches, lane)
 
 
 def _queues_of_rank(rank: int, ranks: int, microbatches: int) -> dict[str, ActionList]:

@@ -94,12 +94,15 @@ class _Machine:
         self.last = first[1:]  # the end of its lane
         self.due = first[:-1]  # its next action
         self.free = [0.0] * (max(self.link, default=0) + 1)  # by link
-        self.left = self.seconds.copy()  # seconds of work left, by action
+        # Seconds left of what each rank does: its due action, or the pause before that.
+        self.left = [0.0] * schedule.ranks
         lanes = zip(self.first, self.last, strict=True)
         self.waiting = {rank for rank, (begin, end) in enumerate(lanes) if begin < end}
+        for rank in self.waiting:
+            self.left[rank] = self.seconds[self.due[rank]]
         self.queue: deque[int] = deque()  # ranks that wait for a processor
         self.running: dict[int, float] = {}  # rank: the end of its turn
-        self.resting: dict[int, float] = {}  # running rank: seconds left of its pause
+        self.resting: set[int] = set()  # running ranks that pause
         self.seats = [-1] * processors  # the rank that ran last on each processor
 
     def ready(self, rank: int) -> float:
@@ -143,12 +146,9 @@ class _Machine:
             rank = queue.popleft()
             lost = self.seat(rank)
             running[rank] = now + lost + self.turn
-            if rank in self.resting:
-                self.resting[rank] += lost
-                continue
+            self.left[rank] += lost
             number = self.due[rank]
-            self.left[number] += lost
-            if math.isnan(self.start[number]):
+            if rank not in self.resting and math.isnan(self.start[number]):
                 self.start[number] = now + lost
 
     def seat(self, rank: int) -> float:
@@ -164,26 +164,23 @@ class _Machine:
     def advance(self) -> None:
         """Advance to the next moment at which anything changes."""
         now = self.now
-        due = self.due
         running = self.running
-        resting = self.resting
-        events = [now + resting.get(rank, self.left[due[rank]]) for rank in running]
+        events = [now + self.left[rank] for rank in running]
         events += [when for when in map(self.ready, self.waiting) if when > now]
         if self.queue:
             events += running.values()
         then = min(events)
         self.now = then
         for rank in list(running):
-            if rank in resting:
-                resting[rank] -= then - now
-                if resting[rank] <= RELATIVE_TOLERANCE * then:
-                    del resting[rank]
-                    self.go_on(rank)
+            self.left[rank] -= then - now
+            scale = max(self.seconds[self.due[rank]], then)
+            if self.left[rank] > RELATIVE_TOLERANCE * scale:
+                continue
+            if rank in self.resting:
+                self.resting.remove(rank)
+                self.go_on(rank)
             else:
-                self.left[due[rank]] -= then - now
-                scale = max(self.seconds[due[rank]], then)
-                if self.left[due[rank]] <= RELATIVE_TOLERANCE * scale:
-                    self.finish(rank)
+                self.finish(rank)
 
     def finish(self, rank: int) -> None:
         """End the action of a rank: send its message, and let the rank rest or go on."""
@@ -199,16 +196,20 @@ class _Machine:
             self.arrived[number] = leave + self.wire[number] + self.latency[number]
         self.due[rank] += 1
         if self.pause[number] and self.due[rank] < self.last[rank]:
-            self.resting[rank] = self.pause[number]
+            self.resting.add(rank)
+            self.left[rank] = self.pause[number]
         else:
             self.go_on(rank)
 
     def go_on(self, rank: int) -> None:
         """Let a running rank start its next action, or give up its processor."""
-        is_done = self.due[rank] == self.last[rank]
-        if not is_done and self.ready(rank) <= self.now:
-            self.start[self.due[rank]] = self.now
+        number = self.due[rank]
+        if number == self.last[rank]:
+            del self.running[rank]
             return
-        del self.running[rank]
-        if not is_done:
+        self.left[rank] = self.seconds[number]
+        if self.ready(rank) <= self.now:
+            self.start[number] = self.now
+        else:
+            del self.running[rank]
             self.waiting.add(rank)

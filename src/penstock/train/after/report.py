@@ -19,7 +19,7 @@ from penstock.errors import FileError
 from penstock.formats import read_plan
 from penstock.formats.config_toml import read_config
 from penstock.ir import Plan, Timeline
-from penstock.ir.timeline import compare
+from penstock.ir.timeline import largest_differences
 from penstock.sim.simulate import simulate_own_times
 from penstock.train.after.reasons import reasons_of
 from penstock.train.before.forecast import Forecast, known_forecast
@@ -372,7 +372,7 @@ def _list_differences(kind: StepKind) -> list[str]:
     if predicted is None or kind.measured is None:
         return []
     lines = []
-    for one in compare(predicted, kind.measured).largest:
+    for one in largest_differences(predicted, kind.measured):
         expected = write_time(one.expected)
         actual = write_time(one.actual)
         lines.append(
