@@ -16,7 +16,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from penstock.cost.curve import Curve, sum_curves
@@ -255,10 +255,6 @@ class PartCost:
     working: float = 0.0  # while F, B or I runs: logits, inner gradients
     scratch: float = 0.0  # while B or W runs: gradients of one matrix, in bytes
     carried: float = 0.0  # keys and values, which `held` contains
-    # A planner asks again and again for the seconds of the same slices.
-    known: dict[tuple[Op, int, int], float] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     @property
     def left(self) -> float:
@@ -267,10 +263,7 @@ class PartCost:
 
     def seconds(self, op: Op, tokens: int, prefix: int) -> float:
         """How long an op takes on a slice of `tokens` tokens after `prefix` others."""
-        key = (op, tokens, prefix)
-        if key not in self.known:
-            self.known[key] = sum(one.of(tokens, prefix) for one in self.curves(op))
-        return self.known[key]
+        return sum(one.of(tokens, prefix) for one in self.curves(op))
 
     def curves(self, op: Op) -> tuple[Curve, ...]:
         """The curves whose sum is the time of an op."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.cost import ModelCost, PartCost, PartsCost
+from penstock.cost.cost import ModelCost, PartsCost
 from penstock.cost.network import Network
 from penstock.cost.profile import Block, Profile
 from penstock.ir.action import WHOLE_OPS, Action
@@ -86,10 +86,6 @@ class PlacedCost(LayeredCost):
     models: dict[tuple[int, ...], ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    # Parts of different placements are often the same; then they share what they know.
-    parts: dict[tuple[int, bool, bool, bool], PartCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
     # The last schedule with its cost: the simulator asks thousands of times about one schedule.
     last: list[tuple[Schedule, ModelCost]] = field(
         default_factory=list, init=False, repr=False, compare=False
@@ -126,13 +122,11 @@ class PlacedCost(LayeredCost):
         last = schedule.parts - 1
         # The overhead of an action is a pause after it, which is how it was measured.
         profile = replace(self.profile, turn=0.0)
-        parts = []
-        for number, layers in enumerate(self.partition_of(schedule)):
-            kind = layers, number == 0, number == last, number in again
-            if kind not in self.parts:
-                self.parts[kind] = profile.part(*kind)
-            parts.append(self.parts[kind])
-        return ModelCost(tuple(parts), self.network, self.speeds, self.tokens)
+        parts = tuple(
+            profile.part(layers, number == 0, number == last, number in again)
+            for number, layers in enumerate(self.partition_of(schedule))
+        )
+        return ModelCost(parts, self.network, self.speeds, self.tokens)
 
     def updates(self, schedule: Schedule) -> list[float]:
         """Seconds of the optimizer on each rank, and of what else a step does beside its actions."""

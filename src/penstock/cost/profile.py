@@ -12,10 +12,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from penstock.cost.cost import ModelCost, PartCost
-from penstock.cost.curve import Curve, Fit, Seconds, fit_curve, sum_curves
+from penstock.cost.curve import Curve, Fit, Measured, Seconds, fit_curve, sum_curves
 from penstock.cost.network import Network
 from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
 from penstock.errors import ShapeError
@@ -103,21 +102,13 @@ def sent_bytes(message: float, rows: int, sent_as: str, halved: bool = False) ->
     return message
 
 
-class HasError(Protocol):
-    """Anything that was measured, and knows how far off it is."""
-
-    @property
-    def worst_error(self) -> float:
-        """The worst relative error on held-out points."""
-
-
-def refuse_error(profile: HasError, source: str) -> None:
+def refuse_error(profile: Profile | RowProfiles, source: str) -> None:
     """Refuse a profile whose error is too large to plan with; the error calls its file `source`."""
     if profile.worst_error > MAX_ERROR:
         raise ShapeError(f"{source}: {error_warning(profile)}")
 
 
-def error_warning(profile: HasError) -> str:
+def error_warning(profile: Profile | RowProfiles) -> str:
     """What is wrong with a profile whose error is too large, and what to do."""
     return (
         f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "
@@ -142,15 +133,11 @@ def fit_op(points: Sequence[Point], op: Op) -> Fit:
     """Fit the curve of one op. An op that does nothing (the W of an embedding) takes no time."""
     if not any(point.of(op) for point in points):
         return Fit(Seconds(), 0.0, 0.0)
-    fitted = []
-    held_out = []
+    measured: dict[bool, list[Measured]] = {True: [], False: []}  # by `held_out`
     for point in points:
-        measured = (point.tokens, point.prefix, point.of(op))
-        if point.held_out:
-            held_out.append(measured)
-        else:
-            fitted.append(measured)
-    return fit_curve(fitted, held_out)
+        seconds = (point.tokens, point.prefix, point.of(op))
+        measured[point.held_out].append(seconds)
+    return fit_curve(measured[False], measured[True])
 
 
 @dataclass(frozen=True, slots=True)
