@@ -13,24 +13,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias
 
 from penstock.config import (
     CHOICES,
     PRESETS,
     SWITCH,
     Config,
-    DataConfig,
-    LoraConfig,
-    MeshConfig,
     MixtureSource,
-    ModelConfig,
-    OptimizerConfig,
     Options,
     OptionValue,
     ParameterGroup,
-    PathsConfig,
-    RunConfig,
     ScheduleConfig,
     check_config,
     find_settings,
@@ -47,40 +40,25 @@ from penstock.formats.text import (
 )
 from penstock.formats.toml_text import TomlPage, parse_toml, string_text
 
-Setting: TypeAlias = (
-    "str | int | float | bool | tuple[str, ...] | tuple[int, ...] | Options "
-    "| tuple[ParameterGroup, ...] | tuple[MixtureSource, ...]"
-)
-Section: TypeAlias = (
-    ModelConfig
-    | DataConfig
-    | ScheduleConfig
-    | PathsConfig
-    | MeshConfig
-    | OptimizerConfig
-    | LoraConfig
-    | RunConfig
-)
-Item = TypeVar("Item")
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 
 SECTIONS = tuple(section.name for section in fields(Config))
 DEFAULT_PRESET = "tiny"
 CONFIG_FILE = "config.toml"  # in the folder of a run
-NUMBER_LISTS = (("schedule", "partition"), ("paths", "keep"))
 TABLES = (("optimizer", "options"),)
-# Lists of tables: the record of each table, and an example.
-RECORDS: dict[tuple[str, str], tuple[type[Any], str]] = {
-    ("data", "mixture"): (MixtureSource, '{sources = ["web"], weight = 3}'),
-    ("optimizer", "groups"): (ParameterGroup, '{match = "*.bias", frozen = true}'),
+# Records of which a list may consist, each with an example.
+RECORDS: dict[str, tuple[type[Any], str]] = {
+    "MixtureSource": (MixtureSource, '{sources = ["web"], weight = 3}'),
+    "ParameterGroup": (ParameterGroup, '{match = "*.bias", frozen = true}'),
 }
-ENTRY_NAMES = {"str": "text", "bool": "true or false", "float": "a number"}
-TYPE_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
+KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string",
 }
+ENTRY_KINDS = {**KINDS, "str": "text"}
+LISTED = {"int": "whole numbers", "str": "strings"}
 
 
 def preset(name: str) -> Config:
@@ -256,60 +234,78 @@ def _with_values(
     config: Config, name: str, given: Mapping[str, object], refuse: Refuse
 ) -> Config:
     """A config with other values in one section."""
-    section: Section = getattr(config, name)
-    defaults = {item.name: getattr(section, item.name) for item in fields(section)}
-    values: dict[str, Setting] = {}
+    section = getattr(config, name)
+    kinds = {item.name: str(item.type) for item in fields(section)}
+    values = {}
     for key, value in given.items():
-        if key not in defaults:
+        if key not in kinds:
             what = f"[{name}] has no key {key!r}"
-            refuse((name, key), what, suggest(find_settings(name, key), defaults))
-        values[key] = _convert((name, key), value, defaults[key], refuse)
-    return replace(config, **{name: replace(section, **values)})  # type: ignore[arg-type]
+            refuse((name, key), what, suggest(find_settings(name, key), kinds))
+        values[key] = _convert((name, key), f"{name}.{key}", kinds[key], value, refuse)
+    return replace(config, **{name: replace(section, **values)})
 
 
-def _convert(
-    steps: tuple[str, str], value: object, default: Setting, refuse: Refuse
-) -> Setting:
-    """A value of the same type as its default."""
-    if isinstance(default, tuple):
-        convert = CONVERTERS.get(steps, _convert_list)
-        return convert(steps, value, refuse)
+def _convert(steps: Steps, name: str, kind: str, value: object, refuse: Refuse) -> Any:
+    """A value of the kind that a field declares, such as `float | None` or `tuple[str, ...]`."""
+    if steps in TABLES:
+        return _convert_table(steps, name, value, refuse)
+    if kind.startswith("tuple["):
+        item = kind.removeprefix("tuple[").partition(",")[0]
+        return _convert_list(steps, name, item, value, refuse)
+    kind = kind.partition(" ")[0]
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if isinstance(default, float) and is_whole:
+    if kind == "float" and is_whole:
         assert isinstance(value, int)
         return float(value) if abs(value) < 1 << 1000 else inf
-    name = ".".join(steps)
     if isinstance(value, bool) and CHOICES.get(name) == SWITCH:
         return str(value).lower()
-    if type(value) is not type(default):
-        what = f"{name} must be {TYPE_NAMES[type(default)]}, not {value!r}"
-        refuse(steps, what, "")
-    if isinstance(value, str):
-        return _expand_home(value)
-    assert isinstance(value, int | float)
-    return value
+    if type(value).__name__ != kind:
+        kinds = KINDS if _is_setting(steps) else ENTRY_KINDS
+        refuse(steps, f"{name} must be {kinds[kind]}, not {value!r}", "")
+    return _expand_home(value)
 
 
-def _convert_list(steps: tuple[str, str], value: object, refuse: Refuse) -> Setting:
-    """A list of strings or whole numbers; a single one needs no brackets."""
-    items = _items(value)
-    kinds = "whole numbers" if steps in NUMBER_LISTS else "strings"
-    kind = "int" if steps in NUMBER_LISTS else "str"
+def _convert_list(
+    steps: Steps, name: str, kind: str, value: object, refuse: Refuse
+) -> tuple[Any, ...]:
+    """A list; a single item needs no brackets, and `--set data.sources=` means no items."""
+    items = value if isinstance(value, list) else [value]
+    if value == "":
+        items = []
+    if kind in RECORDS:
+        return tuple(
+            _convert_record((*steps, number), name, kind, table, refuse)
+            for number, table in enumerate(items)
+        )
     if any(type(item).__name__ != kind for item in items):
-        refuse(steps, f"{'.'.join(steps)} must be a list of {kinds}, in [ ]", "")
-    return tuple(_expand_home(item) for item in items)
+        written = ", in [ ]" if _is_setting(steps) else ""
+        refuse(steps, f"{name} must be a list of {LISTED[kind]}{written}", "")
+    return tuple(map(_expand_home, items))
 
 
-def _items(value: object) -> list[Any]:
-    """The items of a list; a single one needs no brackets, and `--set data.sources=` means no items."""
-    if isinstance(value, list):
-        return value
-    return [] if value == "" else [value]
+def _convert_record(
+    place: Steps, name: str, kind: str, table: object, refuse: Refuse
+) -> Any:
+    """A table of a list, as a record."""
+    make, example = RECORDS[kind]
+    kinds = {item.name: str(item.type) for item in fields(make)}
+    if not isinstance(table, Mapping):
+        refuse(place, f"{name} must be a list of tables, such as [{example}]", "")
+    values = {}
+    for key, item in table.items():
+        if key not in kinds:
+            what = f"{name} has no key {key!r}"
+            refuse((*place, key), what, suggest_name(key, kinds))
+        owner = f"{key} of {name}"
+        values[key] = _convert((*place, key), owner, kinds[key], item, refuse)
+    if make is ParameterGroup and "match" not in values:
+        what = f"{name} needs a match, such as '*.bias', in every group"
+        refuse(place, what, "")
+    return make(**values)
 
 
-def _convert_table(steps: tuple[str, str], value: object, refuse: Refuse) -> Options:
+def _convert_table(steps: Steps, name: str, value: object, refuse: Refuse) -> Options:
     """A table of plain values, sorted by their names."""
-    name = ".".join(steps)
     if value == "":  # --set optimizer.options= means an empty table
         value = {}
     if not isinstance(value, Mapping):
@@ -324,67 +320,20 @@ def _convert_table(steps: tuple[str, str], value: object, refuse: Refuse) -> Opt
     return tuple(found)
 
 
+def _is_setting(steps: Steps) -> bool:
+    """Whether a value is that of a section's key; if not, it is in a table of a list."""
+    return len(steps) == 2
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _convert_records(
-    steps: tuple[str, str], value: object, refuse: Refuse
-) -> tuple[Any, ...]:
-    """A list of tables, each of which becomes a record; a single table is a list of one."""
-    make, example = RECORDS[steps]
-    name = ".".join(steps)
-    kinds = {item.name: str(item.type) for item in fields(make)}
-    found = []
-    for number, table in enumerate(_items(value)):
-        place = (*steps, number)
-        if not isinstance(table, Mapping):
-            refuse(place, f"{name} must be a list of tables, such as [{example}]", "")
-        for key in table:
-            if key not in kinds:
-                what = f"{name} has no key {key!r}"
-                refuse((*place, key), what, suggest_name(key, kinds))
-        values = {
-            key: _convert_entry(place, key, kinds[key], item, refuse)
-            for key, item in table.items()
-        }
-        if make is ParameterGroup and "match" not in values:
-            what = f"{name} needs a match, such as '*.bias', in every group"
-            refuse(place, what, "")
-        found.append(make(**values))
-    return tuple(found)
-
-
-def _convert_entry(
-    place: Steps, key: str, kind: str, value: object, refuse: Refuse
-) -> object:
-    """A value of the kind that a record declares."""
-    of = f"{key} of {place[0]}.{place[1]}"
-    if kind.startswith("tuple"):
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or any(type(one) is not str for one in texts):
-            refuse(place, f"{of} must be a list of strings", "")
-        return tuple(map(_expand_home, texts))
-    if kind.startswith("float") and _is_number(value):
-        return float(value)  # type: ignore[arg-type]
-    if type(value).__name__ != kind:
-        wanted = ENTRY_NAMES[kind.partition(" ")[0]]
-        refuse((*place, key), f"{of} must be {wanted}, not {value!r}", "")
-    return value
-
-
-Converter: TypeAlias = Callable[[tuple[str, str], object, Refuse], Setting]
-CONVERTERS: dict[tuple[str, str], Converter] = {
-    **dict.fromkeys(TABLES, _convert_table),
-    **dict.fromkeys(RECORDS, _convert_records),
-}
-
-
-def _expand_home(text: Item) -> Item:
+def _expand_home(value: Any) -> Any:
     """A path with ~/ replaced, because a shell does not expand it after an `=`."""
-    if isinstance(text, str) and text.startswith("~/"):
-        return str(Path(text).expanduser())  # type: ignore[return-value]
-    return text
+    if isinstance(value, str) and value.startswith("~/"):
+        return str(Path(value).expanduser())
+    return value
 
 
 # ---------------------------------------------------------------- writing
