@@ -105,7 +105,8 @@ def read_page(
 def _check_kind(page: Page, top: Value, version: int) -> None:
     kind = page.kind
     if not isinstance(top, dict) or "penstock" not in top:
-        advice = f"a {kind} begins with {page.opening(version)}"
+        opening = page.OPENING.format(kind=kind, version=version)
+        advice = f"a {kind} begins with {opening}"
         fail(page, (), f"this is not a Penstock {kind}", advice)
     if top["penstock"] != kind:
         actual = describe_value(top["penstock"])

@@ -19,6 +19,7 @@ class JsonPage(Page):
     """A JSON text."""
 
     __slots__ = ()
+    OPENING = '{{"penstock": "{kind}", "version": {version}'
 
     def find_value(self, steps: Steps) -> Stretch:
         """Where a value stands."""
@@ -34,10 +35,6 @@ class JsonPage(Page):
         start = _child(self.text, parent.start, steps[-1]).key
         end = _DECODER.raw_decode(self.text, start)[1]
         return Stretch(start, end)
-
-    def opening(self, version: int) -> str:
-        """The first words of a file of this kind."""
-        return f'{{"penstock": "{self.kind}", "version": {version}'
 
 
 class _Child(NamedTuple):

@@ -160,23 +160,15 @@ def _block_text(block: Block) -> str:
 
 
 def _fit_entry(fit: Fit) -> dict[str, str | float]:
-    formula = fit.curve
-    if isinstance(formula, CorrectedCurve):
-        formula = formula.formula
-    assert isinstance(formula, Seconds)
-    terms = {term: getattr(formula, term) for term in CURVE_TERMS}
+    formula: Any = getattr(fit.curve, "formula", fit.curve)  # that of a table
+    terms = asdict(formula)
     return {"form": fit.form, **terms, "worst": fit.worst, "median": fit.median}
 
 
 def _point_entry(point: Point) -> dict[str, int | float | bool]:
-    entry: dict[str, int | float | bool] = {
-        "tokens": point.tokens,
-        "prefix": point.prefix,
-    }
-    for op in OPS:
-        entry[op.value] = point.of(op)
-    if point.held_out:
-        entry["held_out"] = True
+    entry = asdict(point)
+    if not point.held_out:
+        del entry["held_out"]
     return entry
 
 

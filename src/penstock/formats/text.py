@@ -20,8 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from errno import ENOSPC
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import ClassVar, NamedTuple, NoReturn, TypeAlias
 
 from penstock.errors import FileError, nearest_name
 
@@ -34,6 +35,11 @@ FILE_NAMES = {
     "cluster": "cluster.toml",
     "config": "config.toml",
     "schedule": "schedule.csv",
+}
+
+READ_HINTS: dict[type[Exception], str] = {
+    IsADirectoryError: "name a file, not a folder",
+    PermissionError: "check the permissions of the file",
 }
 
 Value: TypeAlias = "dict[str, Value] | list[Value] | str | int | float | bool | None"
@@ -51,6 +57,7 @@ class Stretch(NamedTuple):
 class Page(ABC):
     """The text of a file, the file's name, and what it should hold: a key of FILE_NAMES."""
 
+    OPENING: ClassVar[str]  # the first words of a file, with its kind and version
     text: str
     source: str
     kind: str
@@ -59,13 +66,9 @@ class Page(ABC):
     def find_value(self, steps: Steps) -> Stretch:
         """Where a value stands."""
 
-    @abstractmethod
     def find_key(self, steps: Steps) -> Stretch:
-        """Where the key of a value stands."""
-
-    @abstractmethod
-    def opening(self, version: int) -> str:
-        """The first words of a file of this kind."""
+        """Where the key of a value stands; the value itself if it has no key."""
+        return self.find_value(steps)
 
 
 # ---------------------------------------------------------------- whole files
@@ -81,13 +84,10 @@ def read_text(path: str | Path, kind: str = "plan", advice: str = "") -> str:
             f"{path} is not text: byte {error.start} is not valid UTF-8\n"
             f"  is it the right file? a {kind} is a text file, {FILE_NAMES[kind]}"
         ) from None
-    except IsADirectoryError as error:
-        raise _read_error(path, error, "name a file, not a folder") from None
-    except PermissionError as error:
-        raise _read_error(path, error, "check the permissions of the file") from None
     except (OSError, ValueError) as error:
-        advice = advice or f"name a {FILE_NAMES[kind]} that exists"
-        raise _read_error(path, error, advice) from None
+        missing = advice or f"name a {FILE_NAMES[kind]} that exists"
+        hint = READ_HINTS.get(type(error), missing)
+        raise FileError(f"cannot read {path}: {_reason(error)}\n  {hint}") from None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -95,10 +95,10 @@ def write_text(path: str | Path, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8", newline="\n")
     except (OSError, ValueError) as error:
-        raise FileError(
-            f"cannot write {path}: {_reason(error)}\n"
-            "  name a file in a folder that exists"
-        ) from None
+        hint = "name a file in a folder that exists"
+        if isinstance(error, OSError) and error.errno == ENOSPC:
+            hint = "free some space there"
+        raise FileError(f"cannot write {path}: {_reason(error)}\n  {hint}") from None
 
 
 def put_in_place(file: Path, text: str) -> None:
@@ -114,10 +114,6 @@ def put_in_place(file: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-
-
-def _read_error(path: str | Path, error: Exception, advice: str) -> FileError:
-    return FileError(f"cannot read {path}: {_reason(error)}\n  {advice}")
 
 
 def _reason(error: Exception) -> str:

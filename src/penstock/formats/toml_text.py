@@ -41,6 +41,7 @@ class TomlPage(Page):
     """A TOML text."""
 
     __slots__ = ()
+    OPENING = 'penstock = "{kind}"'
 
     def find_value(self, steps: Steps) -> Stretch:
         """Where a value stands, or the statement that holds it."""
@@ -49,10 +50,6 @@ class TomlPage(Page):
     def find_key(self, steps: Steps) -> Stretch:
         """Where the key of a value stands, or the statement that holds it."""
         return self._find(steps).key
-
-    def opening(self, version: int) -> str:
-        """The first words of a file of this kind."""
-        return f'penstock = "{self.kind}"'
 
     def _find(self, steps: Steps) -> _Entry:
         """The entry with these steps; else the nearest one around it."""

@@ -58,8 +58,9 @@ _DERIVED = re.compile(
     r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD|WAIT_SEND_[FB]|WAIT_REDUCE_GRAD)[0-9]*"
 )
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_CELL = re.compile(r'"(?:[^"]|"")*"[^,\r\n]*|[^,\r\n]*')
-_LINE_END = re.compile(r"\r\n|\r|\n")
+_CELL = re.compile(
+    r'(?P<content>"(?:[^"]|"")*"[^,\r\n]*|[^,\r\n]*)(?P<end>,|\r\n|\r|\n|\Z)'
+)
 _TORCH_WITH_WAITS = (2, 15)
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 _INPUT_BACKWARD = re.compile(r"(\d+)[BI](\d+)")
@@ -74,31 +75,14 @@ class CsvPage(Page):
         """Where a cell stands."""
         row = 0
         column = 0
-        here = 0
-        while True:
-            cell = _CELL.match(self.text, here)
-            assert cell is not None, "this expression also matches nothing"
+        for cell in _CELL.finditer(self.text):
             if (row, column) == steps:
-                return Stretch(*cell.span())
-            here = cell.end()
-            line_end = _LINE_END.match(self.text, here)
-            if line_end is not None:
-                here = line_end.end()
+                return Stretch(*cell.span("content"))
+            column += 1
+            if cell["end"] != ",":
                 row += 1
                 column = 0
-            elif here < len(self.text):
-                here += 1  # the comma
-                column += 1
-            else:
-                return Stretch(0, 1)
-
-    def find_key(self, steps: Steps) -> Stretch:
-        """Where a cell stands: a CSV has no keys."""
-        return self.find_value(steps)
-
-    def opening(self, version: int) -> str:
-        """The first words of a schedule."""
-        return "0F0"
+        return Stretch(0, 1)
 
 
 class _Cell(NamedTuple):
