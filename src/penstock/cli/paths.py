@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,8 +17,6 @@ from penstock.cli.plan import profiles_of
 from penstock.cli.terminal import (
     INTERRUPTED,
     ConfigChanges,
-    Interrupt,
-    JsonFlag,
     ProfileFile,
     ShownInterrupt,
     given,
@@ -206,10 +205,18 @@ class SearchOptions:
     )
     seed: int = option(0, "Random seed of the search.")
 
-    def budget(self, interrupt: Interrupt, most: int | None = None) -> Budget:
+    def budget(self, interrupt: Event, most: int | None = None) -> Budget:
         """The work of one search, of `most` moves if that is less."""
         moves = self.iterations if most is None else min(self.iterations, most)
-        return Budget(moves, self.seconds, stop=interrupt)
+        return Budget(moves, self.seconds, stop=interrupt.is_set)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultOptions:
+    """What is done with the plan."""
+
+    output: Path | None = option(None, "The plan.json to write.", "-o", "--output")
+    json: bool = option(False, "Print one JSON object to stdout.", "--json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +250,8 @@ def paths_command(
     step: StepOptions,
     ruled: RuleOptions,
     search: SearchOptions,
+    result: ResultOptions,
     changes: ConfigChanges = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The plan.json to write.")
-    ] = None,
-    json: JsonFlag = False,
 ) -> None:
     """Plan which node holds which part, and which parts each micro-batch visits, so that micro-batches rarely wait.
 
@@ -317,25 +321,25 @@ def paths_command(
             budget = search.budget(interrupt, DEFAULT_RECOVERY_MOVES)
             plan = replan(plan, budget, ruled.lost, seed=search.seed)
             full = full_step = None
-            if not interrupt.stopped and rules.full and all(plan.partitions):
+            if not interrupt.is_set() and rules.full and all(plan.partitions):
                 full_step = full_steps(plan, search.budget(interrupt), search.seed)
         raise_rule_faults(rule_faults(plan))
-        if not interrupt.stopped and ruled.rotate:
+        if not interrupt.is_set() and ruled.rotate:
             budget = search.budget(interrupt)
             rotation = rotate(plan, budget, ruled.slack, search.seed)
     others = () if rotation is None else rotation.plans[1:]
-    if output is not None:
+    if result.output is not None:
         written = paths_plan(plan, question.model, others, full_step, step.sum_messages)
-        write(output, dump_plan(written), quiet=json)
+        write(result.output, dump_plan(written), quiet=result.json)
     found = (plan, full, full_step, rotation)
-    if json:
-        print_json({**_json_facts(*found), "stopped": interrupt.stopped})
+    if result.json:
+        print_json({**_json_facts(*found), "stopped": interrupt.is_set()})
     else:
         if question.basis:
             print_plain(f"planned {question.basis}")
-        note = "interrupted: this is the best plan so far" * interrupt.stopped
+        note = "interrupted: this is the best plan so far" * interrupt.is_set()
         print_table(("", "planned paths"), _table_rows(*found), note)
-    if interrupt.stopped:
+    if interrupt.is_set():
         raise ShownInterrupt(INTERRUPTED)
 
 
@@ -357,22 +361,22 @@ def _with_full_steps(
     plan: PathPlan,
     stages: list[PathPlan],
     search: SearchOptions,
-    interrupt: Interrupt,
+    interrupt: Event,
 ) -> tuple[PathPlan, PathPlan | None, PathPlan | None]:
     """Return the plan, a full pipeline to compare it with, and full steps on the plan's arrangement.
 
     `stages` are the plans of the search's complete stages. If some steps run all parts, that plan is
     chosen whose mean over partial and full steps is the least.
     """
-    if interrupt.stopped:
+    if interrupt.is_set():
         return plan, None, None
     others: list[PathPlan] = []
     full = full_pipeline(plan, search.budget(interrupt), search.seed, others)
-    if interrupt.stopped or not plan.problem.rules.full:
+    if interrupt.is_set() or not plan.problem.rules.full:
         return plan, full, None
     # A short search has no complete stage.
     proposed = [plan] if plan.cut_short or not stages else stages
-    limit = Budget(2 * search.iterations, search.seconds, stop=interrupt)
+    limit = Budget(2 * search.iterations, search.seconds, stop=interrupt.is_set)
     pair = best_pair(proposed, others, limit, search.seed)
     # The moves of the whole search led to it, not only those of its own stage.
     chosen = replace(pair.paths, seconds=plan.seconds, simulations=plan.simulations)

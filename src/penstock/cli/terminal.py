@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.errors import FileError, ShapeError
+from penstock.config import broken_limits, keys_by_section, limits_of
+from penstock.errors import ShapeError
 
 Value = TypeVar("Value")
 # In help texts. Importing the presets themselves would delay every command.
@@ -59,9 +60,7 @@ def option(
     facts = {
         "typer": typer.Option(*names, help=about or None, **shown),
         "flag": next((name for name in names if name.startswith("--")), ""),
-        "least": least,
-        "above": above,
-        "most": most,
+        "limits": limits_of(least, above, most),
     }
     value: Value = field(default=default, metadata=MappingProxyType(facts))
     return value
@@ -128,34 +127,10 @@ def _refuse_out_of_range(options: Any) -> None:
     """Refuse a number that is not in the range of its option."""
     for item in fields(options):
         value = getattr(options, item.name)
-        limits = {
-            words: item.metadata[key]
-            for key, words in (
-                ("least", "at least"),
-                ("above", "above"),
-                ("most", "at most"),
-            )
-            if item.metadata[key] is not None
-        }
-        if value is None or not limits or _is_inside(value, **item.metadata):
-            continue
-        wanted = " and ".join(f"{words} {one:g}" for words, one in limits.items())
-        raise ShapeError(f"{_flag(item)} must be {wanted}, not {value:g}")
-
-
-def _is_inside(
-    value: float,
-    least: float | None,
-    above: float | None,
-    most: float | None,
-    **others: object,
-) -> bool:
-    """Whether a value is in a range; something that is no number never is."""
-    return (
-        (least is None or value >= least)
-        and (above is None or value > above)
-        and (most is None or value <= most)
-    )
+        limits = item.metadata["limits"]
+        if value is not None and broken_limits(value, limits):
+            wanted = " and ".join(f"{words} {one:g}" for words, one in limits.items())
+            raise ShapeError(f"{_flag(item)} must be {wanted}, not {value:g}")
 
 
 def _flag(item: Any) -> str:
@@ -176,11 +151,10 @@ def beginning(place: str) -> Callable[[str], list[str]]:
 
 def complete_change(begin: str) -> list[str]:
     """Keys of a config, as section.key=."""
-    config = import_module("penstock.config").Config()
     keys = [
-        f"{section.name}.{item.name}="
-        for section in fields(config)
-        for item in fields(getattr(config, section.name))
+        f"{section}.{key}="
+        for section, keys in keys_by_section().items()
+        for key in keys
     ]
     return [key for key in keys if key.startswith(begin)]
 
@@ -267,13 +241,10 @@ class ProfileOptions(ProfileFile):
 # ---------------------------------------------------------------- what is shown and written
 def write(output: Path, text: str, quiet: bool = False) -> None:
     """Write a text to a file, and say so on stderr unless `quiet`."""
-    try:
-        output.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        hint = "name a file in a folder that exists"
-        if error.errno == ENOSPC:
-            hint = "free some space there"
-        raise FileError(f"cannot write {output}: {error.strerror}\n  {hint}") from None
+    # It loads numpy, which --help does not need.
+    from penstock.formats.text import write_text
+
+    write_text(output, text)
     if not quiet:
         print_plain(f"wrote {output}", stderr=True)
 
@@ -404,8 +375,9 @@ def fitting_widths(
     >>> fitting_widths(("name", "time"), [("a long name", "1.5")], 10)
     """
     columns = list(zip(heads, *rows, strict=True))
+    words = [" ".join(column).split() for column in columns]
     widths = [max(map(len, column)) for column in columns]
-    min_widths = [_longest_word(column) for column in columns]
+    min_widths = [max(map(len, column), default=0) for column in words]
     excess = sum(widths) + COLUMN_GAP * len(widths) - room
     for _ in range(excess):
         shrinkable = [
@@ -418,11 +390,6 @@ def fitting_widths(
     return widths
 
 
-def _longest_word(column: Sequence[str]) -> int:
-    words = " ".join(column).split()
-    return max(map(len, words), default=0)
-
-
 # ---------------------------------------------------------------- Ctrl-C
 class ShownInterrupt(SystemExit):
     """The exit after Ctrl-C ended a command that has shown its results so far.
@@ -431,28 +398,17 @@ class ShownInterrupt(SystemExit):
     """
 
 
-@dataclass(slots=True)
-class Interrupt:
-    """Tells a search to stop once Ctrl-C was pressed."""
-
-    stopped: bool = False
-
-    def __call__(self) -> bool:
-        """Whether the search must stop."""
-        return self.stopped
-
-
 @contextmanager
-def interruptible() -> Iterator[Interrupt]:
+def interruptible() -> Iterator[Event]:
     """Let the first Ctrl-C end a search, whose command then shows the best plan so far, and a second one the command.
 
     A script in the background ignores SIGINT, and continues to.
     """
-    interrupt = Interrupt()
+    interrupt = Event()
     before = signal.getsignal(signal.SIGINT)
 
     def stop(signum: int, frame: object) -> None:
-        interrupt.stopped = True
+        interrupt.set()
         signal.signal(signal.SIGINT, before)
 
     if before is not signal.SIG_IGN:

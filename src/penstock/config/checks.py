@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.config.sections import (
     AUTO,
@@ -21,6 +21,7 @@ from penstock.config.sections import (
     Config,
     MeshConfig,
     ScheduleConfig,
+    broken_limits,
     is_plan_file,
     names_own_code,
     own_code_file,
@@ -343,28 +344,19 @@ def _range_faults(config: Config) -> Iterator[str]:
             value = getattr(values, item.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            wanted = _wanted_range(value, item.metadata)
+            wanted = _wanted_range(value, item.metadata["limits"])
             if wanted:
                 shown = f"{value:g}" if isinstance(value, float) else str(value)
                 yield f"{section.name}.{item.name} = {shown} must be {wanted}"
 
 
-def _wanted_range(value: float, limits: Mapping[str, Any]) -> str:
+def _wanted_range(value: float, limits: Mapping[str, float]) -> str:
     """The range that a value violates, in words; empty if it is inside."""
-    least = limits.get("least")
-    most = limits.get("most")
-    above = limits.get("above")
     if isinstance(value, float) and not isfinite(value):
         return "a finite number"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         return "between -2^63 and 2^63"
-    if least is not None and value < least:
-        return f"at least {least:g}"
-    if most is not None and value > most:
-        return f"at most {most:g}"
-    if above is not None and value <= above:
-        return f"above {above:g}"
-    return ""
+    return next(iter(broken_limits(value, limits)), "")
 
 
 def _choice_faults(config: Config) -> Iterator[str]:
@@ -556,7 +548,7 @@ def find_settings(section: str, key: str) -> tuple[str, ...]:
     >>> find_settings("model", "quantized")
     ()
     """
-    known = _keys_by_section()
+    known = keys_by_section()
     own_prefix = f"{section}."
     if key.casefold() in OTHER_WORDS:
         return (OTHER_WORDS[key.casefold()].removeprefix(own_prefix),)
@@ -568,7 +560,8 @@ def find_settings(section: str, key: str) -> tuple[str, ...]:
     return tuple(f"{place}.{near}" for place, keys in known.items() if near in keys)
 
 
-def _keys_by_section() -> dict[str, list[str]]:
+def keys_by_section() -> dict[str, list[str]]:
+    """The keys of each section."""
     config = Config()
     return {
         section.name: [item.name for item in fields(getattr(config, section.name))]

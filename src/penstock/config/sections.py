@@ -15,7 +15,8 @@ by name. `penstock.formats.config_toml` reads and writes files and `--set`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -90,6 +91,25 @@ def tokenizer_file(name: str) -> str:
 
 # ---------------------------------------------------------------- sections
 SettingValue = TypeVar("SettingValue")
+# What a number must be, and how it is compared with the limit. NaN is never inside.
+LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
+
+
+def limits_of(
+    least: float | None, above: float | None, most: float | None
+) -> dict[str, float]:
+    """The limits that are given, by the words for them."""
+    limits = zip(LIMITS, (least, above, most), strict=True)
+    return {words: limit for words, limit in limits if limit is not None}
+
+
+def broken_limits(value: float, limits: Mapping[str, float]) -> list[str]:
+    """The limits that a value breaks, in words."""
+    return [
+        f"{words} {limit:g}"
+        for words, limit in limits.items()
+        if not LIMITS[words](value, limit)
+    ]
 
 
 def setting(
@@ -101,13 +121,7 @@ def setting(
     file: Callable[[str], str] | None = None,
 ) -> SettingValue:
     """Declare a field with its default, its meaning and its range; `file` says which file a value of it names."""
-    facts = {
-        "about": about,
-        "least": least,
-        "most": most,
-        "above": above,
-        "file": file,
-    }
+    facts = {"about": about, "limits": limits_of(least, above, most), "file": file}
     value: SettingValue = field(default=default, metadata=MappingProxyType(facts))
     return value
 
