@@ -217,19 +217,14 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
     landscape, question = profile_case()
     page = LandscapePage(landscape, question)
     first = page.heat_maps()[0]
-    assert first.columns == ("P=1", "P=2", "P=3", "P=4")
-    cells = {
-        (row, column): cell
-        for row, line in first.rows
-        for column, cell in zip(first.columns, line, strict=True)
-        if cell is not None
+    assert first.columns == {1: "P=1", 2: "P=2", 3: "P=3", 4: "P=4"}
+    cells = first.cells
+    divided = {
+        (one.division.copies, one.division.ranks) for one in landscape.divisions
     }
-    assert set(cells) == {
-        (f"D={one.division.copies}", f"P={one.division.ranks}")
-        for one in landscape.divisions
-    }
+    assert set(cells) == divided
     best = landscape.best
-    chosen = cells[f"D={best.division.copies}", f"P={best.division.ranks}"]
+    chosen = cells[best.division.copies, best.division.ranks]
     speed = TOKENS * 4 / best.step
     assert chosen.chosen
     assert chosen.level == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
 from itertools import pairwise, product
@@ -11,6 +12,7 @@ from math import isfinite, isnan
 from penstock.cli.terminal import (
     console,
     print_table,
+    progress,
 )
 from penstock.ir.timeline import Timeline
 from penstock.plan.candidates import Candidate, title
@@ -56,7 +58,6 @@ from penstock.view.report import (
     HeatMap,
     front_section,
     heading,
-    heat_map,
     heat_section,
     list_of,
     paragraphs,
@@ -68,21 +69,21 @@ from penstock.view.report import (
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
 
-def show_progress(
-    show_text: Callable[[str], None],
-) -> Callable[[SearchProgress], None]:
-    """Return a function that shows the progress of a search as a text."""
+@contextmanager
+def planning() -> Iterator[Callable[[SearchProgress], None]]:
+    """Show the progress of a search for a plan."""
+    with progress("planning") as show_text:
 
-    def show(progress: SearchProgress) -> None:
-        text = f"planning: {progress.doing}"
-        if progress.best < float("inf"):
-            gap = ""
-            if progress.bound:
-                gap = f", at most {progress.best / progress.bound - 1:.1%} above the optimum"
-            text += f" (best so far {progress.best:.4g}{gap})"
-        show_text(text)
+        def show(found: SearchProgress) -> None:
+            text = f"planning: {found.doing}"
+            if found.best < float("inf"):
+                gap = ""
+                if found.bound:
+                    gap = f", at most {found.best / found.bound - 1:.1%} above the optimum"
+                text += f" (best so far {found.best:.4g}{gap})"
+            show_text(text)
 
-    return show
+        yield show
 
 
 # ---------------------------------------------------------------- JSON
@@ -524,7 +525,7 @@ class LandscapePage:
         copies = {count: f"D={count}" for count in sorted({key[0] for key in places})}
         ranks = {count: f"P={count}" for count in sorted({key[1] for key in places})}
         is_roomy = len(ranks) <= MAX_ROOMY_RANKS
-        return heat_map(name, "copies D, ranks P", drawn, copies, ranks, is_roomy)
+        return HeatMap(name, "copies D, ranks P", drawn, copies, ranks, is_roomy)
 
     def placement_map(
         self, name: str, found: dict[tuple[str, int], Candidate], slowest: float
@@ -539,7 +540,7 @@ class LandscapePage:
             finding = MapFinding.FOUND if row else MapFinding.OPEN
             place = MapPlace(finding, row, reason=NOT_TRIED)
             drawn[key] = self.place(place, slowest)
-        return heat_map(name, "stages of a rank, slices", drawn, placements, slices)
+        return HeatMap(name, "stages of a rank, slices", drawn, placements, slices)
 
     def place(self, place: MapPlace, slowest: float) -> HeatCell:
         """Return a place as a map shows it; `slowest` is the step of the slowest plan of all maps."""

@@ -15,8 +15,8 @@ from penstock.cli.landscape import (
     describe_range,
     landscape_facts,
     note_unused,
+    planning,
     print_landscape,
-    show_progress,
 )
 from penstock.cli.schedule import price_of
 from penstock.cli.terminal import (
@@ -245,10 +245,10 @@ def plan_command(
         question = pipeline_question(
             pipeline, times, profile, devices.memory, limiting, limits
         )
-    with progress("planning") as show:
+    with planning() as watch:
         landscape = search(
             question,
-            show_progress(show),
+            watch,
             lambda size: write_size(size, question.units, digits=4),
         )
     if landscape.interrupted:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from penstock.cli.landscape import show_progress
+from penstock.cli.landscape import planning
 from penstock.cli.model import REPORT, SAMPLE
 from penstock.cli.terminal import (
     INTERRUPTED,
@@ -39,7 +38,6 @@ from penstock.crew.files import (
 from penstock.errors import PenstockError, RunError
 from penstock.formats.config_toml import written_keys
 from penstock.ir import Plan
-from penstock.plan.search import SearchProgress
 from penstock.runtime.process.launch import after_first, meet
 from penstock.train.after.generate import (
     continues_texts,
@@ -225,17 +223,10 @@ def train_as_rank(
 
 
 # ---------------------------------------------------------------- before the workers start
-@contextmanager
-def _show_planning() -> Iterator[Callable[[SearchProgress], None]]:
-    """Show the progress of a search for a plan."""
-    with progress("planning") as show:
-        yield show_progress(show)
-
-
 def _display() -> Display:
     """Return what shows the preparation of a run in the terminal."""
     timing = partial(progress, "timing a layer")
-    return Display(timing, _show_planning, partial(counting, "reading text"))
+    return Display(timing, planning, partial(counting, "reading text"))
 
 
 def _announce(prepared: PreparedRun, folder: Path) -> None:

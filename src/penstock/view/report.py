@@ -236,31 +236,17 @@ class HeatCell:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Cells in rows and columns; None leaves a cell empty.
+    """Cells by row and column, which have names; where there is no cell, the map stays empty.
 
     A map that is not roomy leaves out the second line of its cells.
     """
 
     title: str
     corner: str  # what the rows and the columns are
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[HeatCell | None, ...]], ...]
+    cells: Mapping[tuple[Any, Any], HeatCell]
+    rows: Mapping[Any, str]
+    columns: Mapping[Any, str]
     roomy: bool = True
-
-
-def heat_map(
-    title: str,
-    corner: str,
-    cells: Mapping[tuple[Any, Any], HeatCell],
-    rows: Mapping[Any, str],
-    columns: Mapping[Any, str],
-    roomy: bool = True,
-) -> HeatMap:
-    """A map of cells by row and column, whose names are given; where there is no cell, it stays empty."""
-    lines = []
-    for row, name in rows.items():
-        lines.append((name, tuple(cells.get((row, column)) for column in columns)))
-    return HeatMap(title, corner, tuple(columns.values()), tuple(lines), roomy)
 
 
 PAGE_CSS = """\
@@ -358,13 +344,7 @@ HEAT_KEYS = {
 
 def heat_section(heat_maps: Sequence[HeatMap], sentence: str) -> Iterator[str]:
     """The maps, and what their numbers and colours mean."""
-    used = {
-        cell.mark
-        for heat_map in heat_maps
-        for _, cells in heat_map.rows
-        for cell in cells
-        if cell is not None
-    }
+    used = {one.mark for heat_map in heat_maps for one in heat_map.cells.values()}
     key = "".join(text for mark, text in HEAT_KEYS.items() if mark in used)
     yield f"<h2>The whole space</h2>\n{paragraphs([sentence])}"
     yield f'<div class="key">{key}<span>Point at a cell for its plan.</span></div>'
@@ -377,10 +357,11 @@ def heat_section(heat_maps: Sequence[HeatMap], sentence: str) -> Iterator[str]:
 
 def _heat_table(heat_map: HeatMap) -> str:
     heads = "".join(
-        f'<th scope="col">{escape(column)}</th>' for column in heat_map.columns
+        f'<th scope="col">{escape(name)}</th>' for name in heat_map.columns.values()
     )
     lines = []
-    for name, cells in heat_map.rows:
+    for row, name in heat_map.rows.items():
+        cells = [heat_map.cells.get((row, column)) for column in heat_map.columns]
         tds = "".join(map(_heat_cell, cells))
         lines.append(f'<tr><th scope="row">{escape(name)}</th>{tds}</tr>')
     classes = "heat" if heat_map.roomy else "heat tight"
