@@ -51,6 +51,7 @@ from penstock.train.job import (
 )
 from penstock.train.launch import _story, launch, read_failure, run_worker
 from penstock.train.loop import Trainer
+from tables import cases
 
 
 @pytest.fixture
@@ -523,102 +524,45 @@ def test_init_writes_a_config_that_is_read_back(here, text):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("train none.toml", "cannot read none.toml"),
-        ("train config.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
-        (
-            "train config.toml --set schedule.name=hanay",
-            "there is no schedule 'hanay'; did you mean 'hanayo'?",
-        ),
-        (
-            "train config.toml --set run.device=gpu",
-            "there is no run.device 'gpu'; did you mean 'cuda'?",
-        ),
-        (
-            "train config.toml --set run.precision=bf16",
-            "there is no run.precision 'bf16'; did you mean 'bfloat16'?",
-        ),
-        (
-            "train config.toml --set schedule.waves=4",
-            "16 parts, but the model has only 4 layers",
-        ),
-        (
-            "train config.toml --set schedule.name=1f1b --set schedule.waves=2",
-            "1f1b has no waves",
-        ),
-        (
-            "train config.toml --set schedule.name=auto --set schedule.ranks=8",
-            "4 layers cannot fill 8 ranks",
-        ),
-        ('train config.toml --set data.sources=["gone.txt"]', "cannot read gone.txt"),
-        (
-            "train config.toml --set model.weights=nowhere",
-            "cannot read nowhere/config.json",
-        ),
-        ("train config.toml --set model.heads=5", "width must be a multiple of heads"),
-        ("train --preset huge", "there is no preset 'huge'"),
-        (
-            "train config.toml --set schedule.partition=[1,1,1,1,1]",
-            "schedule.partition has 5 layers",
-        ),
-        (
-            "train config.toml --set schedule.partition=[2,2]",
-            "is for 2 parts and 4 layers, but there are 4 parts",
-        ),
-        ("generate nowhere", "nowhere has no checkpoint"),
-        ("export nowhere", "nowhere has no checkpoint"),
-        ("report nowhere", "has no steps of a run"),
-        ("report text.txt", "has no steps of a run"),
-        ("export nowhere -o text.txt", "text.txt is a file"),
-        ("init x.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
-        ("train text.txt", "text.txt:1:5: this is not TOML"),
-        ("tokenizer text.txt", "--set data.sources=text.txt"),
-        (
-            "train config.toml --set run.folder=text.txt",
-            "cannot write to text.txt: File exists",
-        ),
-        (
-            "train config.toml --set data.cache=text.txt",
-            "cannot write the token cache text.txt/tokens-",
-        ),
-        (
-            "train config.toml --set model.weights=text.txt",
-            "cannot read text.txt/config.json: Not a directory",
-        ),
-        (
-            "train config.toml --set schedule.name=text.txt",
-            "there is no schedule 'text.txt'",
-        ),
-        (
-            "train config.toml --set data.sources=3",
-            "data.sources must be a list of strings",
-        ),
-        (
-            "train config.toml --set run.steps=1e3",
-            "run.steps must be a whole number, not 1000.0",
-        ),
-        (
-            "train config.toml --preset gpt2",
-            "--preset gpt2 is for a run without a config, but config.toml was given",
-        ),
-        (
-            "train config.toml --set optimizer.name=AdamX",
-            "there is no optimizer.name 'AdamX'; did you mean 'Adam'?",
-        ),
-        (
-            "train config.toml --set schedule.name=auto --set optimizer.name=AdamX",
-            "there is no optimizer.name 'AdamX'; did you mean 'Adam'?",
-        ),
-        (
-            "train config.toml --set data.tokens=200000",
-            "too few for sequences of 200000",
-        ),
-        (
-            "train config.toml --set data.validation=short.txt",
-            "too few for sequences of 32",
-        ),
-        ("train config.toml --resume", "there is no good checkpoint"),
-    ],
+    cases(
+        r"""
+        train none.toml  =>  cannot read none.toml
+        train config.toml --set run.steps=0  =>  run.steps = 0 must be at least 1
+        train config.toml --set schedule.name=hanay  =>  there is no schedule 'hanay'; did you mean 'hanayo'?
+        train config.toml --set run.device=gpu  =>  there is no run.device 'gpu'; did you mean 'cuda'?
+        train config.toml --set run.precision=bf16  =>  there is no run.precision 'bf16'; did you mean 'bfloat16'?
+        train config.toml --set schedule.waves=4  =>  16 parts, but the model has only 4 layers
+        train config.toml --set schedule.name=1f1b --set schedule.waves=2  =>  1f1b has no waves
+        train config.toml --set schedule.name=auto --set schedule.ranks=8  =>  4 layers cannot fill 8 ranks
+        train config.toml --set data.sources=["gone.txt"]  =>  cannot read gone.txt
+        train config.toml --set model.weights=nowhere  =>  cannot read nowhere/config.json
+        train config.toml --set model.heads=5  =>  width must be a multiple of heads
+        train --preset huge  =>  there is no preset 'huge'
+        train config.toml --set schedule.partition=[1,1,1,1,1]  =>  schedule.partition has 5 layers
+        train config.toml --set schedule.partition=[2,2]  =>  is for 2 parts and 4 layers, but there are 4 parts
+        generate nowhere  =>  nowhere has no checkpoint
+        export nowhere  =>  nowhere has no checkpoint
+        report nowhere  =>  has no steps of a run
+        report text.txt  =>  has no steps of a run
+        export nowhere -o text.txt  =>  text.txt is a file
+        init x.toml --set run.steps=0  =>  run.steps = 0 must be at least 1
+        train text.txt  =>  text.txt:1:5: this is not TOML
+        tokenizer text.txt  =>  --set data.sources=text.txt
+        train config.toml --set run.folder=text.txt  =>  cannot write to text.txt: File exists
+        train config.toml --set data.cache=text.txt  =>  cannot write the token cache text.txt/tokens-
+        train config.toml --set model.weights=text.txt  =>  cannot read text.txt/config.json: Not a directory
+        train config.toml --set schedule.name=text.txt  =>  there is no schedule 'text.txt'
+        train config.toml --set data.sources=3  =>  data.sources must be a list of strings
+        train config.toml --set run.steps=1e3  =>  run.steps must be a whole number, not 1000.0
+        train config.toml --preset gpt2  =>  --preset gpt2 is for a run without a config, but config.toml was given
+        train config.toml --set optimizer.name=AdamX  =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
+        train config.toml --set schedule.name=auto --set optimizer.name=AdamX
+            =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
+        train config.toml --set data.tokens=200000  =>  too few for sequences of 200000
+        train config.toml --set data.validation=short.txt  =>  too few for sequences of 32
+        train config.toml --resume  =>  there is no good checkpoint
+        """
+    ),
 )
 def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):
     (text / "short.txt").write_text("too short")
@@ -638,11 +582,13 @@ def test_a_folder_without_a_run_is_refused(here, text):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ("model.inner=96", "is of another model: its inner is 64, here it is 96"),
-        ("run.seed=3", "its seed is 0, here"),
-        ("data.tokens=16", "its length is 32, here it is 16"),
-    ],
+    cases(
+        r"""
+        model.inner=96  =>  is of another model: its inner is 64, here it is 96
+        run.seed=3  =>  its seed is 0, here
+        data.tokens=16  =>  its length is 32, here it is 16
+        """
+    ),
 )
 def test_a_refused_resume_leaves_the_run_as_it_was(change, words, here, text):
     config = read_config(text / "config.toml")

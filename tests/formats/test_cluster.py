@@ -13,6 +13,7 @@ from penstock import make, simulate
 from penstock.cost import City, Cluster, Node, NoisyCost, PartCost, PausedCost, Seconds
 from penstock.errors import FileError, ShapeError, UnknownNameError
 from penstock.formats import dump_cluster, load_cluster, read_cluster, write_cluster
+from tables import cases
 
 HEAD = 'penstock = "cluster"\nversion = 1\n'
 TWO = (
@@ -71,71 +72,42 @@ def test_a_file_is_written_and_read(tmp_path):
         read_cluster(tmp_path / "none.toml")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            TWO.replace("slots", "slot"),
-            r"cluster.toml:6:1: nodes\[0\] has no key 'slot'\n\n"
-            r"  6 \| slot = 3\n      \^\^\^\^\n  did you mean 'slots'",
-        ),
-        (TWO + "[link]\nlatency = 1\n", r"write \[\[link\]\] with two brackets"),
-        (
-            TWO + "[links]\nlatencies = 1\n",
-            "(?s)links has no key 'latencies'.*  did you mean 'latency'",
-        ),
-        (
-            TWO + "[links]\nlatency = [[0, 1], [1, 0]]\n",
-            "latency matrix has 2 rows, but there are 3 nodes",
-        ),
-        (
-            TWO + "[links]\nlatency = [[0, 1, 1], [1, 0], [1, 1, 0]]\n",
-            "row 1 of the latency matrix has 2 numbers.* 3",
-        ),
-        (
-            TWO + '[[link]]\nbetween = ["Tokio", "Paris"]\nlatency = 1\n',
-            "(?s)'Tokio', but no node is there\n.*'Tokyo'",
-        ),
-        (
-            TWO + "[[link]]\nbetween = [0, 3]\nlatency = 1\n",
-            r"node 3, but there are nodes 0\.\.2",
-        ),
-        (TWO + "[[link]]\nlatency = 1\n", "does not name its two ends"),
-        (TWO + "[links]\nlatency = inf\n", "links.latency is out of range"),
-        (
-            TWO + "[[link]]\nbetween = [0, 1]\nlatency = 1e308\n",
-            "latency is out of range",
-        ),
-        (TWO + "[links]\nlatency = -1\n", "latency from rank 0 to rank 1 is -1"),
-        (
-            TWO + "[links]\nbandwidth = 'much'\n",
-            'links.bandwidth is "much", not a number',
-        ),
-        (
-            TWO.replace("speed = 0.5", "speed = 0"),
-            "speed 0; a speed must be more than 0",
-        ),
-        (
-            TWO.replace("slots = 3", "slots = 0"),
-            r"nodes\[0\].slots is out of range",
-        ),
-        (TWO.replace("count = 2", "count = 1.5"), "not a whole number"),
-        (
-            TWO.replace("version = 1", "version = 2"),
-            "version 2, but this Penstock reads versions up to 1",
-        ),
-        (TWO.replace('"cluster"', '"plan"'), 'its kind is "plan", not "cluster"'),
-        (HEAD, "no nodes"),
-        (TWO + "serial = \n", "not TOML"),
-        (
-            "serial = 1\n" + TWO,
-            "(?s)serial is 1, not true or false\n.*  write true or false",
-        ),
-    ],
-)
+ADDED = cases(r"""
+[link]\nlatency = 1  =>  write [[link]] with two brackets
+[links]\nlatencies = 1  =>  links has no key 'latencies'  =>  did you mean 'latency'
+[links]\nlatency = [[0, 1], [1, 0]]  =>  latency matrix has 2 rows, but there are 3 nodes
+[links]\nlatency = [[0, 1, 1], [1, 0], [1, 1, 0]]
+    =>  row 1 of the latency matrix has 2 numbers, but there are 3
+[[link]]\nbetween = ["Tokio", "Paris"]\nlatency = 1  =>  'Tokio', but no node is there  =>  'Tokyo'
+[[link]]\nbetween = [0, 3]\nlatency = 1  =>  node 3, but there are nodes 0..2
+[[link]]\nlatency = 1  =>  does not name its two ends
+[[link]]\nbetween = [0, 1]\nlatency = 1e308  =>  latency is out of range
+[links]\nlatency = inf  =>  links.latency is out of range
+[links]\nlatency = -1  =>  latency from rank 0 to rank 1 is -1
+[links]\nbandwidth = 'much'  =>  links.bandwidth is "much", not a number
+serial =  =>  not TOML
+""")
+CHANGED = cases(r"""
+slots  =>  slot  =>  cluster.toml:6:1: nodes[0] has no key 'slot'\n\n  6 | slot = 3\n      ^^^^\n  did you mean 'slots'
+speed = 0.5  =>  speed = 0  =>  speed 0; a speed must be more than 0
+slots = 3  =>  slots = 0  =>  nodes[0].slots is out of range
+count = 2  =>  count = 1.5  =>  not a whole number
+version = 1  =>  version = 2  =>  version 2, but this Penstock reads versions up to 1
+"cluster"  =>  "plan"  =>  its kind is "plan", not "cluster"
+version = 1  =>  version = 1\nserial = 1  =>  serial is 1, not true or false  =>  write true or false
+""")
+BAD = [
+    (HEAD, ["no nodes"]),
+    *((TWO + added, says) for added, *says in ADDED),
+    *((TWO.replace(old, new), says) for old, new, *says in CHANGED),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), BAD)
 def test_a_bad_file_is_refused_with_advice(text, says):
-    with pytest.raises(FileError, match=says):
+    with pytest.raises(FileError) as caught:
         load_cluster(text)
+    assert [words for words in says if words not in str(caught.value)] == []
 
 
 ODD = (
@@ -224,20 +196,8 @@ def test_a_rank_rests_after_an_action_while_its_message_is_on_its_way():
     pipe = make("gpipe", ranks=2, microbatches=2)
     rested = simulate(pipe, PausedCost(cost, gap=0.5, first=0.25))
     assert rested.lane(0)
-    starts = dict(
-        zip(map(str, pipe.lanes[0]), rested.start[rested.lane(0)].tolist(), strict=True)
-    )
-    assert starts["0F1"] == 1.25  # the first forward's rest
-    assert (
-        dict(
-            zip(
-                map(str, pipe.lanes[1]),
-                rested.start[rested.lane(1)].tolist(),
-                strict=True,
-            )
-        )["1F0"]
-        == 2.0
-    )
+    starts = {str(span.action): span.start for span in rested.spans()}
+    assert (starts["0F1"], starts["1F0"]) == (1.25, 2.0)  # the first forward's rest
     assert simulate(pipe, PausedCost(cost)).makespan == simulate(pipe, cost).makespan
     assert (
         simulate(pipe, NoisyCost(PausedCost(cost, 5.0, 5.0), spread=0.0)).makespan
@@ -247,12 +207,8 @@ def test_a_rank_rests_after_an_action_while_its_message_is_on_its_way():
 
 def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_cluster(
-        Cluster.geo(
-            ["London", "Paris", "Tokyo", "Osaka", "Sydney", "Milan", "Seoul", "Madrid"]
-        ),
-        "c.toml",
-    )
+    cities = "London Paris Tokyo Osaka Sydney Milan Seoul Madrid"
+    write_cluster(Cluster.geo(cities.split()), "c.toml")
     line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --iterations 1500"
     out = ""
     for words in (f"{line} -o plan.json", "check plan.json", f"{line} --json"):
