@@ -64,6 +64,8 @@ from penstock.view.report import (
     soft,
     table,
     timeline_section,
+    titled,
+    within,
 )
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
@@ -356,28 +358,26 @@ class LandscapePage:
     def html(self) -> str:
         """Return the text of the page, without its empty sections."""
         title = f"Plan: {self.title(self.landscape.best)}"
-        body = [heading(title, self.facts())]
-        if self.question.analytic:
-            body.append(f'<div class="warning">{paragraphs([ANALYTIC])}</div>')
-        body.append(f'<div class="card">{paragraphs(self.sentences())}</div>')
-        reasons = self.reasons()
-        if reasons:
-            card = f'<div class="card">{list_of(reasons)}</div>'
-            body.append(f"<h2>Why it won</h2>\n{card}")
-        body += heat_section(self.heat_maps(), self.heat_sentence())
-        body += front_section(self.front(), self.front_table())
-        body += timeline_section(self.timelines())
+        warning = [ANALYTIC] if self.question.analytic else []
         hidden = len(self.landscape.candidates) - MAX_TABLE_ROWS
         more = f" {hidden:,} more plans fit." if hidden > 0 else ""
         best = table(*self.best_plans()) + soft(ROWS_NOTE + more)
-        body.append(f'<h2>The best plans</h2>\n<div class="card best">{best}</div>')
-        misfits = list(self.misfits())
+        misfits = table(MISFIT_HEADS, list(self.misfits()))
         if misfits:
             summary = f"<summary>{escape(self.misfit_title())}</summary>"
-            details = summary + table(MISFIT_HEADS, misfits)
-            body.append("<h2>What has no plan</h2>")
-            body.append(f'<details class="card" id="misfits">{details}</details>')
-        return framed(title, CSS + PAGE_CSS, "\n".join(body))
+            misfits = f'<details class="card" id="misfits">{summary}{misfits}</details>'
+        body = [
+            heading(title, self.facts()),
+            within("div", paragraphs(warning), "warning"),
+            within("div", paragraphs(self.sentences()), "card"),
+            titled("Why it won", within("div", list_of(self.reasons()), "card")),
+            *heat_section(self.heat_maps(), self.heat_sentence()),
+            *front_section(self.front(), self.front_table()),
+            *timeline_section(self.timelines()),
+            titled("The best plans", within("div", best, "card best")),
+            titled("What has no plan", misfits),
+        ]
+        return framed(title, CSS + PAGE_CSS, "\n".join(filter(None, body)))
 
     # ------------------------------------------------------------ numbers and names
     def time(self, seconds: float) -> str:

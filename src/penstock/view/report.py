@@ -116,28 +116,29 @@ def report_page(
     >>> "<svg" in report_page("A run", [("steps", "3")], [("loss", [Series("train", (1, 2), (2.0, 1.0))])], [])
     True
     """
-    body = [heading(title, facts)]
     charts = "".join(_figure(*figure, moments) for figure in figures)
-    if charts:
-        body.append(f'<h2>Curves</h2>\n<div class="charts">{charts}</div>')
-    if timelines:
-        inner = escape(page(timelines, "One step"), quote=True)
-        frame = f'<iframe title="Timelines of one step" srcdoc="{inner}"></iframe>'
-        body.append(f"<h2>Predicted over measured</h2>\n{frame}")
-    if time_rows:
-        times = table(TIME_HEADS, time_rows)
-        body.append(f'<h2>Where the time went</h2>\n<div class="time">{times}</div>')
-    if why[0]:
-        sentences, heads, rows = why
-        rivals = table(heads, rows) if rows else ""
-        block = f'<div class="why">{paragraphs(sentences)}{rivals}</div>'
-        body.append(f"<h2>Why this plan</h2>\n{block}")
-    for name, lines in lists:
-        if lines:
-            body.append(f"<h2>{escape(name)}</h2>\n{list_of(lines)}")
-    if sample:
-        body.append(f"<h2>Sample</h2>\n<pre>{escape(sample)}</pre>")
-    return framed(title, CSS, "\n".join(body))
+    sentences, heads, rivals = why
+    sections = [
+        ("Curves", within("div", charts, "charts")),
+        ("Predicted over measured", _frame(timelines)),
+        ("Where the time went", within("div", table(TIME_HEADS, time_rows), "time")),
+        (
+            "Why this plan",
+            within("div", paragraphs(sentences) + table(heads, rivals), "why"),
+        ),
+        *((name, list_of(lines)) for name, lines in lists),
+        ("Sample", within("pre", escape(sample))),
+    ]
+    body = [heading(title, facts), *(titled(*section) for section in sections)]
+    return framed(title, CSS, "\n".join(filter(None, body)))
+
+
+def _frame(timelines: Sequence[tuple[str, Timeline]]) -> str:
+    """A page to explore inside of this one; nothing if there are no timelines."""
+    if not timelines:
+        return ""
+    inner = escape(page(timelines, "One step"), quote=True)
+    return f'<iframe title="Timelines of one step" srcdoc="{inner}"></iframe>'
 
 
 def time_rows_of(predicted: Timeline, measured: Timeline) -> list[list[str]]:
@@ -175,31 +176,43 @@ def heading(title: str, facts: Sequence[tuple[str, str]]) -> str:
     return f"<h1>{escape(title)}</h1>\n<dl>{''.join(cells)}</dl>"
 
 
-def paragraphs(sentences: Iterable[str]) -> str:
-    """Sentences, each in a paragraph of its own."""
-    return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-
-
 def soft(note: str) -> str:
     """A note in a soft colour."""
     return f'<p class="soft">{escape(note)}</p>'
 
 
+def titled(title: str, content: str) -> str:
+    """Some HTML under a title; nothing if there is none."""
+    return f"<h2>{escape(title)}</h2>\n{content}" if content else ""
+
+
+def within(tag: str, content: str, kind: str = "") -> str:
+    """An element around some HTML; nothing if there is none."""
+    style = f' class="{kind}"' if kind else ""
+    return f"<{tag}{style}>{content}</{tag}>" if content else ""
+
+
+def each(tag: str, texts: Iterable[str]) -> str:
+    """An element around each text."""
+    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+
+
+def paragraphs(sentences: Iterable[str]) -> str:
+    """Sentences, each in a paragraph of its own."""
+    return each("p", sentences)
+
+
 def list_of(lines: Iterable[str]) -> str:
-    """A list with a point for each line."""
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f"<ul>{items}</ul>"
+    """A list with a point for each line; nothing if there is none."""
+    return within("ul", each("li", lines))
 
 
 def table(heads: Sequence[str], rows: TableRows) -> str:
-    """A table of texts."""
-    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    lines = []
-    for row in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    body = "".join(lines)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    """A table of texts; nothing if it has no rows."""
+    lines = "".join(within("tr", each("td", row)) for row in rows)
+    body = within("tbody", lines)
+    head = within("thead", within("tr", each("th", heads)))
+    return within("table", head + body) if body else ""
 
 
 def _figure(title: str, lines: Sequence[Series], moments: MarkedMoments) -> str:
