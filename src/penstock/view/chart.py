@@ -16,7 +16,7 @@ front has its colours, by the classes `.plot` and `.g0` to `.g2`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from xml.sax.saxutils import escape
@@ -42,12 +42,6 @@ COLOURS = (
 )
 TEXT_COLOUR = "#5b6675"
 LINE_COLOUR = "#e3e7ec"
-PLOT_LEFT = 62.0
-PLOT_TOP = 44.0
-PLOT_WIDTH = 520.0
-PLOT_HEIGHT = 300.0
-PLOT_RIGHT = PLOT_LEFT + PLOT_WIDTH
-PLOT_BOTTOM = PLOT_TOP + PLOT_HEIGHT
 AXIS_HEIGHT = 52.0  # for the values and the name of the axis below the plot
 PLOT_AREA = "plot"  # the id of the area to which curves are clipped
 LEGEND_WIDTH = 210.0
@@ -55,6 +49,29 @@ MARGIN = 24.0
 LETTER_WIDTH = 6.6
 MAX_INLINE_NAMES = 2  # names that fit next to the title
 MAX_TICKS = 6
+
+
+class Box(NamedTuple):
+    """A rectangle, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, others: Iterable[Box]) -> bool:
+        """Whether it overlaps one of the others."""
+        return any(
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+            for other in others
+        )
+
+
+PLOT = Box(62.0, 44.0, 582.0, 344.0)  # the area of curves
+FRONT = Box(66.0, 22.0, 742.0, 352.0)  # the area of plans by memory and time
 
 
 # ---------------------------------------------------------------- axes
@@ -188,25 +205,24 @@ def chart(
         curves += _curve(x, y, line, colour, marks)
     plot = [*bands, *_moments(x, moments), *curves]
     clipped = {"clip_path": f"url(#{PLOT_AREA})"} if top is not None else {}
-    area = element(
-        "rect", x=PLOT_LEFT, y=PLOT_TOP, width=PLOT_WIDTH, height=PLOT_HEIGHT
-    )
+    size = {"width": PLOT.right - PLOT.left, "height": PLOT.bottom - PLOT.top}
+    area = element("rect", x=PLOT.left, y=PLOT.top, **size)
     content = [
-        _text(title, PLOT_LEFT, 24, font_size=15, font_weight="bold"),
+        _text(title, PLOT.left, 24, font_size=15, font_weight="bold"),
         *_axes(x, y, DRAWN),
         element("clipPath", area, id=PLOT_AREA),
         *group(plot, **clipped),
         *_legend(drawn, colours),
     ]
     right_margin = LEGEND_WIDTH if len(drawn) > MAX_INLINE_NAMES else MARGIN
-    height = PLOT_BOTTOM + AXIS_HEIGHT
-    return figure(escape(title), PLOT_RIGHT + right_margin, height, content)
+    height = PLOT.bottom + AXIS_HEIGHT
+    return figure(escape(title), PLOT.right + right_margin, height, content)
 
 
 def _x_axis(lines: Sequence[Series], name: str) -> Axis:
     values = [x for line in lines for x in line.x]
     left, right = min(values), max(values)
-    return Axis(name, left, right if right > left else left + 1, PLOT_LEFT, PLOT_RIGHT)
+    return Axis(name, left, right if right > left else left + 1, PLOT.left, PLOT.right)
 
 
 def _y_axis(lines: Sequence[Series], name: str, top: float | None) -> Axis:
@@ -218,7 +234,7 @@ def _y_axis(lines: Sequence[Series], name: str, top: float | None) -> Axis:
         values = [min(value, top) for value in values]
     low, high = min(values), max(values)
     room = (high - low) * 0.04 or 1.0
-    return Axis(name, low - room, high + room, PLOT_BOTTOM, PLOT_TOP)
+    return Axis(name, low - room, high + room, PLOT.bottom, PLOT.top)
 
 
 def _points(x: Axis, y: Axis, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
@@ -251,13 +267,13 @@ def _moments(x: Axis, moments: Sequence[tuple[float, str]]) -> Iterator[str]:
         if not x.least <= moment <= x.most:
             continue
         across = f"{x.at(moment):.1f}"
-        steps = f"M{across} {PLOT_TOP:g}V{PLOT_BOTTOM:g}"
+        steps = f"M{across} {PLOT.top:g}V{PLOT.bottom:g}"
         line = _path(steps, stroke=TEXT_COLOUR, stroke_dasharray="2 3")
         label = element(
             "text",
             str(number),
             x=across,
-            y=PLOT_TOP - 4,
+            y=PLOT.top - 4,
             font_size=10,
             text_anchor="middle",
             fill=TEXT_COLOUR,
@@ -269,11 +285,11 @@ def _legend(lines: Sequence[Series], colours: Sequence[str]) -> Iterator[str]:
     """The names of the lines: beside each other above the plot, or in a column next to it."""
     is_inline = len(lines) <= MAX_INLINE_NAMES
     widths = [44 + LETTER_WIDTH * len(line.name) for line in lines]
-    left = PLOT_RIGHT + 16
+    left = PLOT.right + 16
     if is_inline:
         left -= sum(widths)
     for number, line in enumerate(lines):
-        y = 20 if is_inline else PLOT_TOP + 10 + 20 * number
+        y = 20 if is_inline else PLOT.top + 10 + 20 * number
         look = {"stroke": colours[number], "stroke_width": "2.5", **line.dash}
         yield _path(f"M{left:g} {y:g}h22", **look)
         yield _text(line.name, left + 28, y + 4)
@@ -282,12 +298,6 @@ def _legend(lines: Sequence[Series], colours: Sequence[str]) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- plans by memory and time
-WIDTH = 760.0
-HEIGHT = 400.0
-LEFT = 66.0
-RIGHT = WIDTH - 18.0
-TOP = 22.0
-BOTTOM = HEIGHT - 48.0
 NUMBER_SIZE = 15.0  # a number on the front that meets an earlier one in squares of this size is left out
 LABEL_WIDTH = 6.4  # pixels of a letter
 MAX_LABEL_LINES = 12  # how far above its dot a label may stand
@@ -322,16 +332,6 @@ class Front:
 
 
 _Drawn = tuple[Dot, float, float]  # a dot and its pixel
-_Box = tuple[float, float, float, float]  # left, top, right and bottom, in pixels
-
-
-def _meets(box: _Box, others: Sequence[_Box]) -> bool:
-    """Whether a box overlaps one of the others."""
-    left, top, right, bottom = box
-    return any(
-        left < other[2] and other[0] < right and top < other[3] and other[1] < bottom
-        for other in others
-    )
 
 
 def shown_dots(front: Front) -> list[Dot]:
@@ -347,9 +347,9 @@ def front_figure(front: Front, dots: list[Dot]) -> str:
     sizes = [dot.size for dot in dots]
     if front.limit is not None and front.limit <= 1.3 * max(sizes):
         sizes.append(front.limit)
-    x = Axis(front.across, *_range(sizes, 0.06), LEFT, RIGHT, front.sizes)
+    x = Axis(front.across, *_range(sizes, 0.06), FRONT.left, FRONT.right, front.sizes)
     times = _range([dot.time for dot in dots], 0.08)
-    y = Axis(front.up, *times, BOTTOM, TOP, front.times)
+    y = Axis(front.up, *times, FRONT.bottom, FRONT.top, front.times)
     drawn = [(dot, x.at(dot.size), y.at(dot.time)) for dot in dots]
     placed = sorted(
         (one for one in drawn if one[0].place), key=lambda one: one[0].place
@@ -366,7 +366,7 @@ def front_figure(front: Front, dots: list[Dot]) -> str:
         "svg",
         "\n".join(content),
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        viewBox="0 0 760 400",
         font_size=12,
         role="img",
     )
@@ -384,18 +384,18 @@ def _limit(x: Axis, limit: float | None) -> Iterator[str]:
     if limit is None or not x.least <= limit <= x.most:
         return
     across = x.at(limit)
-    yield _path(f"M{across:.1f} {TOP:g}V{BOTTOM:g}", class_="limit")
+    yield _path(f"M{across:.1f} {FRONT.top:g}V{FRONT.bottom:g}", class_="limit")
     words = "memory of a device"
-    yield _text(words, across - 5, TOP - 8, class_="tick", text_anchor="end")
+    yield _text(words, across - 5, FRONT.top - 8, class_="tick", text_anchor="end")
 
 
 def _front_line(placed: list[_Drawn]) -> Iterator[str]:
     """Steps from one dot of the front to the next: with this memory, nothing is faster."""
     line = ""
     for _, x, y in placed:
-        line += f"H{x:.1f}V{y:.1f}" if line else f"M{x:.1f} {TOP:g}V{y:.1f}"
+        line += f"H{x:.1f}V{y:.1f}" if line else f"M{x:.1f} {FRONT.top:g}V{y:.1f}"
     if line:
-        yield _path(f"{line}H{RIGHT:g}", class_="line")
+        yield _path(f"{line}H{FRONT.right:g}", class_="line")
 
 
 def _dots(drawn: list[_Drawn]) -> Iterator[str]:
@@ -415,27 +415,27 @@ def _names(placed: list[_Drawn], drawn: list[_Drawn]) -> Iterator[str]:
 
     A number stands below and left of its dot, and is left out if there is no room.
     """
-    taken: list[_Box] = []
-    numbers: list[_Box] = []
+    taken: list[Box] = []
+    numbers: list[Box] = []
     for dot, x, y in placed:
         right, base = x - 6, y + 15
-        square = (right - NUMBER_SIZE, base - NUMBER_SIZE, right, base)
-        if _meets(square, numbers):
+        square = Box(right - NUMBER_SIZE, base - NUMBER_SIZE, right, base)
+        if square.meets(numbers):
             continue
         numbers.append(square)
         number = str(dot.place)
-        taken.append((right - LABEL_WIDTH * len(number), base - 9, right, base))
+        taken.append(Box(right - LABEL_WIDTH * len(number), base - 9, right, base))
         bold = {"font_weight": "600", "font_size": "11"}
         yield _text(number, right, base, class_="halo", text_anchor="end", **bold)
     for dot, x, y in drawn:
         if dot.place or dot.label:
-            taken.append((x - 6, y - 6, x + 6, y + 6))
+            taken.append(Box(x - 6, y - 6, x + 6, y + 6))
     named = [one for one in drawn if one[0].label]
     for dot, x, y in sorted(named, key=lambda one: one[0].time):
         width = LABEL_WIDTH * len(dot.label)
         for left, base in _label_places(x, y, width):
-            box = (left, base - 10, left + width, base + 3)
-            if not _meets(box, taken):
+            box = Box(left, base - 10, left + width, base + 3)
+            if not box.meets(taken):
                 break
         taken.append(box)
         yield _text(dot.label, left, base, class_="halo")
@@ -451,7 +451,7 @@ def _label_places(x: float, y: float, width: float) -> Iterator[tuple[float, flo
     """
 
     def inside(left: float) -> float:
-        return min(max(left, LEFT + 4), RIGHT - width)
+        return min(max(left, FRONT.left + 4), FRONT.right - width)
 
     centred = inside(x - width / 2)
     above = y - 11
