@@ -27,6 +27,7 @@ from penstock.cli.terminal import (
     print_table,
     progress,
     refuse,
+    refuse_first,
     write,
 )
 from penstock.config import Config, is_recording, precision_of
@@ -345,16 +346,22 @@ def paths_command(
 
 def _check_sums(sums: str | None, messages: str) -> None:
     """Refuse kinds and types of sums that do not exist or do not go together."""
-    if sums not in (None, "ring", "planned"):
-        raise ShapeError(f"--sums is ring or planned, not {sums!r}")
-    if messages not in SUM_SHARES:
-        known = ", ".join(SUM_SHARES)
-        raise ShapeError(f"--sum-messages is one of {known}, not {messages!r}")
-    if sums == "ring" and messages != "float32":
-        raise ShapeError(
+    known = ", ".join(SUM_SHARES)
+    refuse_first(
+        (
+            sums not in (None, "ring", "planned"),
+            f"--sums is ring or planned, not {sums!r}",
+        ),
+        (
+            messages not in SUM_SHARES,
+            f"--sum-messages is one of {known}, not {messages!r}",
+        ),
+        (
+            sums == "ring" and messages != "float32",
             f"--sum-messages {messages} is for planned sums; gloo and NCCL sum in float32\n"
-            "  leave out --sums ring, or --sum-messages"
-        )
+            "  leave out --sums ring, or --sum-messages",
+        ),
+    )
 
 
 def _with_full_steps(

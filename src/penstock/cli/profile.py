@@ -18,6 +18,7 @@ from penstock.cli.terminal import (
     print_json,
     print_table,
     progress,
+    refuse_first,
     tell,
     write,
 )
@@ -187,37 +188,43 @@ def profile_command(
     Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
     rows = measuring.row_counts
-    if sizes.hf is not None and sizes.changes:
-        options = [name for name in given(sizes) if name not in ("--preset", "--hf")]
-        raise ShapeError(
-            f"--hf already gives the sizes; it cannot be combined with {' '.join(options)}\n"
-            "  leave one of them out"
-        )
-    settings = [*given(sizes), *given(compute)]
-    if source is not None and settings:
-        raise ShapeError(
-            f"{source} decides what is measured; it cannot be combined with {' '.join(settings)}\n"
-            "  change its values with --set section.key=value"
-        )
-    if source is None and changes:
-        raise ShapeError("--set changes a config; name one, or leave --set out")
     links, slots = measuring.links, measuring.slots
+    output = output or Path("cluster.toml" if links else "profile.json")
+    measures_links = links and output.suffix != ".json"
+    changed = [name for name in given(sizes) if name not in ("--preset", "--hf")]
+    settings = [*given(sizes), *given(compute)]
+    beside_gpu = (source, sizes.hf, slots, links or None)
+    refuse_first(
+        (
+            sizes.hf and changed,
+            f"--hf already gives the sizes; it cannot be combined with {' '.join(changed)}\n"
+            "  leave one of them out",
+        ),
+        (
+            source and settings,
+            f"{source} decides what is measured; it cannot be combined with {' '.join(settings)}\n"
+            "  change its values with --set section.key=value",
+        ),
+        (
+            not source and changes,
+            "--set changes a config; name one, or leave --set out",
+        ),
+        (
+            measuring.gpu is not None and beside_gpu != (None,) * 4,
+            "--gpu cannot be combined with a config, --hf, --links or --slots\n"
+            "  penstock plan config.toml --gpu h100 plans for a config",
+        ),
+        (
+            slots is not None and not measures_links,
+            "--slots needs --links, which writes a cluster.toml",
+        ),
+    )
     if measuring.gpu is not None:
-        if sizes.hf is not None or links or slots is not None or source is not None:
-            raise ShapeError(
-                "--gpu cannot be combined with a config, --hf, --links or --slots\n"
-                "  penstock plan config.toml --gpu h100 plans for a config"
-            )
-        computed = _analytic(sizes, compute, measuring)
-        _write_profiles(computed, output or Path("profile.json"), json)
+        _write_profiles(_analytic(sizes, compute, measuring), output, json)
         return
-    if output is None:
-        output = Path("cluster.toml" if links else "profile.json")
-    if links and output.suffix != ".json":
+    if measures_links:
         _survey(output, measuring.ranks or 1, slots, json)
         return
-    if slots is not None:
-        raise ShapeError("--slots needs --links, which writes a cluster.toml")
     from penstock.train.before.profile import profile_rows  # loads torch
 
     processes = 1

@@ -22,6 +22,7 @@ from penstock.cli.terminal import (
     print_json,
     print_table,
     refuse,
+    refuse_first,
     write,
 )
 from penstock.cost import ProfileCost
@@ -338,14 +339,19 @@ def price_of(times: UnitTimes, options: ProfileOptions) -> Price:
         )
         units = {UNIT_COSTS[flag]: value for flag, value in given(times).items()}
         return Price(UnitCost(**units))
-    if given(times):
-        raise ShapeError(
-            "--profile already contains the times; it cannot be combined with "
-            + " and ".join(given(times))
-        )
+    in_forwards = given(times)
     tokens = options.tokens
-    if tokens is not None and tokens < 1:
-        raise ShapeError(f"--tokens must be at least 1, not {tokens}")
+    refuse_first(
+        (
+            in_forwards,
+            "--profile already contains the times; it cannot be combined with "
+            + " and ".join(in_forwards),
+        ),
+        (
+            tokens is not None and tokens < 1,
+            f"--tokens must be at least 1, not {tokens}",
+        ),
+    )
     profiles = read_row_profiles(options.profile)
     profile = profiles.measured[0]
     if not options.accept_error:
