@@ -103,12 +103,7 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "schedules": [_row_facts(row, question) for row in landscape.candidates],
         "cells": [
             {
-                "copies": one.division.copies,
-                "ranks": one.division.ranks,
-                "tensor": one.division.tensor,
-                "shard": one.division.shard,
-                "microbatches": one.division.microbatches,
-                "rows": one.division.rows,
+                **_division_facts(one.division),
                 "recomputed": one.division.recomputed,
                 "lower_bound": one.bound,
                 "step": one.best.step if one.best else None,
@@ -122,19 +117,17 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
     }
 
 
-def _row_facts(row: Candidate, question: Question) -> dict[str, object]:
-    candidate = row
-    cell = row.division
+def _division_facts(division: Division) -> dict[str, int]:
+    words = ("copies", "ranks", "tensor", "shard", "microbatches", "rows")
+    return {word: getattr(division, word) for word in words}
+
+
+def _row_facts(candidate: Candidate, question: Question) -> dict[str, object]:
     return {
         "name": candidate.name,
         "shape": dict(candidate.shape),
         "order": candidate.order_kind,
-        "copies": cell.copies,
-        "ranks": cell.ranks,
-        "tensor": cell.tensor,
-        "shard": cell.shard,
-        "microbatches": cell.microbatches,
-        "rows": cell.rows,
+        **_division_facts(candidate.division),
         "step": candidate.step,
         "range": question.range_of(candidate.step),
         "makespan": candidate.makespan,
@@ -143,9 +136,9 @@ def _row_facts(row: Candidate, question: Question) -> dict[str, object]:
         "weights": candidate.weights,
         "order_bound": candidate.bound,
         "noisy_step": finite_or_none(candidate.noisy),
-        "cuts": list(candidate.schedule.microbatches[0].cuts),
-        "partition": list(candidate.partition),
-        "recompute": list(candidate.recompute),
+        "cuts": candidate.schedule.microbatches[0].cuts,
+        "partition": candidate.partition,
+        "recompute": candidate.recompute,
         "skipped_share": skipped_share(candidate.schedule, candidate.partition),
     }
 

@@ -20,7 +20,7 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import ShapeError
 from penstock.ir.action import OPS
@@ -120,6 +120,30 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
         cut_numbers.setdefault(microbatch.cuts, len(cut_numbers))
         for microbatch in schedule.microbatches
     ]
+    whole: dict[str, ArrayLike] = {
+        "first": table.first,
+        "home": [stage.rank for stage in schedule.stages],
+        "part": [stage.part for stage in schedule.stages],
+        "cut": cuts,
+        "paint": paints(timeline),
+        "stage": table.stage,
+        "microbatch": table.microbatch,
+        "slice": table.slice,
+        "target": table.target() + 1,  # 0 if it sends no message
+        "cause": timeline.cause.astype(np.int64) + 1,  # 0 if there is none
+    }
+    real = {
+        "start": timeline.start,
+        "end": timeline.end,
+        # The difference of two large 32-bit times would not be exact.
+        "lasts": timeline.end - timeline.start,
+        "held": timeline.activations,
+        "sent": timeline.sent,
+        "arrived": timeline.arrived,
+        "bytes": timeline.bytes,
+    }
+    columns = {name: _ints(np.array(values)) for name, values in whole.items()}
+    columns |= {name: _column(values, "f4") for name, values in real.items()}
     return {
         "name": name,
         "units": {
@@ -137,37 +161,14 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
         "weights": timeline.weights.tolist(),
         "sums": [(list(one.ranks), one.start, one.end) for one in timeline.sums],
         "last": timeline.last_cause,
-        "columns": {
-            "first": _ints(table.first),
-            "home": _ints(np.array([stage.rank for stage in schedule.stages])),
-            "part": _ints(np.array([stage.part for stage in schedule.stages])),
-            "cut": _ints(np.array(cuts)),
-            "paint": _ints(paints(timeline)),
-            "stage": _ints(table.stage),
-            "microbatch": _ints(table.microbatch),
-            "slice": _ints(table.slice),
-            "target": _ints(table.target() + 1),  # 0 if it sends no message
-            "cause": _ints(timeline.cause.astype(np.int64) + 1),  # 0 if there is none
-            "start": _column(timeline.start, "f4"),
-            "end": _column(timeline.end, "f4"),
-            # The difference of two large 32-bit times would not be exact.
-            "lasts": _column(timeline.end - timeline.start, "f4"),
-            "held": _column(timeline.activations, "f4"),
-            "sent": _column(timeline.sent, "f4"),
-            "arrived": _column(timeline.arrived, "f4"),
-            "bytes": _column(timeline.bytes, "f4"),
-        },
+        "columns": columns,
     }
 
 
 def _ints(values: NDArray[Any]) -> Column:
     """A column of the smallest type that holds the values."""
-    largest = int(values.max()) if len(values) else 0
-    if largest < 2**8:
-        return _column(values, "u1")
-    if largest < 2**16:
-        return _column(values, "u2")
-    return _column(values, "u4")
+    largest = int(values.max(initial=0))
+    return _column(values, np.min_scalar_type(largest).str[1:])
 
 
 def _column(values: NDArray[Any], kind: str) -> Column:

@@ -146,24 +146,17 @@ def time_rows_of(predicted: Timeline, measured: Timeline) -> list[list[str]]:
 
     The prediction says how long a message takes.
     """
-    idle_seconds = split_idle_time(measured, message_seconds(predicted))
+    idle = split_idle_time(measured, message_seconds(predicted))
+    whole = measured.makespan or 1.0
+    columns = (measured.busy, idle.schedule, idle.hop, idle.host, idle.end)
     rows = []
-    for rank, working in enumerate(measured.busy.tolist()):
-        seconds = (
-            working,
-            idle_seconds.schedule[rank],
-            idle_seconds.hop[rank],
-            idle_seconds.host[rank],
-            idle_seconds.end[rank],
-        )
-        cells = [_share(each, measured) for each in seconds]
+    for rank, seconds in enumerate(zip(*columns, strict=True)):
+        cells = [
+            f"{write_time(float(one), measured.units)} ({one / whole:.0%})"
+            for one in seconds
+        ]
         rows.append([str(rank), *cells])
     return rows
-
-
-def _share(seconds: float, timeline: Timeline) -> str:
-    share = seconds / (timeline.makespan or 1.0)
-    return f"{write_time(seconds, timeline.units)} ({share:.0%})"
 
 
 # ---------------------------------------------------------------- pieces of pages

@@ -10,6 +10,7 @@ activations rank 0  ▁▂▂▂▁                  ph C   bytes held
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -81,7 +82,9 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[TraceEvent]:
     Viewers attach an arrow to the action before it.
     """
     stages = timeline.schedule.stages
-    sources = _sources(users)
+    sources: defaultdict[int, list[int]] = defaultdict(list)  # by who uses the message
+    for source in np.flatnonzero(users >= 0).tolist():
+        sources[int(users[source])].append(source)
     # A message with an unknown time leaves at the end of its action.
     sent = np.where(np.isnan(timeline.sent), timeline.end, timeline.sent).tolist()
     user_list = users.tolist()
@@ -102,7 +105,7 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[TraceEvent]:
                 "slice": piece,
             },
         }
-        for source in sources.get(number, ()):
+        for source in sources[number]:
             yield {**_arrow("f", rank, source, start), "bp": "e"}
         if user_list[number] >= 0:
             yield _arrow("s", rank, number, sent[number])
@@ -122,14 +125,6 @@ def _sums(timeline: Timeline) -> Iterator[TraceEvent]:
                 "dur": (one.end - one.start) * MICROSECONDS,
                 "args": {"ranks": list(one.ranks), "bytes": one.bytes},
             }
-
-
-def _sources(users: Ints) -> dict[int, list[int]]:
-    """The actions whose messages each action uses."""
-    sources: dict[int, list[int]] = {}
-    for source in np.flatnonzero(users >= 0).tolist():
-        sources.setdefault(int(users[source]), []).append(source)
-    return sources
 
 
 def _arrow(phase: str, rank: int, source: int, time: float) -> TraceEvent:
