@@ -90,6 +90,13 @@ class PeerLostError(RunError):
     """A rank that waits for another one that has died or closed its connection."""
 
 
+def refuse_first(kind: type[PenstockError], *faults: tuple[object, str]) -> None:
+    """Raise the first of these faults that is there: what is true or not empty then, and the text for it."""
+    for is_there, text in faults:
+        if is_there:
+            raise kind(text)
+
+
 # ---------------------------------------------------------------- names that were meant
 def nearest_name(name: str, known: Collection[str], letters: int = 3) -> str:
     """The known name that was probably meant; empty if none is near.

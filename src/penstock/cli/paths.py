@@ -27,7 +27,6 @@ from penstock.cli.terminal import (
     print_table,
     progress,
     refuse,
-    refuse_first,
     write,
 )
 from penstock.config import Config, is_recording, precision_of
@@ -35,7 +34,7 @@ from penstock.cost import Cluster, PartCost, Profile
 from penstock.cost.cluster import with_memory, with_slots
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.profile import SUM_SHARES, sum_as
-from penstock.errors import ShapeError
+from penstock.errors import ShapeError, refuse_first
 from penstock.formats import dump_plan, read_cluster
 from penstock.formats.config_toml import written_keys
 from penstock.plan.paths import (
@@ -348,6 +347,7 @@ def _check_sums(sums: str | None, messages: str) -> None:
     """Refuse kinds and types of sums that do not exist or do not go together."""
     known = ", ".join(SUM_SHARES)
     refuse_first(
+        ShapeError,
         (
             sums not in (None, "ring", "planned"),
             f"--sums is ring or planned, not {sums!r}",

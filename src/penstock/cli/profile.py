@@ -18,7 +18,6 @@ from penstock.cli.terminal import (
     print_json,
     print_table,
     progress,
-    refuse_first,
     tell,
     write,
 )
@@ -27,7 +26,7 @@ from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.network import held_whole
 from penstock.cost.profile import MAX_ERROR, error_warning
-from penstock.errors import ShapeError
+from penstock.errors import ShapeError, refuse_first
 from penstock.formats import config_toml, dump_cluster, dump_row_profiles
 from penstock.ir.action import OPS
 from penstock.plan.planner import plan_run
@@ -195,6 +194,7 @@ def profile_command(
     settings = [*given(sizes), *given(compute)]
     beside_gpu = (source, sizes.hf, slots, links or None)
     refuse_first(
+        ShapeError,
         (
             sizes.hf and changed,
             f"--hf already gives the sizes; it cannot be combined with {' '.join(changed)}\n"

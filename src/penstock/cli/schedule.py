@@ -22,13 +22,12 @@ from penstock.cli.terminal import (
     print_json,
     print_table,
     refuse,
-    refuse_first,
     write,
 )
 from penstock.cost import ProfileCost
 from penstock.cost.cost import UnitCost
 from penstock.cost.profile import refuse_error
-from penstock.errors import FileError, RunError, ShapeError
+from penstock.errors import FileError, RunError, ShapeError, refuse_first
 from penstock.formats import (
     dump_plan,
     dump_torch_comms,
@@ -342,6 +341,7 @@ def price_of(times: UnitTimes, options: ProfileOptions) -> Price:
     in_forwards = given(times)
     tokens = options.tokens
     refuse_first(
+        ShapeError,
         (
             in_forwards,
             "--profile already contains the times; it cannot be combined with "
@@ -454,21 +454,24 @@ def _predict_beside(
 
 def _read(file: Path) -> Plan:
     """Read a plan.json or a CSV file from torch; without a name it takes the file's."""
-    if is_timeline(file):
-        raise FileError(
+    refuse_first(
+        FileError,
+        (
+            is_timeline(file),
             f"{file} holds the times of a measured step, not a plan\n"
-            f"  draw or compare it, or name {file.with_name(PLAN_FILE)}"
-        )
-    if (file / PLAN_FILE).is_file():
-        raise FileError(
+            f"  draw or compare it, or name {file.parent / PLAN_FILE}",
+        ),
+        (
+            (file / PLAN_FILE).is_file(),
             f"{file} is the folder of a run\n  name {file / PLAN_FILE}, or {file / TIMELINE} "
-            "to draw or compare the step that was measured"
-        )
-    if file.suffix.lower() == ".toml":
-        raise FileError(
+            "to draw or compare the step that was measured",
+        ),
+        (
+            file.suffix.lower() == ".toml",
             f"{file} is a config or a cluster, not a plan\n"
-            f"  `penstock plan {file} -o plan.json` makes a plan of a config"
-        )
+            f"  `penstock plan {file} -o plan.json` makes a plan of a config",
+        ),
+    )
     if file.suffix.lower() == ".csv":
         return Plan(read_torch_csv(file), file.stem)
     plan = read_plan(file)

@@ -82,13 +82,6 @@ def refuse(options: Iterable[str], text: str) -> None:
         raise ShapeError(text.format(option=name))
 
 
-def refuse_first(*faults: tuple[object, str]) -> None:
-    """Refuse the first of these faults that is there: what is true or not empty then, and the text for it."""
-    for is_there, text in faults:
-        if is_there:
-            raise ShapeError(text)
-
-
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer wants it: with a parameter for each field of its records."""
     records: dict[str, Any] = {}

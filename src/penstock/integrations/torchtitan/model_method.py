@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.config import is_plan_file
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, refuse_first
 from penstock.formats import read_plan
 from penstock.integrations.torchtitan.options import (
     modules_of,
@@ -119,16 +119,19 @@ def plan_for(
         made = make(schedule, ranks=ranks, microbatches=microbatches, **shape)
         plan = Plan(made, schedule, partition=even_partition(layers, made.parts))
     found = plan.schedule
-    if (found.ranks, len(found.microbatches)) != (ranks, microbatches):
-        raise ConfigError(
-            f"{plan.name} has {found.ranks} ranks and {len(found.microbatches)} micro-batches, but "
-            f"--parallelism.pipeline_parallel_degree is {ranks} and --parallelism.num_pp_microbatches {microbatches}"
-        )
     copies = len(found.stages) > found.parts
     whole = not plan.rotation and visits_all_parts(found)
-    if found.slices > 1 or copies or not whole or plan.recompute:
-        raise ConfigError(
+    refuse_first(
+        ConfigError,
+        (
+            (found.ranks, len(found.microbatches)) != (ranks, microbatches),
+            f"{plan.name} has {found.ranks} ranks and {len(found.microbatches)} micro-batches, but "
+            f"--parallelism.pipeline_parallel_degree is {ranks} and --parallelism.num_pp_microbatches {microbatches}",
+        ),
+        (
+            found.slices > 1 or copies or not whole or plan.recompute,
             f"{plan.name} has token slices, copies of parts, partial paths or recomputed parts, which the method "
-            "`pipeline` of a model does not run: choose another schedule"
-        )
+            "`pipeline` of a model does not run: choose another schedule",
+        ),
+    )
     return plan

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, refuse_first
 
 NOT_SUPPORTED = (
     "tensor_parallel_degree",
@@ -95,12 +95,15 @@ def refuse_other_parallelism(parallelism: Any, cpu_offload: bool) -> None:
                 f"--parallelism.{key} {degree} does not work with Penstock's pipeline yet: set it to 1, or take "
                 "torchtitan's own pipeline"
             )
-    if cpu_offload:
-        raise ConfigError(
-            "--training.enable_cpu_offload does not work with Penstock's pipeline: leave it out"
-        )
-    if parallelism.pipeline_parallel_schedule_csv:
-        raise ConfigError(
+    refuse_first(
+        ConfigError,
+        (
+            cpu_offload,
+            "--training.enable_cpu_offload does not work with Penstock's pipeline: leave it out",
+        ),
+        (
+            parallelism.pipeline_parallel_schedule_csv,
             "--parallelism.pipeline_parallel_schedule_csv is for torchtitan's own pipeline: name the file in "
-            "--penstock.schedule instead"
-        )
+            "--penstock.schedule instead",
+        ),
+    )

@@ -30,7 +30,7 @@ from penstock.config import (
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import GPUS, Gpu, analytic_profile, gpu_of
 from penstock.cost.profile import tile_of
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, refuse_first
 from penstock.formats import read_row_profiles
 from penstock.integrations.torchtitan import require_torchtitan
 from penstock.integrations.torchtitan.options import (
@@ -474,30 +474,33 @@ def refuse_foreign(plan: Plan, config: Trainer.Config) -> None:
     ranks = parallelism.pipeline_parallel_degree
     rows = parallelism.pipeline_parallel_microbatch_size
     microbatches = config.training.local_batch_size // rows
-    if schedule.ranks != ranks or len(schedule.microbatches) != microbatches:
-        raise ConfigError(
+    full = isinstance(config.activation_checkpoint, FullAC.Config)
+    reason = why_unsliceable(config)
+    refuse_first(
+        ConfigError,
+        (
+            (schedule.ranks, len(schedule.microbatches)) != (ranks, microbatches),
             f"{plan.name} has {schedule.ranks} ranks and {len(schedule.microbatches)} micro-batches, but "
             f"--parallelism.pipeline_parallel_degree is {ranks}, and --training.local_batch_size over "
-            f"--parallelism.pipeline_parallel_microbatch_size gives {microbatches}"
-        )
-    if len(schedule.stages) != schedule.parts:
-        raise ConfigError(
+            f"--parallelism.pipeline_parallel_microbatch_size gives {microbatches}",
+        ),
+        (
+            len(schedule.stages) != schedule.parts,
             f"{plan.name} holds {len(schedule.stages) - schedule.parts} parts more than once: torchtitan would save "
-            "and clip their copies twice; copies are what --parallelism.data_parallel_replicate_degree is for"
-        )
-    if plan.rotation or not visits_all_parts(schedule):
-        raise ConfigError(
-            f"{plan.name} leaves out parts of the model for some micro-batches, which only `penstock train` does"
-        )
-    full = isinstance(config.activation_checkpoint, FullAC.Config)
-    if plan.recompute and not full:
-        raise ConfigError(
+            "and clip their copies twice; copies are what --parallelism.data_parallel_replicate_degree is for",
+        ),
+        (
+            plan.rotation or not visits_all_parts(schedule),
+            f"{plan.name} leaves out parts of the model for some micro-batches, which only `penstock train` does",
+        ),
+        (
+            plan.recompute and not full,
             f"{plan.name} recomputes the parts {list(plan.recompute)}, but torchtitan decides what is recomputed: "
-            "add activation-checkpoint:full, or plan without recomputation"
-        )
-    reason = why_unsliceable(config)
-    if schedule.slices > 1 and reason:
-        raise ConfigError(
+            "add activation-checkpoint:full, or plan without recomputation",
+        ),
+        (
+            schedule.slices > 1 and reason,
             f"{plan.name} cuts sequences into token slices, which this model does not take: {reason}\n"
-            "  set --penstock.slices 0 and a schedule other than terapipe and seq1f1b"
-        )
+            "  set --penstock.slices 0 and a schedule other than terapipe and seq1f1b",
+        ),
+    )
