@@ -307,20 +307,16 @@ MAX_TABLE_ROWS = 20
 MAX_ROOMY_RANKS = 10  # maps with more columns have cells of one line
 MAX_COLOURED_TIME = 2.5  # times the best; slower plans all have the palest colour
 SAME_TIME = 0.0005  # differences below this share count as none
-ORDER_GROUPS = {"listed": 0, "split": 1, "fixed": 2}
-GROUP_NAMES = (
-    "order made for this cost",
-    "fixed order with split backwards",
-    "fixed order",
-)
+# The groups of the figure of time over memory: kinds of orders.
+ORDERS = {
+    "listed": "order made for this cost",
+    "split": "fixed order with split backwards",
+    "fixed": "fixed order",
+}
 ANALYTIC = (
     "The profile is analytic: a formula for the device gave the times and sizes, and "
     "nothing was measured. Measure the model on the device before you rely on small differences."
 )
-ON_FRONT = (
-    "The front: no other plan is better in both. The numbers are those in the figure."
-)
-MISFIT_HEADS = ("division or schedule", "bound of a step", "reason")
 ROWS_NOTE = (
     "Order: fixed is the same for any cost; split and listed orders are made "
     "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
@@ -355,7 +351,8 @@ class LandscapePage:
         hidden = len(self.landscape.candidates) - MAX_TABLE_ROWS
         more = f" {hidden:,} more plans fit." if hidden > 0 else ""
         best = table(*self.best_plans()) + soft(ROWS_NOTE + more)
-        misfits = table(MISFIT_HEADS, list(self.misfits()))
+        heads = ("division or schedule", "bound of a step", "reason")
+        misfits = table(heads, list(self.misfits()))
         if misfits:
             summary = f"<summary>{escape(self.misfit_title())}</summary>"
             misfits = f'<details class="card" id="misfits">{summary}{misfits}</details>'
@@ -576,12 +573,13 @@ class LandscapePage:
         on_front = front(self.landscape.candidates)
         places = {id(row): place for place, row in enumerate(on_front, start=1)}
         labels = {id(row): label for label, row in reversed(self.shown_rows())}
+        groups = list(ORDERS)
         dots = [
             Dot(
                 row.peak,
                 row.step,
                 self.tip(row),
-                ORDER_GROUPS.get(row.order_kind, 0),
+                groups.index(row.order_kind),
                 places.get(id(row), 0),
                 labels.get(id(row), ""),
                 row is self.landscape.best,
@@ -590,7 +588,7 @@ class LandscapePage:
         ]
         return Front(
             tuple(dots),
-            GROUP_NAMES,
+            tuple(ORDERS.values()),
             self.sizes,
             self.times,
             f"memory of the fullest device, in {self.size_unit}",
@@ -610,7 +608,8 @@ class LandscapePage:
             )
             for place, row in enumerate(front(self.landscape.candidates), start=1)
         ]
-        return soft(ON_FRONT) + table(heads, rows)
+        note = "The front: no other plan is better in both. The numbers are those in the figure."
+        return soft(note) + table(heads, rows)
 
     # ------------------------------------------------------------ timelines
     def shown_rows(self) -> list[tuple[str, Candidate]]:

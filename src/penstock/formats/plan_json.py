@@ -48,7 +48,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.errors import FileError, ScheduleError, ShapeError
 from penstock.formats.fields import (
@@ -163,13 +163,6 @@ def _sum_text(plan: SumPlan) -> str:
 
 
 # ---------------------------------------------------------------- reading
-class _Orders(NamedTuple):
-    """The micro-batches and the lanes of a schedule."""
-
-    microbatches: tuple[tuple[MicroBatch, int], ...]
-    lanes: tuple[tuple[Action, ...], ...]
-
-
 def _run(
     path: tuple[int, ...], tokens: int, cuts: tuple[int, ...], count: int
 ) -> tuple[MicroBatch, int]:
@@ -237,8 +230,8 @@ PLAN = {
     "tensor": Field(whole(1), 0),  # 0: the config decides
     "shard": Field(whole(1), 0),
     "why": Field(facts, ()),
-    "rotation": Field(items(record(_Orders, ORDERS)), ()),
-    "full": Field(record(_Orders, ORDERS), None),
+    "rotation": Field(items(record(dict, ORDERS)), ()),
+    "full": Field(record(dict, ORDERS), None),
     "sums": Field(
         items(
             record(
@@ -269,8 +262,7 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
     page = JsonPage(text, source, "plan")
     top = read_page(page, parse_json(page), PLAN_VERSION, PLAN)
     stages = top["stages"]
-    orders = _Orders(top["microbatches"], top["lanes"])
-    schedule = _schedule(page, (), orders, stages)
+    schedule = _schedule(page, (), top, stages)
     rotation = tuple(
         _schedule(page, ("rotation", place), one, stages)
         for place, one in enumerate(top["rotation"])
@@ -302,16 +294,17 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
 
 
 def _schedule(
-    page: Page, steps: Steps, orders: _Orders, stages: tuple[Stage, ...]
+    page: Page, steps: Steps, orders: dict[str, Any], stages: tuple[Stage, ...]
 ) -> Schedule:
-    """A schedule over these stages."""
-    actions = sum(map(len, orders.lanes))
-    _check_counts(page, (*steps, "microbatches"), orders.microbatches, actions)
+    """A schedule over these stages, with the micro-batches and the lanes of `orders`."""
+    runs, lanes = orders["microbatches"], orders["lanes"]
+    actions = sum(map(len, lanes))
+    _check_counts(page, (*steps, "microbatches"), runs, actions)
     microbatches: list[MicroBatch] = []
-    for microbatch, count in orders.microbatches:
+    for microbatch, count in runs:
         microbatches += [microbatch] * count
     try:
-        return Schedule(stages, tuple(microbatches), orders.lanes)
+        return Schedule(stages, tuple(microbatches), lanes)
     except ScheduleError as error:
         where = ".".join(map(str, (page.source, *steps)))
         first, *others = error.faults
