@@ -59,7 +59,7 @@ from penstock.formats.text import (
     read_text,
     write_text,
 )
-from penstock.formats.toml_text import TomlPage, parse_toml, string_text
+from penstock.formats.toml_text import TomlPage, parse_toml, value_text
 
 CLUSTER_VERSION = 1
 MAX_NODES = 100_000
@@ -75,7 +75,7 @@ def dump_cluster(cluster: Cluster) -> str:
     lines = [
         'penstock = "cluster"',
         f"version = {CLUSTER_VERSION}",
-        f"serial = {str(cluster.serial).lower()}",
+        f"serial = {value_text(cluster.serial)}",
         "",
     ]
     for node, run in groupby(cluster.nodes):
@@ -92,30 +92,23 @@ def write_cluster(cluster: Cluster, path: str | Path) -> None:
 
 
 def _node_lines(node: Node, count: int) -> list[str]:
-    lines = []
-    if node.site:
-        lines.append(f"site = {string_text(node.site)}")
-    if count > 1:
-        lines.append(f"count = {count}")
-    lines.append(f"speed = {_number_text(node.speed)}")
-    if node.slots is not None:
-        lines.append(f"slots = {node.slots}")
-    if node.memory is not None:
-        lines.append(f"memory = {_number_text(node.memory)}")
-    return lines
+    values = {
+        "site": node.site or None,
+        "count": count if count > 1 else None,
+        "speed": float(node.speed),
+        "slots": node.slots,
+        "memory": None if node.memory is None else float(node.memory),
+    }
+    return [
+        f"{key} = {value_text(value)}"
+        for key, value in values.items()
+        if value is not None
+    ]
 
 
 def _matrix_lines(quantity: str, matrix: Sequence[Sequence[float]]) -> list[str]:
-    lines = [f"{quantity} = ["]
-    for row in matrix:
-        numbers = ", ".join(map(_number_text, row))
-        lines.append(f"  [{numbers}],")
-    lines.append("]")
-    return lines
-
-
-def _number_text(value: float) -> str:
-    return repr(float(value))
+    rows = [f"  {value_text(tuple(map(float, row)))}," for row in matrix]
+    return [f"{quantity} = [", *rows, "]"]
 
 
 # ---------------------------------------------------------------- reading

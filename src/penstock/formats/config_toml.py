@@ -38,7 +38,7 @@ from penstock.formats.text import (
     suggest,
     suggest_name,
 )
-from penstock.formats.toml_text import TomlPage, parse_toml, string_text
+from penstock.formats.toml_text import TomlPage, parse_toml, table_text, value_text
 
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 
@@ -377,33 +377,7 @@ def dump_config(
         for item in fields(section):
             held = getattr(section, item.name)
             is_table = (name, item.name) in TABLES
-            value = _table_text(held) if is_table else _value_text(held)
+            value = table_text(held) if is_table else value_text(held)
             assignment = f"{item.name} = {value}"
             lines.append(f"{assignment:<32} # {item.metadata['about']}")
     return "\n".join(lines) + "\n"
-
-
-def _table_text(values: Iterable[tuple[str, object]]) -> str:
-    items = [f"{_key_text(key)} = {_value_text(value)}" for key, value in values]
-    return f"{{{', '.join(items)}}}"
-
-
-def _key_text(key: str) -> str:
-    return key if key.isidentifier() and key.isascii() else _value_text(key)
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, ParameterGroup | MixtureSource):
-        given = [(item.name, getattr(value, item.name)) for item in fields(value)]
-        # A group has what was written; zeros count as written, too.
-        return _table_text(
-            (key, one) for key, one in given if one is not None and one is not False
-        )
-    if isinstance(value, tuple):
-        items = ", ".join(map(_value_text, value))
-        return f"[{items}]"
-    if isinstance(value, str):
-        return string_text(value)
-    return repr(value)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import NamedTuple
 
 from penstock.errors import FileError
@@ -181,8 +182,34 @@ def _explain(text: str, message: str) -> tuple[str, int]:
 
 
 # ---------------------------------------------------------------- writing
-def string_text(text: str) -> str:
-    """A string as TOML."""
+def value_text(value: object) -> str:
+    """A string, number, flag, list or record as TOML. A record has what is not None or false; zeros count."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if is_dataclass(value):
+        given = [(item.name, getattr(value, item.name)) for item in fields(value)]
+        return table_text(
+            (key, one) for key, one in given if one is not None and one is not False
+        )
+    if isinstance(value, tuple):
+        items = ", ".join(map(value_text, value))
+        return f"[{items}]"
+    if isinstance(value, str):
+        return _string_text(value)
+    return repr(value)
+
+
+def table_text(values: Iterable[tuple[str, object]]) -> str:
+    """Keys and values as a table in one line."""
+    items = [f"{_key_text(key)} = {value_text(value)}" for key, value in values]
+    return f"{{{', '.join(items)}}}"
+
+
+def _key_text(key: str) -> str:
+    return key if key.isidentifier() and key.isascii() else _string_text(key)
+
+
+def _string_text(text: str) -> str:
     quoted = text.replace("\\", "\\\\").replace('"', '\\"')
     signs = [sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in quoted]
     return f'"{"".join(signs)}"'
