@@ -123,17 +123,20 @@ def _check_kind(page: Page, top: Value, version: int) -> None:
 
 
 # ---------------------------------------------------------------- facts
-def fact_text(key: str, fact: Fact) -> str:
-    """A fact as JSON."""
-    try:
-        if isinstance(fact, str | float | int | bool | None):
-            return json.dumps(fact, allow_nan=False)
-    except ValueError:  # infinite, NaN, or too many digits
-        pass
-    raise FileError(
-        f"a file cannot hold the fact {key!r}, a {type(fact).__name__}\n"
-        f"  {FACT_TYPES_TEXT}"
-    )
+def storable(facts: Facts) -> dict[str, Fact]:
+    """Facts as an object, if JSON can hold them."""
+    for key, fact in facts:
+        try:
+            json.dumps(fact, allow_nan=False)
+            held = isinstance(fact, str | float | int | bool | None)
+        except (ValueError, TypeError):  # infinite, NaN, too many digits, or no JSON
+            held = False
+        if not held:
+            raise FileError(
+                f"a file cannot hold the fact {key!r}, a {type(fact).__name__}\n"
+                f"  {FACT_TYPES_TEXT}"
+            )
+    return dict(facts)
 
 
 def facts(page: Page, steps: Steps, value: Value) -> Facts:

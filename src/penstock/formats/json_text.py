@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.errors import FileError
@@ -131,18 +131,25 @@ def _explain(page: Page, error: json.JSONDecodeError) -> tuple[str, str]:
 
 
 # ---------------------------------------------------------------- writing
-def object_text(entries: Mapping[str, str], depth: int = 0) -> str:
-    """An object of texts with one key a line; `depth` objects and lists are around it."""
-    lines = [f"{json.dumps(key)}: {text}" for key, text in entries.items()]
-    return _block("{", lines, "}", depth)
+class Lines(NamedTuple):
+    """An object or a list that is written with an entry a line."""
+
+    entries: Mapping[str, object] | Sequence[object]
 
 
-def list_text(items: Iterable[str], depth: int) -> str:
-    """A list of texts with one item a line."""
-    return _block("[", items, "]", depth)
-
-
-def _block(begin: str, lines: Iterable[str], end: str, depth: int) -> str:
+def value_text(value: object, depth: int = 0) -> str:
+    """A value as JSON, in one line but for `Lines`; `depth` objects and lists of lines are around it."""
+    if not isinstance(value, Lines):
+        return json.dumps(value)
     margin = "  " * depth
+    if isinstance(value.entries, Mapping):
+        begin, end = "{}"
+        lines = [
+            f"{json.dumps(key)}: {value_text(one, depth + 1)}"
+            for key, one in value.entries.items()
+        ]
+    else:
+        begin, end = "[]"
+        lines = [value_text(one, depth + 1) for one in value.entries]
     text = f",\n{margin}  ".join(lines)
     return f"{begin}\n{margin}  {text}\n{margin}{end}"

@@ -42,9 +42,8 @@ People and programs read, edit and keep these files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -54,7 +53,6 @@ from penstock.errors import FileError, ScheduleError, ShapeError
 from penstock.formats.fields import (
     HEADER,
     Field,
-    fact_text,
     facts,
     flag,
     items,
@@ -62,15 +60,11 @@ from penstock.formats.fields import (
     number,
     read_page,
     record,
+    storable,
     string,
     whole,
 )
-from penstock.formats.json_text import (
-    JsonPage,
-    list_text,
-    object_text,
-    parse_json,
-)
+from penstock.formats.json_text import JsonPage, Lines, parse_json, value_text
 from penstock.formats.text import (
     SHOWN_CHARACTERS,
     Page,
@@ -91,47 +85,37 @@ PLAN_VERSION = 1
 # ---------------------------------------------------------------- writing
 def dump_plan(plan: Plan) -> str:
     """The text of a plan, from which `load_plan` builds an equal plan."""
-    schedule = plan.schedule
+    choices = {
+        "partition": plan.partition,
+        "recompute": plan.recompute,
+        "tensor": plan.tensor,
+        "shard": plan.shard,
+        "why": plan.why and Lines(storable(plan.why)),
+    }
+    others = {
+        "rotation": plan.rotation
+        and Lines([Lines(_orders(one)) for one in plan.rotation]),
+        "full": plan.full and Lines(_orders(plan.full)),
+        "sums": plan.sums and Lines([*map(_sum_entry, plan.sums)]),
+    }
     entries = {
-        "penstock": '"plan"',
-        "version": str(PLAN_VERSION),
-        "name": json.dumps(plan.name),
+        "penstock": "plan",
+        "version": PLAN_VERSION,
+        "name": plan.name,
+        **{key: value for key, value in choices.items() if value},
+        "stages": Lines([asdict(one) for one in plan.schedule.stages]),
+        **_orders(plan.schedule),
+        **{key: value for key, value in others.items() if value},
     }
-    if plan.partition:
-        entries["partition"] = json.dumps(plan.partition)
-    if plan.recompute:
-        entries["recompute"] = json.dumps(plan.recompute)
-    if plan.tensor:
-        entries["tensor"] = str(plan.tensor)
-        entries["shard"] = str(plan.shard)
-    if plan.why:
-        why = {key: fact_text(key, fact) for key, fact in plan.why}
-        entries["why"] = object_text(why, 1)
-    stages = [
-        json.dumps({"rank": one.rank, "part": one.part}) for one in schedule.stages
-    ]
-    entries["stages"] = list_text(stages, 1)
-    entries.update(_orders(schedule))
-    if plan.rotation:
-        others = [object_text(_orders(other, 2), 2) for other in plan.rotation]
-        entries["rotation"] = list_text(others, 1)
-    if plan.full is not None:
-        entries["full"] = object_text(_orders(plan.full, 1), 1)
-    if plan.sums:
-        entries["sums"] = list_text(map(_sum_text, plan.sums), 1)
-    return object_text(entries) + "\n"
+    return value_text(Lines(entries)) + "\n"
 
 
-def _orders(schedule: Schedule, depth: int = 0) -> dict[str, str]:
+def _orders(schedule: Schedule) -> dict[str, Lines]:
     """What differs between the schedules of a plan: the paths and the lanes."""
-    microbatches = []
-    for microbatch, run in groupby(schedule.microbatches):
-        microbatches.append(_microbatch_text(microbatch, len(list(run))))
-    lanes = [json.dumps(" ".join(map(str, lane))) for lane in schedule.lanes]
-    return {
-        "microbatches": list_text(microbatches, depth + 1),
-        "lanes": list_text(lanes, depth + 1),
-    }
+    runs = groupby(schedule.microbatches)
+    microbatches = [_run_entry(one, len(list(run))) for one, run in runs]
+    lanes = [" ".join(map(str, lane)) for lane in schedule.lanes]
+    return {"microbatches": Lines(microbatches), "lanes": Lines(lanes)}
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -139,19 +123,16 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     write_text(path, dump_plan(plan))
 
 
-def _microbatch_text(microbatch: MicroBatch, count: int) -> str:
-    entry: dict[str, int | tuple[int, ...]] = {
-        "path": microbatch.path,
-        "tokens": microbatch.tokens,
-    }
+def _run_entry(microbatch: MicroBatch, count: int) -> dict[str, object]:
+    entry: dict[str, object] = {"path": microbatch.path, "tokens": microbatch.tokens}
     if microbatch.cuts != (0, microbatch.tokens):
         entry["cuts"] = microbatch.cuts
     if count > 1:
         entry["count"] = count
-    return json.dumps(entry)
+    return entry
 
 
-def _sum_text(plan: SumPlan) -> str:
+def _sum_entry(plan: SumPlan) -> dict[str, object]:
     entry: dict[str, object] = {"parts": plan.parts, "kind": plan.kind.value}
     if plan.kind is SumKind.TWO_LEVELS:
         entry |= {"groups": plan.groups, "whole": plan.whole}
@@ -159,7 +140,7 @@ def _sum_text(plan: SumPlan) -> str:
         entry["ranks"] = plan.ranks
     if plan.kind is SumKind.DIRECT:
         entry["shares"] = plan.shares
-    return json.dumps(entry)
+    return entry
 
 
 # ---------------------------------------------------------------- reading

@@ -55,7 +55,6 @@ from penstock.formats.fields import (
     HEADER,
     Field,
     Read,
-    fact_text,
     facts,
     flag,
     items,
@@ -64,15 +63,11 @@ from penstock.formats.fields import (
     read_keys,
     read_page,
     record,
+    storable,
     string,
     whole,
 )
-from penstock.formats.json_text import (
-    JsonPage,
-    list_text,
-    object_text,
-    parse_json,
-)
+from penstock.formats.json_text import JsonPage, Lines, parse_json, value_text
 from penstock.formats.text import (
     Page,
     Steps,
@@ -84,7 +79,6 @@ from penstock.formats.text import (
     write_text,
 )
 from penstock.ir.action import OPS, Op
-from penstock.ir.plan import Facts
 
 PROFILE_VERSION = 1
 ROW_FIELDS = ("rows", "message", "turn", "switch")  # besides the blocks
@@ -115,8 +109,8 @@ def dump_row_profiles(profiles: RowProfiles) -> str:
         '"penstock": "profile"',
         f'"version": {PROFILE_VERSION}',
         _sizes_text(first, fields),
-        f'"model": {_facts_text(first.model)}',
-        f'"device": {_facts_text(first.device)}',
+        f'"model": {value_text(storable(first.model))}',
+        f'"device": {value_text(storable(first.device))}',
         f'"blocks": {_blocks_text(first)}',
         f'"network": {json.dumps(network)}',
     ]
@@ -146,17 +140,15 @@ def _sizes_text(profile: Profile, fields: Iterable[str]) -> str:
 
 
 def _blocks_text(profile: Profile) -> str:
-    blocks = {name: _block_text(getattr(profile, name)) for name in BLOCK_NAMES}
-    return object_text(blocks, 1)
+    blocks = {name: _block_entry(getattr(profile, name)) for name in BLOCK_NAMES}
+    return value_text(Lines(blocks), 1)
 
 
-def _block_text(block: Block) -> str:
-    entries = {field: repr(float(getattr(block, field))) for field in BYTE_FIELDS}
-    fits = {op.value: json.dumps(_fit_entry(block.fit(op))) for op in OPS}
-    entries["fits"] = object_text(fits, 3)
-    points = [json.dumps(_point_entry(point)) for point in block.points]
-    entries["points"] = list_text(points, 3)
-    return object_text(entries, 2)
+def _block_entry(block: Block) -> Lines:
+    sizes = {field: float(getattr(block, field)) for field in BYTE_FIELDS}
+    fits = Lines({op.value: _fit_entry(block.fit(op)) for op in OPS})
+    points = Lines([*map(_point_entry, block.points)])
+    return Lines({**sizes, "fits": fits, "points": points})
 
 
 def _fit_entry(fit: Fit) -> dict[str, str | float]:
@@ -170,11 +162,6 @@ def _point_entry(point: Point) -> dict[str, int | float | bool]:
     if not point.held_out:
         del entry["held_out"]
     return entry
-
-
-def _facts_text(facts: Facts) -> str:
-    entries = [f"{json.dumps(key)}: {fact_text(key, fact)}" for key, fact in facts]
-    return "{" + ", ".join(entries) + "}"
 
 
 def _as_json(value: Any) -> Any:
