@@ -161,10 +161,10 @@ def _homes(page: Page, cells: Iterable[_Cell]) -> dict[int, int]:
             fail(page, (cell.rank, cell.column), what, advice)
     if not first:
         raise _incomplete(page, "no action")
-    for stage in range(len(first)):
-        if stage not in first:
-            last = max(first)
-            raise _incomplete(page, f"stages up to {last}, but not stage {stage}")
+    missing = set(range(len(first))) - set(first)
+    if missing:
+        content = f"stages up to {max(first)}, but not stage {min(missing)}"
+        raise _incomplete(page, content)
     return {stage: cell.rank for stage, cell in first.items()}
 
 
@@ -176,10 +176,11 @@ def _incomplete(page: Page, content: str) -> FileError:
 
 
 def _count_microbatches(page: Page, cells: Iterable[_Cell]) -> int:
-    microbatches = set()
-    for cell in cells:
-        if cell.action.op.kind == FORWARD and cell.action.stage == 0:
-            microbatches.add(cell.action.microbatch)
+    microbatches = {
+        action.microbatch
+        for action, _, _ in cells
+        if action.op.kind == FORWARD and action.stage == 0
+    }
     if not microbatches:
         raise FileError(
             f"{page.source}: stage 0 runs no forward\n"
