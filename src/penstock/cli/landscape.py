@@ -386,18 +386,23 @@ class LandscapePage:
     def facts(self) -> list[tuple[str, str]]:
         """Return the numbers at the top."""
         landscape = self.landscape
-        facts = [("step", self.time(self.best.step))]
+        speed = bound = gap = ""
         if self.tokens:
-            facts.append(("speed", self.rates.quantity(self.tokens / self.best.step)))
-        facts.append(("bubble", f"{self.best.bubble:.1%}"))
-        facts.append(("fullest device", self.size(self.best.peak)))
+            speed = self.rates.quantity(self.tokens / self.best.step)
         if self.has_bound:
-            facts.append(("bound of the space", self.time(landscape.bound)))
-            facts.append(("gap to the bound", f"{landscape.gap:.1%}"))
-        facts.append(("plans compared", f"{len(landscape.candidates):,}"))
-        if len(landscape.divisions) > 1:
-            facts.append(("divisions", f"{len(landscape.divisions):,}"))
-        return facts
+            bound = self.time(landscape.bound)
+            gap = f"{landscape.gap:.1%}"
+        divisions = len(landscape.divisions)
+        return [
+            ("step", self.time(self.best.step)),
+            ("speed", speed),
+            ("bubble", f"{self.best.bubble:.1%}"),
+            ("fullest device", self.size(self.best.peak)),
+            ("bound of the space", bound),
+            ("gap to the bound", gap),
+            ("plans compared", f"{len(landscape.candidates):,}"),
+            ("divisions", f"{divisions:,}" if divisions > 1 else ""),
+        ]
 
     def sentences(self) -> Iterator[str]:
         """Say what won, how good it is, and where the times come from."""

@@ -64,9 +64,9 @@ class SizeOptions:
     @property
     def changes(self) -> dict[str, int]:
         """The sizes that differ from the preset, by the names of the config."""
-        sizes = asdict(self)
-        del sizes["preset"], sizes["hf"]
-        return {name: size for name, size in sizes.items() if size is not None}
+        return {
+            name: size for name, size in asdict(self).items() if isinstance(size, int)
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,10 +119,8 @@ def list_command(json: JsonFlag = False) -> None:
         "P ranks, M micro-batches, v chunks, W waves, s slices; F = 1, B = 2. "
         "Idle time and peak memory are those of one rank."
     )
-    if console().width >= WIDE_TERMINAL:
-        print_table(heads, rows, note)
-    else:
-        print_table(heads[:-1], [row[:-1] for row in rows], note)
+    shown = len(heads) if console().width >= WIDE_TERMINAL else -1
+    print_table(heads[:shown], [row[:shown] for row in rows], note)
 
 
 def draw_command(
@@ -412,19 +410,15 @@ def _beside_measured(
 ) -> tuple[str, list[tuple[str, Timeline]]]:
     """Return the title and the timelines of a page that shows the measured step in `file` and another schedule."""
     run, step, measured = read_measured(file)
-    timelines = []
-    title = ""
-    for source in sources:
-        if Path(source) == file:
-            timelines.append((f"measured, step {step}", measured))
-            continue
-        plan = _plan(source, _own_shape(source, shape))
-        is_own = plan.schedule == measured.schedule
-        name, timeline = _predict_beside(plan, file, measured, chosen)
-        name = name if is_own else f"{plan.name}, {name}"
-        title = f"{run.name}, measured and {name}"
-        timelines.append((name, timeline))
-    return title, timelines
+    place = int(Path(sources[0]) == file)  # of the other schedule
+    other = sources[place]
+    plan = _plan(other, _own_shape(other, shape))
+    name, timeline = _predict_beside(plan, file, measured, chosen)
+    if plan.schedule != measured.schedule:
+        name = f"{plan.name}, {name}"
+    timelines = [(f"measured, step {step}", measured)]
+    timelines.insert(place, (name, timeline))
+    return f"{run.name}, measured and {name}", timelines
 
 
 def _predict_beside(

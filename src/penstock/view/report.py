@@ -161,10 +161,11 @@ def time_rows_of(predicted: Timeline, measured: Timeline) -> list[list[str]]:
 
 # ---------------------------------------------------------------- pieces of pages
 def heading(title: str, facts: Sequence[tuple[str, str]]) -> str:
-    """The title of a page, and names with their values."""
+    """The title of a page, and names with their values; a name without a value is left out."""
     cells = [
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in facts
+        if value
     ]
     return f"<h1>{escape(title)}</h1>\n<dl>{''.join(cells)}</dl>"
 
