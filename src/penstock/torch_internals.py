@@ -57,6 +57,7 @@ __all__ = [
     "compiled_call",
     "compiler_limit",
     "copy_all",
+    "cut_share",
     "default_store",
     "finish_sharded_backward",
     "free_bytes",
@@ -67,10 +68,12 @@ __all__ = [
     "ignore_fsdp_view_warning",
     "is_compiled",
     "is_connection_error_text",
+    "is_distributed",
     "is_dropout",
     "is_memory_error_text",
     "known_compilers",
     "let_size_vary",
+    "local_share",
     "module_attributes",
     "multiply_all",
     "norms_of_all",
@@ -78,16 +81,20 @@ __all__ = [
     "original_name",
     "own_buffers",
     "own_layers",
+    "provide_set_timeout",
     "recording_bytes",
     "schedule_runtime",
     "set_compiled_call",
     "share_offset",
     "size_varies",
     "sleep_on_gpu",
+    "sleep_until_done",
+    "sums_in_other_type",
     "supports_amx",
     "transforms_are_active",
     "view_without_owning",
     "walk_back",
+    "widen_sharded_gradients",
     "zero_all",
 ]
 
@@ -556,8 +563,6 @@ def provide_set_timeout() -> None:
 #        │   ┌───┐ │        offset   (1, 4): where they begin
 #        │   └───┘ │
 #        └─────────┘        for a plain tensor: itself, and (0, 0)
-
-__all__ = ["cut_share", "is_distributed", "local_share", "share_offset"]
 
 
 def local_share(tensor: Tensor) -> Tensor:
