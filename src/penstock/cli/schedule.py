@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -92,12 +91,9 @@ class ShapeOptions:
         "--split",
     )
 
-    def words(self, known: Iterable[str] | None = None) -> dict[str, int]:
-        """The words that were given, or those of them that are known."""
-        named = {flag.removeprefix("--"): value for flag, value in given(self).items()}
-        if known is None:
-            return named
-        return {word: value for word, value in named.items() if word in known}
+    def words(self) -> dict[str, int]:
+        """The words that were given."""
+        return {flag.removeprefix("--"): value for flag, value in given(self).items()}
 
 
 def list_command(json: JsonFlag = False) -> None:
@@ -362,7 +358,8 @@ def _own_shape(source: str, shape: ShapeOptions) -> dict[str, int]:
     """Return those of the shape options that a schedule knows; a file knows none."""
     if source not in REGISTRY:
         return {}
-    return shape.words({*shape_of(source), *COMMON_SHAPE_WORDS})
+    known = {*shape_of(source), *COMMON_SHAPE_WORDS}
+    return {word: value for word, value in shape.words().items() if word in known}
 
 
 def _plan(source: str, shape: dict[str, int]) -> Plan:

@@ -31,7 +31,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.cost.cluster import Cluster, Node
 from penstock.cost.network import MIN_BANDWIDTH
@@ -132,15 +132,6 @@ def _equal_nodes(count: int, **values: Any) -> list[Node]:
     return [Node(**values)] * count
 
 
-class _Link(NamedTuple):
-    """An exception, as `[[link]]` has it."""
-
-    between: Value
-    latency: float | None
-    bandwidth: float | None
-    oneway: bool
-
-
 ANY_NUMBER = number(-math.inf, math.inf)  # whose range is checked elsewhere
 CLUSTER = {
     "penstock": Field(anything),
@@ -166,7 +157,7 @@ CLUSTER = {
     "link": Field(
         _tables(
             record(
-                _Link,
+                dict,
                 {
                     "between": Field(anything, None),
                     "latency": Field(number(0.0, MAX_LATENCY), None),
@@ -279,21 +270,21 @@ def _between_cities(page: Page, nodes: list[Node]) -> Cluster:
 def _apply_link(
     page: Page,
     steps: Steps,
-    link: _Link,
+    link: dict[str, Any],
     nodes: list[Node],
     latency: NodePairs,
     bandwidth: NodePairs,
 ) -> None:
     """Write the numbers of a `[[link]]` into the matrices."""
-    ends = link.between
+    ends = link["between"]
     if not isinstance(ends, list) or len(ends) != 2:
         what = f"link[{steps[-1]}] does not name its two ends"
         advice = 'write between = ["site", "site"] or [node, node]'
         fail(page, (*steps, "between"), what, advice)
     sources, targets = (_nodes_at(page, steps, end, nodes) for end in ends)
-    for matrix, value in ((latency, link.latency), (bandwidth, link.bandwidth)):
-        if value is not None:
-            _set_pairs(matrix, sources, targets, value, link.oneway)
+    for key, matrix in (("latency", latency), ("bandwidth", bandwidth)):
+        if link[key] is not None:
+            _set_pairs(matrix, sources, targets, link[key], link["oneway"])
 
 
 def _set_pairs(

@@ -172,7 +172,5 @@ def short(value: float, digits: int = 4) -> str:
 
 def _suitable(scales: tuple[Scale, ...], largest: float) -> Scale:
     """Return the first scale, from large to small, that makes a number of at least 1."""
-    for scale in scales:
-        if abs(largest) >= scale.factor:
-            return scale
-    return scales[-1]
+    fitting = (scale for scale in scales if abs(largest) >= scale.factor)
+    return next(fitting, scales[-1])

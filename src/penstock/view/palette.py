@@ -202,10 +202,8 @@ def round_step(extent: float, most: int) -> float:
     """
     raw = extent / max(most, 1)
     power: float = 10.0 ** math.floor(math.log10(raw))
-    for factor in (1, 2, 5):
-        if factor * power >= raw * (1 - 1e-9):
-            return factor * power
-    return 10 * power
+    steps = [factor * power for factor in (1, 2, 5, 10)]
+    return next((one for one in steps if one >= raw * (1 - 1e-9)), steps[-1])
 
 
 def activation_steps(timeline: Timeline, rank: int) -> tuple[Floats, Floats]:

@@ -144,11 +144,9 @@ def _lanes(
             yield _shades(*palette.means(timeline, rank, columns, paint))
         return
     longest = forward(0, len(schedule.microbatches) - 1, schedule.slices - 1)
-    write_label = _bare_label
-    if len(_full_label(longest)) <= short_width:
-        write_label = _full_label
-    elif len(_numbered_label(longest)) <= short_width:
-        write_label = _numbered_label
+    labels = (_full_label, _numbered_label)
+    fitting = (one for one in labels if len(one(longest)) <= short_width)
+    write_label = next(fitting, _bare_label)
     for rank in ranks:
         line = Text()
         column = 0
