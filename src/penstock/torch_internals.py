@@ -225,9 +225,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
     Such a gradient must come from autograd. If torch renamed these attributes, deferred gradients would bypass hooks.
     """
-    hooks = parameter._backward_hooks
-    accumulation_hooks = parameter._post_accumulate_grad_hooks
-    return bool(hooks) or bool(accumulation_hooks)
+    return any((parameter._backward_hooks, parameter._post_accumulate_grad_hooks))
 
 
 # ---------------------------------------------------------------- many tensors at once
@@ -470,11 +468,12 @@ def recording_bytes() -> int:
     The allocator's snapshot is public, but the names of its fields are not. Without it, reports of a run's memory would
     leave out what recordings reserve.
     """
-    total = 0
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
-        if tuple(segment["segment_pool_id"]) != (0, 0):
-            total += int(segment["total_size"] - segment["allocated_size"])
-    return total
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return sum(
+        int(one["total_size"] - one["allocated_size"])
+        for one in segments
+        if tuple(one["segment_pool_id"]) != (0, 0)
+    )
 
 
 def free_bytes(device: torch.device) -> int:
