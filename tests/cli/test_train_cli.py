@@ -756,9 +756,7 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
         'name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"'
     )
     config.write_text(told)
-    passed(
-        here, "train config.toml --set run.steps=3 --set run.keep=1 --sample 2"
-    )
+    passed(here, "train config.toml --set run.steps=3 --set run.keep=1 --sample 2")
     passed(here, "train runs/config --resume --set run.steps=5 --sample 0")
     shown = passed(here, "eval runs/config --batches 1000")
     assert re.search(

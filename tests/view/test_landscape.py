@@ -219,9 +219,7 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
     first = page.heat_maps()[0]
     assert first.columns == {1: "P=1", 2: "P=2", 3: "P=3", 4: "P=4"}
     cells = first.cells
-    divided = {
-        (one.division.copies, one.division.ranks) for one in landscape.divisions
-    }
+    divided = {(one.division.copies, one.division.ranks) for one in landscape.divisions}
     assert set(cells) == divided
     best = landscape.best
     chosen = cells[best.division.copies, best.division.ranks]
