@@ -39,7 +39,7 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.lane import lane_turns
 from penstock.ir.program import Program, links_of
-from penstock.runtime.comm.comm import NCCL, ON_GPU, Comm
+from penstock.runtime.comm.comm import NCCL, ON_GPU, Comm, exchange
 from penstock.runtime.comm.ipc import IpcGroup, RingShape, fit_ring
 from penstock.torch_internals import Store, sleep_until_done
 
@@ -50,7 +50,6 @@ SHAPES_KEPT = 8  # messages per target whose shapes the watchdog can look up
 # torch's own time limits are this much longer than ours, so that our errors come first.
 TORCH_EXTRA_SECONDS = 30.0
 RECEIVE_WINDOW_BYTES = 64 << 20  # receives posted ahead of the program
-CONTROL_SUM_MODULUS = 100_003
 # From this many cores for each rank on, NCCL gets a second communicator for messages.
 CORES_TO_SEPARATE = 4
 
@@ -236,17 +235,9 @@ class ProcessComm(Comm):
         return work
 
     def _check_same_groups(self, groups: list[tuple[int, ...]]) -> None:
-        """Raise an error if ranks pass different groups: `new_group` would wait forever.
-
-        The ranks can only sum, so they compare a hash c: n Σc² = (Σc)² only if all are equal.
-        """
-        numbers = []
-        for group in groups:
-            numbers += [len(group), *group]
-        code = fold(0, numbers) % CONTROL_SUM_MODULUS
-        sums = torch.tensor([code, code * code], dtype=torch.int64)
-        self.add(sums, self.everyone).wait()
-        if int(sums[1]) * self.ranks != int(sums[0]) ** 2:
+        """Raise an error if ranks pass different groups: `new_group` would wait forever."""
+        told = exchange(self, groups)
+        if any(groups_of_rank != told[0] for groups_of_rank in told):
             raise RunError(
                 f"the ranks prepare different groups; rank {self.rank} prepares {groups}"
             )
