@@ -48,6 +48,9 @@ MAX_LABELS_CHECKED = 32
 
 Pieces: TypeAlias = tuple[Tensor, Tensor]  # rows and tokens
 
+# What a loss raises that cannot take what it is given.
+LOSS_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
+
 WHOLE_ROWS = torch.empty(0, dtype=torch.long)  # instead of tokens
 
 
@@ -97,7 +100,7 @@ def refuse_other_loss(
     with torch.no_grad(), undrawn(y.device):
         try:
             whole = loss(y.clone(), labels)  # it may change what it gets
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except LOSS_ERRORS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error).strip().partition("\n")[0]
@@ -127,24 +130,10 @@ def _refuse(
     cut: tuple[Pieces, Pieces],
     strict: bool,
 ) -> bool:
-    try:
-        first, second = (
-            float(loss(_at(y, piece), _at(labels, piece))) for piece in cut
-        )
-        both = float(
-            loss(
-                *(
-                    torch.cat([_at(one, piece) for piece in cut], dim=_side(cut))
-                    for one in (y, labels)
-                )
-            )
-        )
-    except (
-        RuntimeError,
-        ValueError,
-        IndexError,
-        TypeError,
-    ):  # a loss that takes whole micro-batches only
+    halves = [_tried(loss, _at(y, piece), _at(labels, piece)) for piece in cut]
+    first, second = halves
+    both = _tried(loss, _joined(y, cut), _joined(labels, cut))
+    if first is None or second is None or both is None:
         return False
     total = abs(first) + abs(second)
     if not total < float("inf") or not abs(both) < float("inf") or total == 0.0:
@@ -178,6 +167,14 @@ def _refuse(
     return True
 
 
+def _tried(loss: Loss, y: Tensor, labels: Tensor) -> float | None:
+    """The loss of some labels; None for a loss that takes whole micro-batches only."""
+    try:
+        return float(loss(y, labels))
+    except LOSS_ERRORS:
+        return None
+
+
 def _tolerance(y: Tensor) -> float:
     """How much a mean may be off because numbers are rounded, as a share of it."""
     coarse = y.element_size() < 4 or torch.is_autocast_enabled(y.device.type)
@@ -194,10 +191,10 @@ def _refuse_uneven_mean(loss: Loss, y: Tensor, labels: Tensor, whole: float) -> 
     means, counts = [], []
     for outputs, known in zip(y.chunk(2, side), labels.chunk(2, side), strict=True):
         counts.append(int(counting(known).sum()))
-        try:
-            means.append(float(loss(outputs.clone(), known)))
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            return  # a loss that takes whole micro-batches only
+        one = _tried(loss, outputs.clone(), known)
+        if one is None:
+            return
+        means.append(one)
     if not all(counts):
         return
     size = sum(map(abs, means))
@@ -220,14 +217,12 @@ def _refuse_other_divisor(
     ignores = not bool(counting(labels).all())
     # A label that does not count stops a GPU for good if the loss cannot take it, so only a CPU tries one of our own.
     device = y.device if ignores else torch.device("cpu")
-    outputs = torch.cat([_at(y, piece) for piece in cut], dim=_side(cut)).to(device)
+    outputs = _joined(y, cut).to(device)
     known, others = (_at(labels, piece).to(device) for piece in cut)
     dropped = torch.full_like(others, IGNORED_LABEL)
-    try:
-        found = float(loss(outputs, torch.cat([known, dropped], dim=_side(cut))))
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return  # It never meets such a label, or it would have raised before.
-    if abs(found - mean) <= 0.02 * abs(mean):
+    found = _tried(loss, outputs, torch.cat([known, dropped], dim=_side(cut)))
+    # A loss that raises never meets such a label, or it would have raised before.
+    if found is None or abs(found - mean) <= 0.02 * abs(mean):
         return
     divided = mean * known.numel() / (known.numel() + others.numel())
     by_all = abs(found - divided) <= 0.02 * abs(mean)
@@ -279,6 +274,11 @@ def _at(x: Tensor, piece: Pieces) -> Tensor:
     rows, tokens = (one.to(x.device) for one in piece)
     chosen = x.index_select(0, rows)
     return chosen.index_select(1, tokens) if len(tokens) else chosen
+
+
+def _joined(x: Tensor, cut: tuple[Pieces, Pieces]) -> Tensor:
+    """Two pieces as one."""
+    return torch.cat([_at(x, piece) for piece in cut], dim=_side(cut))
 
 
 def _side(cut: tuple[Pieces, Pieces]) -> int:
