@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -333,36 +332,35 @@ class StageTrial:
         returned = self.run_on_meta(values, named)
         if returned is not None:
             return returned
-        try:
-            return self.run_on_zeros(values, named, gradients=False)
-        except Exception as error:  # a module may raise anything
-            if isinstance(error, ShapeError):
-                raise
+        with uncompiled(self.module) as plain:
             try:
-                return self.run_on_zeros(values, named, gradients=True)
-            except Exception:
-                raise error from None
+                return self.call(plain, torch.zeros_like, values, named, False)
+            except ShapeError:
+                raise
+            except Exception as error:  # a module may raise anything
+                try:
+                    return self.call(plain, torch.zeros_like, values, named, True)
+                except Exception:
+                    raise error from None
 
-    @contextmanager
-    def traceless(self, device: torch.device, gradients: bool) -> Iterator[None]:
-        """Run something that leaves the stage and the random numbers as they were."""
-        with torch.set_grad_enabled(gradients), undrawn(device):
+    def call(
+        self,
+        module: nn.Module,
+        empty: Callable[[Tensor], Tensor],
+        values: Sequence[Tensor],
+        named: Mapping[str, Tensor],
+        gradients: bool,
+    ) -> object:
+        """Call a module on `empty` tensors like these, and leave the stage and the random numbers as they were."""
+        with torch.set_grad_enabled(gradients), undrawn(values[0].device):
             memory = ModuleMemory(self.module)
             try:
-                yield
+                return module(
+                    *(self.as_input(empty(x)) for x in values),
+                    **{name: self.as_input(empty(x)) for name, x in named.items()},
+                )
             finally:
                 memory.restore()
-
-    def run_on_zeros(
-        self, values: Sequence[Tensor], named: Mapping[str, Tensor], gradients: bool
-    ) -> object:
-        """Run the stage on zeros."""
-        device = values[0].device
-        with self.traceless(device, gradients), uncompiled(self.module) as plain:
-            return plain(
-                *(self.as_input(torch.zeros_like(x)) for x in values),
-                **{k: self.as_input(torch.zeros_like(x)) for k, x in named.items()},
-            )
 
     def as_input(self, x: Tensor) -> Tensor:
         """A tensor that needs a gradient if what an earlier stage passes on would."""
@@ -383,18 +381,18 @@ class StageTrial:
         if meta is None:
             return None
         for gradients in (False, True):
-            with self.traceless(values[0].device, gradients):
-                try:
-                    return meta(
-                        *(self.as_input(x.to("meta")) for x in values),
-                        **{k: self.as_input(x.to("meta")) for k, x in named.items()},
-                    )
-                except ShapeError:
-                    raise
-                except Exception:  # a module may raise anything on meta tensors
-                    continue
+            try:
+                return self.call(meta, _on_meta, values, named, gradients)
+            except ShapeError:
+                raise
+            except Exception:  # a module may raise anything on meta tensors
+                continue
         self.copies[self.stage] = None
         return None
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return x.to("meta")
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
