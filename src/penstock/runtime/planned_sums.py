@@ -20,6 +20,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -61,7 +63,8 @@ class PlannedSum:
         """Ask for everything that a round will receive. Empty messages do not travel."""
         arriving: list[Arriving | None] = []
         for message in self.rounds[number].receives:
-            length = self.format.message_length(self.lengths(message.cells))
+            lengths = self.lengths(message.cells)
+            length = sum(map(self.format.packed_length, lengths))
             posted = None
             if length:
                 posted = comm.receive((length,), self.format.sent_as, message.peer)
@@ -180,8 +183,7 @@ class SumThread:
         self.comm = comm
         self.sums = sums
         self.waiting: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        self.done = [threading.Event() for _ in sums]
-        self.error: BaseException | None = None
+        self.done: list[Future[None]] = [Future() for _ in sums]
         self.started = 0  # sums whose gradients are complete
         self.posted: list[Arriving | None] = []
         name = f"sums of rank {comm.rank}"
@@ -189,11 +191,10 @@ class SumThread:
 
     def put(self, flat: Tensor) -> PendingSum:
         """Begin the next sum, which happens in place."""
-        host = flat.cpu()
-        number = self.started
+        pending = PendingSum(self.done[self.started], flat, flat.cpu())
         self.started += 1
-        self.waiting.put(host)
-        return PendingSum(self, number, flat, host)
+        self.waiting.put(pending.host)
+        return pending
 
     def abandon(self) -> None:
         """End the thread, because the step has failed: it waits for no more gradients."""
@@ -204,13 +205,13 @@ class SumThread:
         try:
             with torch.no_grad():
                 self.post_first(0)
-                for number in range(len(self.sums)):
+                for number, done in enumerate(self.done):
                     self.run_one(number)
-                    self.done[number].set()
+                    done.set_result(None)
         except BaseException as error:
-            self.error = error
-        for done in self.done:
-            done.set()
+            for done in self.done:
+                if not done.done():
+                    done.set_exception(error)
 
     def run_one(self, number: int) -> None:
         """Wait for the gradients of a sum, and sum them."""
@@ -229,22 +230,17 @@ class SumThread:
             self.posted = self.sums[number].post(self.comm, 0)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A planned sum in progress."""
+    """A planned sum in progress, of numbers that may have a copy on the host."""
 
-    def __init__(
-        self, thread: SumThread, number: int, flat: Tensor, host: Tensor
-    ) -> None:
-        self.thread = thread
-        self.number = number
-        self.flat = flat
-        self.host = host
+    done: Future[None]
+    flat: Tensor
+    host: Tensor
 
     def wait(self) -> None:
         """Block until the sum is there."""
-        self.thread.done[self.number].wait()
-        if self.thread.error is not None:
-            raise self.thread.error
+        self.done.result()
         if self.host is not self.flat:
             self.flat.copy_(self.host)
 
@@ -269,10 +265,6 @@ class CellFormat:
         if not self.quantizes:
             return numbers
         return numbers + SCALE_BYTES * -(-numbers // SUM_ROW)
-
-    def message_length(self, cells: Sequence[int]) -> int:
-        """The numbers of a message with cells of these lengths."""
-        return sum(map(self.packed_length, cells))
 
     def pack(self, cell: Tensor) -> Tensor:
         """A cell as it travels."""

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,22 +136,14 @@ class Recorder:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class Recording:
     """The times of a step, on their way to every rank."""
 
-    __slots__ = ("columns", "pending", "schedule", "sums")
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        sums: Sequence[SumPlan],
-        columns: Tensor,
-        pending: Pending,
-    ) -> None:
-        self.schedule = schedule
-        self.sums = sums
-        self.columns = columns
-        self.pending = pending
+    schedule: Schedule
+    sums: Sequence[SumPlan]
+    columns: Tensor
+    pending: Pending
 
     def timeline(self) -> Timeline:
         """Wait for all times, and return the timeline."""
