@@ -1,7 +1,7 @@
 """What happens to gradients around a step: they are laid aside, summed over ranks, weighted and added back.
 
 begin     lay earlier gradients aside          `penstock.runtime.gradients`
-after     start the sums that are complete     `penstock.runtime.replicas`, `penstock.runtime.replicas`
+after     start the sums that are complete     `penstock.runtime.replicas`
 finish    wait for the sums, weigh them        `penstock.runtime.gradients`
           add the earlier gradients back
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.runtime.backward import accumulate
 from penstock.runtime.batch import Batch, counting
 from penstock.runtime.replicas import Replicas, Shards, Tied
 from penstock.torch_internals import multiply_all, zero_all
@@ -78,12 +79,8 @@ class StepGradients:
         self.weighed.update(listed)
         for parameter in listed:
             earlier = self.local.pop(parameter, None)
-            if earlier is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = earlier
-            else:
-                parameter.grad += earlier
+            if earlier is not None:
+                accumulate(parameter, earlier)
 
     def keep_local(self) -> None:
         """Move the gradients of replicas out of the way, until a step sums them."""
@@ -139,12 +136,8 @@ class EarlierGradients:
     def add_back(self) -> None:
         """Add the earlier gradients to those that the step has computed."""
         for parameter, earlier in self.laid:
-            if earlier is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = earlier
-            else:
-                parameter.grad += earlier
+            if earlier is not None:
+                accumulate(parameter, earlier)
         self.laid.clear()
 
     def restore(self) -> None:
@@ -188,9 +181,10 @@ class Visits:
         tied: Mapping[str, Tied] | None = None,
     ) -> None:
         self.parts = schedule.parts
-        self.paths = []
-        for microbatch in schedule.microbatches:
-            self.paths.append([schedule.stages[s].part for s in microbatch.path])
+        self.paths = [
+            [schedule.stages[stage].part for stage in microbatch.path]
+            for microbatch in schedule.microbatches
+        ]
         self.owners: dict[nn.Parameter, int] = {}  # parameters to scale, and their part
         if mean is Mean.ALL:
             return

@@ -243,10 +243,10 @@ def ties_of(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, T
         for cut in _cuts(module):
             cuts.append((stage, cut))
             owners_of.update(cut.shared)
-    ties = {}
-    for name, owners in sorted(owners_of.items()):
-        ties[name] = _tie(schedule, name, owners, cuts)
-    return ties
+    return {
+        name: _tie(schedule, name, owners, cuts)
+        for name, owners in sorted(owners_of.items())
+    }
 
 
 def _cuts(module: nn.Module) -> Iterator[Cut]:
@@ -274,7 +274,7 @@ def _tie(
                 f"stage {stage} is part {part} of the schedule, but by `split` the parts {listed} hold {name}, and "
                 f"this module {holds}\n"
                 "  give the stage of part n the n-th part, all from one call of `split`, or name the owners yourself: "
-                "Executor(tied={...})"
+                "RunOptions(tied={...})"
             )
         if parameter is not None:
             copies[id(parameter)] = parameter
@@ -333,7 +333,7 @@ def _shared_parameters(
         if not held and parameters:
             raise ShapeError(
                 f"rank {rank} holds a part that uses {name.removeprefix('tied ')}: "
-                "give Executor(tied=...) its copy of it"
+                "give RunOptions(tied=...) its copy of it"
             )
         trained = tuple(p for p in held if p.requires_grad)
         if trained:
@@ -494,7 +494,7 @@ def agree(
     if any(facts["ties"] != told[0]["ties"] for facts in told):
         raise RunError(
             f"the ranks know of different tied parameters; rank {comm.rank} of {', '.join(sorted(tied)) or 'none'}\n"
-            "  give every rank parts of `split` of the same model, or the same names in Executor(tied={...})"
+            "  give every rank parts of `split` of the same model, or the same names in RunOptions(tied={...})"
         )
     stages = sorted(stage for facts in told for stage in facts["stages"])
     _, trained_numbers, all_train, recomputes = zip(*stages, strict=True)
