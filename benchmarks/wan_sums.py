@@ -40,6 +40,7 @@ from penstock.plan.paths import even_parts, paths_plan
 from penstock.plan.paths.planner import PathPlan
 from penstock.runtime import Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
+from penstock.runtime.executor import RunOptions
 from penstock.sim.sums import sum_intervals
 
 HEADING = "## With sums of gradients"
@@ -151,8 +152,7 @@ def work(
                 mine,
                 ShapedMessages(comm, cost.network, scale, INFLATE),
                 lambda y, _: y.sum(),
-                sums=plan.sums,
-                sum_messages=DTYPES[lever.messages],
+                options=RunOptions(sums=plan.sums, sum_messages=DTYPES[lever.messages]),
             )
         )
         executors[-1].recorder.offset = 0.0  # All processes share a clock.

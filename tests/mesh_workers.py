@@ -23,6 +23,7 @@ from penstock.runtime import (
     local_share,
     watching,
 )
+from penstock.runtime.executor import RunOptions
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
 from penstock.train.optimizer import Gradients, Optimizer
@@ -84,7 +85,7 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         holding.stages,
         place.pipeline,
         token_loss,
-        tied=holding.tied,
+        options=RunOptions(tied=holding.tied),
         recompute=frozenset(holding.stages if case.recompute else ()),
     )
     count = len(schedule.microbatches)
@@ -253,7 +254,7 @@ def sleeps(comm: ProcessComm) -> None:
         holding.stages,
         place.pipeline,
         token_loss,
-        tied=holding.tied,
+        options=RunOptions(tied=holding.tied),
     )
     if place.pipeline.rank == 1 and place.tensor == 1:
         holding.stages[1].register_forward_pre_hook(lambda *_: time.sleep(600))

@@ -23,6 +23,7 @@ from penstock.models import (
 )
 from penstock.models.split import shared_names
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
+from penstock.runtime.executor import RunOptions
 from penstock.runtime.replicas import Tied
 from penstock.schedules.transforms import slice_tokens
 from pipelines import own_stages
@@ -101,9 +102,8 @@ def error_of(
         stages,
         comm,
         token_loss,
-        tied=ties,
         tape=CudaTape() if recorded else None,
-        messages=messages,
+        options=RunOptions(tied=ties, messages=messages),
     )
     with watching(executor):
         for _ in range(3):

@@ -17,11 +17,10 @@ from penstock.models import (
     Llama,
     LlamaConfig,
     part_parameters,
-    shared_names,
     split,
     token_loss,
 )
-from penstock.runtime import Batch, Comm, Executor, Tied, batch_of, run_threads
+from penstock.runtime import Batch, Comm, Executor, batch_of, run_threads
 from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.step import Result
 
@@ -160,11 +159,6 @@ def piped(
     def work(comm):
         parts = split(copies[comm.rank], partition)
         mine = own_stages(schedule, parts, comm.rank)
-        named = dict(copies[comm.rank].named_parameters())
-        tied = {
-            name: Tied(where, named[name])
-            for name, where in shared_names(parts).items()
-        }
         stages = {n: prepare(part) if prepare else part for n, part in mine.items()}
         own = each(comm.rank)
         executor = Executor(
@@ -172,7 +166,6 @@ def piped(
             stages,
             connect(comm),
             token_loss,
-            tied=tied,
             **options,
             **own,
         )

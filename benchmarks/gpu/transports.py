@@ -60,6 +60,7 @@ from penstock.measure.links import (
 from penstock.models import token_loss
 from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
+from penstock.runtime.executor import RunOptions
 from penstock.sim.simulate import own_cost, simulate_in_order
 
 SCHEDULES: dict[str, tuple[str, dict[str, int]]] = {
@@ -188,7 +189,7 @@ def one(
         token_loss,
         autocast=torch.bfloat16 if on_gpu else None,
         tape=CudaTape() if on_gpu else None,
-        messages=TYPES[dtype],
+        options=RunOptions(messages=TYPES[dtype]),
     )
 
     def step() -> float:

@@ -40,7 +40,7 @@ from penstock.runtime import (
     prove,
 )
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.executor import COMPARED_STEPS
+from penstock.runtime.executor import COMPARED_STEPS, RunOptions
 from penstock.runtime.gradients import scale_down, square_norm
 from penstock.runtime.loss import Loss
 from penstock.runtime.passed_values import LayerChain
@@ -248,7 +248,7 @@ class Pipeline:
             autocast=self.autocast,
             reduction=self.reduction,
             tape=CudaTape() if self.graphs else None,
-            compare=self.compare,
+            options=RunOptions(compare=self.compare),
         )
 
     # ------------------------------------------------------------ parameters

@@ -29,6 +29,7 @@ from penstock.runtime import (
     prove,
     run_threads,
 )
+from penstock.runtime.executor import RunOptions
 from penstock.schedules.transforms import slice_tokens, split_backward
 
 TOLERANCE = 1e-12
@@ -176,7 +177,7 @@ def step_of(
         if other == "shapes" and comm.rank == 1:
             given = rows(3, tokens=TOKENS + 1)
         if other == "intervals" and comm.rank == 2:
-            more["compare"] = 7
+            more["options"] = RunOptions(compare=7)
         executor = Executor(lower(schedule), mine, comm, loss, **options, **more)
         return executor.step(given).loss
 

@@ -21,6 +21,7 @@ from again_tape import Again
 from penstock import REGISTRY, Schedule, lower, make
 from penstock.models import document_starts, split, token_loss
 from penstock.runtime import Batch, Executor, Mean, add_loss, batch_of, run_threads
+from penstock.runtime.executor import RunOptions
 from penstock.schedules.transforms import slice_tokens, split_backward
 from pipelines import data, gpt, layers_of, llama, own_stages
 from random_schedules import random_schedule
@@ -194,7 +195,7 @@ def mean_of_visits() -> Answer:
     schedule = small("skip", ranks=3, microbatches=4)
     model = llama(sum(layers_of(schedule)))
     batch = data(len(schedule.microbatches))
-    return answer_of(schedule, model, [batch], mean=Mean.VISITS)
+    return answer_of(schedule, model, [batch], options=RunOptions(mean=Mean.VISITS))
 
 
 def recorded(name: str) -> Answer:

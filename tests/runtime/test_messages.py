@@ -13,6 +13,7 @@ from penstock.ir.lane import Do, lane_turns
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, run_threads
 from penstock.runtime.comm.thread import ThreadComm
+from penstock.runtime.executor import RunOptions
 from penstock.runtime.passed_values import Feedback, quantize, restore
 from pipelines import data, gradients_of, layers_of, llama, piped, worst
 
@@ -85,7 +86,7 @@ def test_small_messages_round_what_goes_between_ranks_and_nothing_else(
         whole,
         [batch],
         each=lambda rank: {"tape": Again()} if recorded else {},
-        messages=dtype,
+        options=RunOptions(messages=dtype),
     )
     assert sent == {dtype}
     assert worst(ours, expected) < 1e-12
@@ -136,7 +137,7 @@ def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_e
             {comm.rank: parts[comm.rank]},
             comm,
             token_loss,
-            messages=torch.int8,
+            options=RunOptions(messages=torch.int8),
         )
         executor.evaluate(batch)
         assert not executor.feedback.lost

@@ -514,15 +514,6 @@ def flat_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.square().mean()
 
 
-@pytest.mark.parametrize("loss", [mean_loss, per_row, shifted_inside, flat_mean])
-def test_a_mean_that_is_taken_for_a_sum_is_refused(loss):
-    with pytest.raises(
-        ShapeError,
-        match=r"the loss is a mean over labels, not their sum: .*\n.*reduction='mean'",
-    ):
-        run(make("1f1b", ranks=2, microbatches=4), stages_of(2), loss=loss)
-
-
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced", "recorded"])
 def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
     schedule = make("zb-h1" if name == "zb-h1" else "1f1b", ranks=2, microbatches=4)
@@ -543,17 +534,6 @@ def test_a_mean_that_is_said_to_be_one_gives_the_mean_over_all_labels(name):
     assert_equal_gradients(stages, gradients)
 
 
-def test_a_sum_that_is_said_to_be_a_mean_is_refused():
-    with pytest.raises(
-        ShapeError, match="reduction='mean', but the loss is not a mean over labels"
-    ):
-        run(make("1f1b", ranks=2, microbatches=4), stages_of(2), reduction="mean")
-    with pytest.raises(
-        ShapeError, match="reduction must be 'sum' or 'mean', not 'none'"
-    ):
-        run(make("1f1b", ranks=2, microbatches=4), stages_of(2), reduction="none")
-
-
 def mean_over_all(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none"
@@ -565,40 +545,54 @@ def mean_with_padding(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0))
 
 
-@pytest.mark.parametrize("ignored", [0, 1])
-def test_a_mean_over_all_labels_is_refused_if_only_some_count(ignored):
-    """Also if the labels of the first step all count."""
+def each(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+
+
+def counted_labels(ignored: int):
+    """A batch of which the first labels of each row do not count, or of which all do."""
     given = batch()
     for labels in given.labels:
         labels[labels == -100] = 0
         labels[:, :ignored] = -100
-    given = batch_of(given.inputs, given.labels)
-    with pytest.raises(ShapeError, match="divides by all labels, also by those that"):
-        run(
-            make("1f1b", ranks=2, microbatches=4),
-            stages_of(2),
-            given,
-            loss=mean_over_all,
-            reduction="mean",
-        )
+    return batch_of(given.inputs, given.labels)
 
 
-def test_a_mean_that_counts_ignored_labels_is_refused():
-    with pytest.raises(ShapeError, match="counts those that do not count"):
-        run(
-            make("1f1b", ranks=2, microbatches=4),
-            stages_of(2),
-            loss=mean_with_padding,
-            reduction="mean",
-        )
+NOT_A_SUM = r"the loss is a mean over labels, not their sum: .*\n.*reduction='mean'"
+NOT_A_MEAN = "reduction='mean', but the loss is not a mean over labels"
+BY_ALL = "divides by all labels, also by those that"
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "ignored", "words"),
+    [
+        *(
+            (loss, "sum", 1, NOT_A_SUM)
+            for loss in (mean_loss, per_row, shifted_inside, flat_mean)
+        ),
+        (
+            each,
+            "sum",
+            1,
+            r"the loss on stage 1 returned a float64 tensor of shape \(12,",
+        ),
+        (token_loss, "mean", 1, NOT_A_MEAN),
+        (token_loss, "none", 1, "reduction must be 'sum' or 'mean', not 'none'"),
+        (mean_over_all, "mean", 1, BY_ALL),
+        (mean_over_all, "mean", 0, BY_ALL),  # if the labels of the first step all count
+        (mean_with_padding, "mean", 1, "counts those that do not count"),
+    ],
+)
+def test_a_loss_that_is_not_what_it_is_said_to_be_is_refused(
+    loss, reduction, ignored, words
+):
+    given, schedule = counted_labels(ignored), make("1f1b", ranks=2, microbatches=4)
+    with pytest.raises(ShapeError, match=words):
+        run(schedule, stages_of(2), given, loss=loss, reduction=reduction)
 
 
 def test_a_mean_without_ignored_labels_is_taken():
-    given = batch()
-    for labels in given.labels:
-        labels[labels == -100] = 0
-    given = batch_of(given.inputs, given.labels)
-    stages = stages_of(2)
+    given, stages = counted_labels(0), stages_of(2)
     expected, gradients = whole(stages, given)
     found = run(
         make("1f1b", ranks=2, microbatches=4),
@@ -639,17 +633,6 @@ def test_a_target_of_minus_100_counts_in_a_regression(reduction):
         [one for stage in stages for one in stage.parameters()], gradients, strict=True
     ):
         torch.testing.assert_close(one.grad, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_a_loss_for_each_label_is_refused():
-    def each(logits, labels):
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-
-    with pytest.raises(
-        ShapeError,
-        match=r"the loss on stage 1 returned a float64 tensor of shape \(12,\)",
-    ):
-        run(make("1f1b", ranks=2, microbatches=4), stages_of(2), loss=each)
 
 
 def smoothed(logits: Tensor, labels: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from penstock.errors import ShapeError
 from penstock.ir.sums import SumKind, SumPlan, even_sum
 from penstock.models import part_parameters, split
 from penstock.runtime import Executor, run_threads
+from penstock.runtime.executor import RunOptions
 from penstock.runtime.gradients import Mean
 from penstock.runtime.planned_sums import CellFormat, PlannedSum, SumThread
 from pipelines import data, gpt, layers_of, llama, token_loss
@@ -109,9 +110,8 @@ def trained(
             for n, s in enumerate(schedule.stages)
             if s.rank == comm.rank
         }
-        executor = Executor(
-            lower(schedule), mine, comm, token_loss, sums=sums, mean=mean
-        )
+        options = RunOptions(sums=sums, mean=mean)
+        executor = Executor(lower(schedule), mine, comm, token_loss, options=options)
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             result = executor.step(batch, timed=timed, sums=last or not together)

@@ -18,6 +18,7 @@ from penstock.measure.probe import Probe, Subject
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, replay, run_threads
 from penstock.runtime.comm.thread import ThreadComm
+from penstock.runtime.executor import RunOptions
 from penstock.runtime.replay import assign_takes, stage_visits
 from penstock.schedules.transforms import slice_tokens
 from pipelines import Outcome, data, gpt, layers_of, llama, piped, unsplit, worst
@@ -103,8 +104,9 @@ def test_gradients_of_replicas_and_tied_ones_add_up_over_steps(name):
 def test_partial_paths_have_the_gradients_of_steps_that_are_not_recorded(mean):
     schedule = make("skip", ranks=4, microbatches=4, skips=1)
     whole, batches = llama(sum(layers_of(schedule))), [data(4), data(4, seed=1)]
-    expected = piped(schedule, whole, batches, mean=mean)
-    assert apart(played(schedule, whole, batches, mean=mean)[0], expected) < 1e-12
+    options = RunOptions(mean=mean)
+    expected = piped(schedule, whole, batches, options=options)
+    assert apart(played(schedule, whole, batches, options=options)[0], expected) < 1e-12
 
 
 class DirectComm:
@@ -191,8 +193,9 @@ def test_messages_in_another_type_arrive_in_a_buffer(messages):
         comms.append(DirectComm(comm))
         return comms[-1]
 
-    ours, _ = played(schedule, whole, batches, connect=connect, messages=messages)
-    theirs, _ = played(schedule, whole, batches, messages=messages)
+    options = RunOptions(messages=messages)
+    ours, _ = played(schedule, whole, batches, connect=connect, options=options)
+    theirs, _ = played(schedule, whole, batches, options=options)
     assert apart(ours, theirs) < 1e-12
     assert not any(comm.in_place[0] for comm in comms)
 

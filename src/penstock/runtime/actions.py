@@ -26,7 +26,7 @@ from penstock.ir.schedule import Schedule
 from penstock.models.layer import place_at
 from penstock.models.slice import Slice
 from penstock.runtime.backward import CastWeights, DeferralReport, Ledger, record_in
-from penstock.runtime.batch import BatchUnits, StepValues, detached
+from penstock.runtime.batch import StepData, detached
 from penstock.runtime.loss import (
     ChunkedLoss,
     Loss,
@@ -166,6 +166,7 @@ class KeptForward:
     added: Tensor | None = None  # a loss that a layer has added
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class ComputedActions:
     """The actions of one step, computed by the modules of the stages.
 
@@ -173,24 +174,12 @@ class ComputedActions:
     for recordings, where the player of the recording sets them back.
     """
 
-    def __init__(
-        self,
-        stages: LaneStages,
-        units: BatchUnits,
-        values: StepValues,
-        give_back: GiveBack,
-        training: bool = True,
-        checks: FirstStepChecks | None = None,
-        restores_randomness: bool = True,
-    ) -> None:
-        self.stages = stages
-        self.units = units
-        self.values = values
-        self.give_back = give_back
-        self.training = training
-        self.checks = checks
-        self.restores_randomness = restores_randomness
-        self.kept: dict[int, KeptForward] = {}
+    stages: LaneStages
+    data: StepData
+    give_back: GiveBack
+    checks: FirstStepChecks | None = None
+    restores_randomness: bool = True
+    kept: dict[int, KeptForward] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------ F
     def forward(self, step: LaneStep) -> None:
@@ -212,9 +201,9 @@ class ComputedActions:
     def run_forward(self, step: LaneStep) -> None:
         """The same without a look at copies of buffers."""
         x = self.stage_input(step)
-        carries = self.units.carries
+        carries = self.data.carries
         piece = None if carries is None else carries.open(step)
-        if not self.training:
+        if not self.data.training:
             self.evaluate(step, x, piece)
         elif step.value in self.stages.rests.idle:
             self.forward_without_graph(step, x, piece)
@@ -224,38 +213,38 @@ class ComputedActions:
             ledger = self.new_ledger(step)
             record_in(ledger)
             y = self.apply(step, x, piece)
-            buffers = self.values.take_buffers()
+            buffers = self.data.take_buffers()
             kept = KeptForward(x, y, ledger, buffers, piece)
             self.kept[step.value] = kept
-            self.values.publish(step, y)
-            if self.values.added:
+            self.data.publish(step, y)
+            if self.data.added:
                 kept.added = self.count_added(step)
 
     def stage_input(self, step: LaneStep) -> Value:
         """The tokens, or what the stage before has passed on."""
         if step.source < 0:
-            return (self.units.inputs[step.unit],)
-        trains = self.training and step.value not in self.stages.rests.closed
-        return leaves(self.values.held[step.source], trains)
+            return (self.data.inputs[step.unit],)
+        trains = self.data.training and step.value not in self.stages.rests.closed
+        return leaves(self.data.held[step.source], trains)
 
     def count_added(self, step: LaneStep) -> Tensor:
         """The losses that layers have added in a forward, by their share in the step."""
         added = self.added_share(step)
-        self.values.losses.append(added.detach())
+        self.data.losses.append(added.detach())
         return added
 
     def added_share(self, step: LaneStep) -> Tensor:
         """The sum of the added losses, times the share of this unit in all labels."""
-        return take_sum(self.values.added) * self.units.share(step.unit)
+        return take_sum(self.data.added) * self.data.share(step.unit)
 
     def evaluate(self, step: LaneStep, x: Value, piece: Slice | None) -> None:
         """Run a forward that has no backward."""
-        self.values.publish(step, self.apply(step, x, piece))
-        if self.values.added:
+        self.data.publish(step, self.apply(step, x, piece))
+        if self.data.added:
             self.count_added(step)
         if piece is not None and piece.end == piece.tokens:
-            assert self.units.carries is not None
-            self.units.carries.drop(step)
+            assert self.data.carries is not None
+            self.data.carries.drop(step)
 
     def forward_without_graph(
         self, step: LaneStep, x: Value, piece: Slice | None
@@ -263,12 +252,12 @@ class ComputedActions:
         """Run a forward up to which nothing trains, so that its backward has nothing to do."""
         with torch.no_grad():
             y = self.apply(step, x, piece)
-        self.values.publish(step, y)
-        if self.values.added:
+        self.data.publish(step, y)
+        if self.data.added:
             self.count_added(step)
         # Nothing comes back to this stage, so what goes through it may still be on its way when its backward
         # would give the buffers back.
-        buffers = outside(self.values.take_buffers(), y)
+        buffers = outside(self.data.take_buffers(), y)
         self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
 
     def forward_to_recompute(
@@ -278,11 +267,11 @@ class ComputedActions:
         with DRAWING_LOCK:
             before = copied(self.stages.buffers[step.stage])
             y, drawn = self.apply_once(step, x, piece)
-        self.values.publish(step, y)
-        if self.values.added:
+        self.data.publish(step, y)
+        if self.data.added:
             self.count_added(step)
         ledger = self.new_ledger(step)
-        buffers = self.values.take_buffers()
+        buffers = self.data.take_buffers()
         kept = KeptForward(x, None, ledger, buffers, piece, drawn, before)
         self.kept[step.value] = kept
 
@@ -330,16 +319,16 @@ class ComputedActions:
 
     def compute(self, step: LaneStep, x: Value, piece: Slice | None) -> Value:
         """Call the module and, on the last stage, the loss."""
-        rows = len(self.units.batch.inputs[step.microbatch])
+        rows = len(self.data.batch.inputs[step.microbatch])
         place_at(step.microbatch * rows, 0 if piece is None else piece.begin)
         stages = self.stages
         module = stages.modules[step.stage]
-        edges = self.units.edges
+        edges = self.data.edges
         travelling: dict[str, Tensor] = {}
         before = edges.incoming.get(step.forward)
         if before is not None:
             x, travelling = before.arguments(x)
-        given = self.units.named(step)
+        given = self.data.named(step)
         arguments: dict[str, Any] = {}
         if travelling or given:
             parameters = stages.parameters[step.stage]
@@ -367,9 +356,9 @@ class ComputedActions:
         loss: ChunkedLoss,
     ) -> Tensor | None:
         """The share of the loss without all logits in memory; None if they are needed."""
-        if len(x) > 1 or self.values.outputs is not None:
+        if len(x) > 1 or self.data.outputs is not None:
             return None
-        labels, valid = self.units.labels[step.unit], self.units.batch.valid
+        labels, valid = self.data.labels[step.unit], self.data.batch.valid
         return loss.share(module, x[0], piece, labels, valid)
 
     def loss_share(self, step: LaneStep, y: Any) -> Tensor:
@@ -377,13 +366,13 @@ class ComputedActions:
         stages = self.stages
         if isinstance(y, Passed):
             y = y.returned
-        if self.values.outputs is not None:
-            self.values.outputs[step.unit] = detached(y)
-            if not self.units.labels:
+        if self.data.outputs is not None:
+            self.data.outputs[step.unit] = detached(y)
+            if not self.data.labels:
                 return torch.zeros(())
         if not isinstance(y, Tensor) and passed_by(y) is None:
             raise not_tensors_error(step, stages.modules[step.stage], y)
-        labels = self.units.labels[step.unit]
+        labels = self.data.labels[step.unit]
         if self.checks is not None and not self.checks.loss_is_checked:
             self.checks.loss_is_checked = refuse_other_loss(
                 plain_loss(stages.loss),
@@ -391,12 +380,12 @@ class ComputedActions:
                 labels,
                 stages.reduction,
                 step.stage,
-                self.units.sliced,
+                self.data.sliced,
             )
         loss = stages.loss(y, labels)
         if stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
-        return loss.reshape(()) / self.units.batch.valid
+        return loss.reshape(()) / self.data.batch.valid
 
     # ------------------------------------------------------------ B and I
     def backward(self, step: LaneStep) -> None:
@@ -424,7 +413,7 @@ class ComputedActions:
         if step.last:
             given: Value = (torch.ones_like(y[0]),)
         else:
-            given = self.values.held[step.source]
+            given = self.data.held[step.source]
         roots, gradients = backward_roots(y, given)
         if kept.added is not None and kept.added.requires_grad:
             roots.append(kept.added)
@@ -455,15 +444,15 @@ class ComputedActions:
         if deferrals is not None:
             deferrals.end(step.stage)
         kept.y = None
-        if self.values.added:
-            self.values.added.clear()  # by a layer that computed its forward again
+        if self.data.added:
+            self.data.added.clear()  # by a layer that computed its forward again
 
     def finish_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Hold the gradient of x for the stage before, and give back buffers."""
-        kept.buffers += self.values.take_buffers()
+        kept.buffers += self.data.take_buffers()
         if step.forward not in self.stages.rests.closed:
             gradients = take_gradients(kept.x)
-            self.values.held[step.value] = gradients
+            self.data.held[step.value] = gradients
             # Autograd may have written them into receive buffers, which are still to be sent.
             kept.buffers = outside(kept.buffers, gradients)
         if not step.split:
@@ -480,7 +469,7 @@ class ComputedActions:
         ):
             y = self.apply(step, kept.x, kept.piece)
         kept.before = ()
-        if self.values.added:
+        if self.data.added:
             kept.added = self.added_share(step)
         return y
 
@@ -489,12 +478,17 @@ class ComputedActions:
         module = self.stages.modules[step.stage]
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if trains or any(x.requires_grad for x in kept.x):
-            raise detached_error(step, module)
+            raise RunError(
+                f"{step.instruction} has no gradient to compute: what stage {step.stage} ({type(module).__name__}) "
+                "returned does not depend on its input or its parameters\n"
+                "  look for detach(), no_grad() or argmax() in its forward or in the loss; to freeze a stage on "
+                "purpose, call requires_grad_(False) on its parameters"
+            )
 
     def skip_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Finish a backward that has nothing to compute."""
         kept.y = None
-        kept.buffers += self.values.take_buffers()
+        kept.buffers += self.data.take_buffers()
         if kept.piece is not None:
             kept.piece.carry.back(kept.piece)
             self.close_slice(step, kept.piece)
@@ -505,8 +499,8 @@ class ComputedActions:
         """Hand the gradients of a slice to the slice before it; the first slice ends the micro-batch."""
         piece.carry.close(piece)
         if piece.begin == 0:
-            assert self.units.carries is not None
-            self.units.carries.drop(step)
+            assert self.data.carries is not None
+            self.data.carries.drop(step)
 
     # ------------------------------------------------------------ W
     def weights(self, step: LaneStep) -> None:
@@ -535,16 +529,6 @@ def not_tensors_error(step: LaneStep, module: nn.Module, y: object) -> ShapeErro
         f"stage {step.stage} ({type(module).__name__}) returned {described(y)} in {step.instruction}, but it must "
         f"return {want}\n  a stage returns a tensor, a tuple of tensors, or a dict of tensors with names, and the "
         "same ones in every call"
-    )
-
-
-def detached_error(step: LaneStep, module: nn.Module) -> RunError:
-    """The error for a stage whose output depends on nothing that trains, although it should."""
-    return RunError(
-        f"{step.instruction} has no gradient to compute: what stage {step.stage} ({type(module).__name__}) returned "
-        "does not depend on its input or its parameters\n"
-        "  look for detach(), no_grad() or argmax() in its forward or in the loss; to freeze a stage on purpose, call "
-        "requires_grad_(False) on its parameters"
     )
 
 

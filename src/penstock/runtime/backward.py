@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -55,27 +56,22 @@ class WeightCopies(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class Ledger:
     """The deferred weight gradients of one forward.
 
     If the backward is not split (`splits=False`), nothing waits. `copies` has the weights in the type of autocast.
     """
 
-    __slots__ = ("begun", "common", "copies", "due", "open", "splits")
-
-    def __init__(
-        self,
-        common: frozenset[int] = frozenset(),
-        splits: bool = True,
-        copies: WeightCopies | None = None,
-    ) -> None:
-        self.due: list[DeferredWork] = []
-        self.begun = False  # whether the backward of the forward has begun
-        self.open = False  # whether the current backward may defer work
-        self.splits = splits
-        self.copies = copies
-        # Ids of parameters to which other threads add too. Only autograd does that safely.
-        self.common = common
+    # Ids of parameters to which other threads add too. Only autograd does that safely.
+    common: frozenset[int] = frozenset()
+    splits: bool = True
+    copies: WeightCopies | None = None
+    due: list[DeferredWork] = field(default_factory=list, init=False)
+    # Whether the backward of the forward has begun.
+    begun: bool = field(default=False, init=False)
+    # Whether the current backward may defer work.
+    open: bool = field(default=False, init=False)
 
     def begin_backward(self) -> None:
         """Let work wait from now on, if the backward is split."""
@@ -567,14 +563,16 @@ class WatchedWeight(NamedTuple):
     version: tuple[int, int]
 
 
+@dataclass(eq=False, slots=True)
 class DeferralReport:
     """The weights of each stage whose gradient was computed in I already."""
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
-        self.modules = modules
-        self.early: dict[int, list[str]] = {}  # names of weights, by stage
-        self.watched: list[WatchedWeight] | None = None
-        self.without_work: set[int] = set()  # stages with weights, none of which waited
+    modules: Mapping[int, nn.Module]
+    # Names of weights, by stage.
+    early: dict[int, list[str]] = field(default_factory=dict, init=False)
+    watched: list[WatchedWeight] | None = field(default=None, init=False)
+    # Stages with weights, none of which waited.
+    without_work: set[int] = field(default_factory=set, init=False)
 
     def begin(self, stage: int) -> None:
         """Before the first I of a stage: note the versions of its gradients."""
@@ -595,19 +593,18 @@ class DeferralReport:
         """After the first I: weights whose gradient has changed did not wait."""
         if self.watched is None:
             return
-        self.early[stage] = []
-        for weight in self.watched:
-            if gradient_version(weight.parameter.grad) != weight.version:
-                self.early[stage].append(weight.name)
+        self.early[stage] = [
+            weight.name
+            for weight in self.watched
+            if gradient_version(weight.parameter.grad) != weight.version
+        ]
         if self.watched and len(self.early[stage]) == len(self.watched):
             self.without_work.add(stage)
 
     def warn(self) -> None:
         """Log a warning if any large weight gradient did not wait."""
-        stages = []
-        for stage, names in sorted(self.early.items()):
-            if names:
-                stages.append(self.describe(stage, names))
+        early = sorted(self.early.items())
+        stages = [self.describe(stage, names) for stage, names in early if names]
         if stages:
             _log.warning(
                 "this split backward computes some weight gradients in I, so W has less to do than planned:\n"
@@ -622,10 +619,8 @@ class DeferralReport:
     def describe(self, stage: int, names: list[str]) -> str:
         """Which layers of a stage did not wait, and their share of the parameters."""
         module = self.modules[stage]
-        sizes = {}
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                sizes[name] = parameter.numel()
+        named = module.named_parameters()
+        sizes = {name: p.numel() for name, p in named if p.requires_grad}
         share = sum(sizes[name] for name in names) / sum(sizes.values())
         owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
         layers = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
@@ -198,13 +198,10 @@ def edges_of_lane(
     specs: Specs = {}
     incoming: dict[int, Edge] = {}
     outgoing: dict[int, Edge] = {}
-    places: dict[tuple[int, ...], dict[int, int]] = {}  # positions, by path and stage
 
     def edge_at(action: Action, unit: int, shift: int) -> Edge | None:
         path = schedule.microbatches[action.microbatch].path
-        if path not in places:
-            places[path] = {stage: number for number, stage in enumerate(path)}
-        position = places[path][action.stage] + shift
+        position = path.index(action.stage) + shift
         if not 0 <= position < len(path) - 1:
             return None
         edge = edges[action.microbatch][position]
@@ -239,17 +236,12 @@ def _unit_bytes(
     tokens: Sequence[UnitTokens] | None,
 ) -> tuple[int, ...]:
     """The bytes of the largest message of each unit."""
-    largest = []
-    unit = 0
+    largest: list[int] = []
     for number, microbatch in enumerate(schedule.microbatches):
         whole = max((edge.sent_bytes for edge in edges[number]), default=0)
         for _ in range(microbatch.slices):
-            if tokens is None:
-                largest.append(whole)
-            else:
-                total, piece = tokens[unit]
-                largest.append(whole * piece // max(total, 1))
-            unit += 1
+            total, piece = (1, 1) if tokens is None else tokens[len(largest)]
+            largest.append(whole * piece // max(total, 1))
     return tuple(largest)
 
 
@@ -269,16 +261,27 @@ TokenSpan = tuple[int, int]  # the first token, and the one after the last
 
 
 @dataclass(slots=True)
-class BatchUnits:
-    """The data of one step, by unit."""
+class StepData:
+    """What one rank holds during a step: the batch, by unit, and what its actions make.
+
+    Values are hidden states and gradients between stages. Each has the number of the action that makes it.
+    """
 
     batch: Batch
-    inputs: tuple[Tensor, ...]
-    labels: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]  # by unit
+    labels: tuple[Tensor, ...]  # by unit
     carries: Carries | None  # None: every unit is one document in one piece
     # The tokens of each unit's sequence, and of the unit itself; None if no micro-batch is cut.
     tokens: list[UnitTokens] | None = None
     edges: BatchEdges = NO_EDGES  # what goes between stages, once it is known
+    training: bool = True
+    # What the last stages of the paths return, by unit and without its graph; None: it is not kept.
+    outputs: dict[int, object] | None = None
+    held: dict[int, Value] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    added: list[Tensor] = field(default_factory=list)  # by layers, in this forward
+    # In which the next action's input lies.
+    buffers: list[Tensor] = field(default_factory=list)
 
     def named(self, step: LaneStep) -> Mapping[str, Tensor]:
         """The named tensors of an action's micro-batch; of the whole sequence, if that is cut."""
@@ -295,8 +298,29 @@ class BatchUnits:
         """Whether any micro-batch is cut."""
         return len(self.inputs) > len(self.batch.inputs)
 
+    def publish(self, step: LaneStep, y: Value) -> None:
+        """Keep the output of a forward for the next stage, or as a share of the loss."""
+        if step.last:
+            self.losses.append(y[0].detach())
+        else:
+            self.held[step.value] = y
 
-def cut_units(schedule: Schedule, batch: Batch) -> BatchUnits:
+    def take_buffers(self) -> list[Tensor]:
+        """The receive buffers that hold this action's input. The action that takes them has to give them back."""
+        buffers = self.buffers
+        self.buffers = []
+        return buffers
+
+    def total_loss(self) -> Tensor:
+        """The sum of the losses that were computed on this rank."""
+        device = self.losses[0].device if self.losses else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for loss in self.losses:
+            total += loss
+        return total
+
+
+def cut_units(schedule: Schedule, batch: Batch) -> StepData:
     """Cut a batch as the schedule says."""
     due = len(schedule.microbatches)
     if len(batch.inputs) != due:
@@ -305,7 +329,7 @@ def cut_units(schedule: Schedule, batch: Batch) -> BatchUnits:
             f"  cut it into {due}: cut_batch(inputs, labels, {due})"
         )
     if schedule.slices == 1 and not batch.starts:
-        return BatchUnits(batch, batch.inputs, batch.labels, None)
+        return StepData(batch, batch.inputs, batch.labels, None)
     spans = []
     inputs = []
     labels = []
@@ -318,10 +342,9 @@ def cut_units(schedule: Schedule, batch: Batch) -> BatchUnits:
             inputs.append(batch.inputs[number][:, begin:end])
             labels.append(batch.labels[number][:, begin:end])
             unit_tokens.append((tokens, end - begin))
-    units = BatchUnits(batch, tuple(inputs), tuple(labels), Carries(batch, spans))
-    if schedule.slices > 1:
-        units.tokens = unit_tokens
-    return units
+    cut_tokens = unit_tokens if schedule.slices > 1 else None
+    carries = Carries(batch, spans)
+    return StepData(batch, tuple(inputs), tuple(labels), carries, cut_tokens)
 
 
 def _refuse_other_labels(batch: Batch, number: int) -> None:
@@ -387,29 +410,29 @@ def _why_unsliceable(module: nn.Module) -> str:
     return f"the forward of {name} has no parameter `piece` (penstock.models.slice)"
 
 
+@dataclass(eq=False, slots=True)
 class Carries:
     """What the stages of a rank carry from slice to slice in one step, by stage and micro-batch."""
 
-    def __init__(self, batch: Batch, spans: Sequence[TokenSpan]) -> None:
-        self.batch = batch
-        self.spans = spans  # by unit
-        self.held: dict[tuple[int, int], Carry] = {}
+    batch: Batch
+    spans: Sequence[TokenSpan]  # by unit
+    held: dict[tuple[int, int], Carry] = field(default_factory=dict, init=False)
 
     def open(self, step: LaneStep) -> Slice:
         """The slice that a forward runs on."""
         visit = step.stage, step.microbatch
         begin, end = self.spans[step.unit]
         if begin == 0:
-            self.held[visit] = self._new_carry(step.microbatch)
+            starts = self.batch.starts
+            tokens = self.batch.inputs[step.microbatch].shape[1]
+            self.held[visit] = Carry(
+                tokens, starts[step.microbatch] if starts else None
+            )
         if visit not in self.held:
             raise RunError(
                 f"{step.instruction} comes before the first slice of its micro-batch"
             )
         return self.held[visit].open(begin, end)
-
-    def _new_carry(self, microbatch: int) -> Carry:
-        starts = self.batch.starts[microbatch] if self.batch.starts else None
-        return Carry(self.batch.inputs[microbatch].shape[1], starts)
 
     def drop(self, step: LaneStep) -> None:
         """Forget a micro-batch that is finished on a stage.
@@ -427,41 +450,7 @@ class Carries:
             )
 
 
-# ---------------------------------------------------------------- step values
-# The values that one rank holds during a step: hidden states, gradients between stages, losses and outputs.
-#
-# Values have the number of the action that makes them.
-
-
-class StepValues:
-    """Values by the number of the action that makes them.
-
-    With `keeps_outputs`, what the last stages of the paths return is kept too, by unit and without its graph.
-    """
-
-    __slots__ = ("added", "buffers", "held", "losses", "outputs")
-
-    def __init__(self, keeps_outputs: bool = False) -> None:
-        self.held: dict[int, Value] = {}
-        self.losses: list[Tensor] = []
-        self.added: list[Tensor] = []  # by layers, in the forward that runs now
-        self.outputs: dict[int, object] | None = {} if keeps_outputs else None
-        self.buffers: list[Tensor] = []  # in which the next action's input lies
-
-    def publish(self, step: LaneStep, y: Value) -> None:
-        """Keep the output of a forward for the next stage, or as a share of the loss."""
-        if step.last:
-            self.losses.append(y[0].detach())
-        else:
-            self.held[step.value] = y
-
-    def take_buffers(self) -> list[Tensor]:
-        """The receive buffers that hold this action's input. The action that takes them has to give them back."""
-        buffers = self.buffers
-        self.buffers = []
-        return buffers
-
-
+# ---------------------------------------------------------------- outputs
 def detached(output: object) -> object:
     """What a stage returned, without its graph."""
     if isinstance(output, Tensor):
@@ -524,7 +513,10 @@ def refuse_other_batches(
                 what = f"other numbers in {name}"
                 if kind == "said":
                     what = f"{name}: {found[odd]} instead of {found[usual]}"
-                raise _other_batch_error(odd, usual, what)
+                raise ShapeError(
+                    f"rank {odd} was given another batch than rank {usual}: {what}\n  {WAY_OUT}\n"
+                    "  a rank that reads no data may pass tensors without numbers (device='meta') of the same shapes"
+                )
 
 
 def _said(batch: Batch) -> dict[str, str | int]:
@@ -593,13 +585,6 @@ def _refuse_other_intervals(intervals: Sequence[int]) -> None:
             f"rank {odd} compares batches every {intervals[odd]} steps, but rank {usual} every {intervals[usual]}\n"
             "  give all ranks the same number (compare)"
         )
-
-
-def _other_batch_error(odd: int, usual: int, what: str) -> ShapeError:
-    return ShapeError(
-        f"rank {odd} was given another batch than rank {usual}: {what}\n  {WAY_OUT}\n"
-        "  a rank that reads no data may pass tensors without numbers (device='meta') of the same shapes"
-    )
 
 
 # ---------------------------------------------------------------- checksum

@@ -14,11 +14,12 @@ are restored afterwards.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from penstock.models.slice import Carry, Slice
 from penstock.runtime.actions import call_stage, needs_gradients
 from penstock.runtime.batch import Batch, counting
 from penstock.runtime.comm.thread import Hub, ThreadComm
-from penstock.runtime.executor import Executor
+from penstock.runtime.executor import Executor, RunOptions
 from penstock.runtime.loss import (
     Reduction,
     as_sum,
@@ -43,7 +44,8 @@ from penstock.runtime.module_state import (
     ModuleMemory,
     has_compiled_layer,
     noisy,
-    random_states,
+    same,
+    states,
     uncompiled,
     without_dropout,
 )
@@ -94,52 +96,49 @@ REDRAWS = frozenset({Option.SLICES, Option.COMPILED, Option.RECORDED})
 # micro-batches 0, 1        2F0     2F1 2B0         2B1      1 is the companion: held at the same time as 0
 
 
-class Operation(NamedTuple):
-    """An op on a slice of one of the micro-batches of a `StageOrder`, by its number there."""
-
-    op: Op
-    microbatch: int
-    slice: int
-
-
 @dataclass(frozen=True, slots=True)
 class StageOrder:
-    """A micro-batch and its companion, if it has one, and the operations on them in order."""
+    """A micro-batch and its companion, if it has one, and the actions on them in order.
+
+    Actions have stage 0, and micro-batches their number here.
+    """
 
     microbatches: tuple[MicroBatch, ...]
-    operations: tuple[Operation, ...]
+    actions: tuple[Action, ...]
 
     @property
     def is_split(self) -> bool:
         """Whether weight gradients have operations of their own."""
-        return any(operation.op is Op.W for operation in self.operations)
+        return any(action.op is Op.W for action in self.actions)
 
-    def under(self, planned: Options, options: Options) -> list[Operation]:
-        """Return the operations with these of the planned options.
+    def under(self, planned: Options, options: Options) -> list[Action]:
+        """Return the actions with these of the planned options.
 
         That is the lane's own order, or the plainest one if an option that shaped it is off.
         """
         shaping = {Option.SLICES, Option.INTERLEAVED} & planned
         keeps_shape = shaping <= options
-        order = list(self.operations) if keeps_shape else self.plainest(options)
+        order = list(self.actions) if keeps_shape else self.plainest(options)
         return order if Option.SPLIT in options else join_backwards(order)
 
-    def plainest(self, options: Options) -> list[Operation]:
-        """Return all forwards of a micro-batch, then all its backwards.
+    def plainest(self, options: Options) -> list[Action]:
+        """Return all forwards of a micro-batch, then all its backwards, last slice first.
 
         With interleaving, the forwards of both micro-batches come first.
         """
-        order: list[Operation] = []
         numbers = range(len(self.microbatches))
-        if Option.INTERLEAVED in options:
-            for number in numbers:
-                order += self._forwards(number, options)
-            for number in numbers:
-                order += self._backwards(number, options)
-        else:
-            for number in numbers:
-                order += self._forwards(number, options)
-                order += self._backwards(number, options)
+        together = [numbers]
+        if Option.INTERLEAVED not in options:
+            together = [range(number, number + 1) for number in numbers]
+        ops = (Op.I, Op.W) if self.is_split else (Op.B,)
+        order: list[Action] = []
+        for group in together:
+            for number in group:
+                pieces = self._slices(number, options)
+                order += [Action(Op.F, 0, number, piece) for piece in pieces]
+            for number in group:
+                for piece in reversed(self._slices(number, options)):
+                    order += [Action(op, 0, number, piece) for op in ops]
         return order
 
     def _slices(self, number: int, options: Options) -> range:
@@ -147,27 +146,15 @@ class StageOrder:
         planned = self.microbatches[number].slices
         return range(planned if Option.SLICES in options else 1)
 
-    def _forwards(self, number: int, options: Options) -> list[Operation]:
-        slices = self._slices(number, options)
-        return [Operation(Op.F, number, piece) for piece in slices]
 
-    def _backwards(self, number: int, options: Options) -> list[Operation]:
-        """The backwards of a micro-batch, last slice first."""
-        ops = (Op.I, Op.W) if self.is_split else (Op.B,)
-        order: list[Operation] = []
-        for piece in reversed(self._slices(number, options)):
-            order += [Operation(op, number, piece) for op in ops]
-        return order
-
-
-def join_backwards(order: Sequence[Operation]) -> list[Operation]:
+def join_backwards(order: Sequence[Action]) -> list[Action]:
     """Return the order with a whole backward, B, in the place of each I, and without W."""
-    joined: list[Operation] = []
-    for operation in order:
-        if operation.op is Op.I:
-            joined.append(operation._replace(op=Op.B))
-        elif operation.op is not Op.W:
-            joined.append(operation)
+    joined: list[Action] = []
+    for action in order:
+        if action.op is Op.I:
+            joined.append(action._replace(op=Op.B))
+        elif action.op is not Op.W:
+            joined.append(action)
     return joined
 
 
@@ -185,12 +172,9 @@ def stage_order(
     actions = [action for action in lane if action.microbatch in chosen]
     # The micro-batch that goes forward first comes first.
     numbers = list(dict.fromkeys(action.microbatch for action in actions))
-    operations = []
-    for action in actions:
-        number = numbers.index(action.microbatch)
-        operations.append(Operation(action.op, number, action.slice))
     microbatches = tuple(schedule.microbatches[number] for number in numbers)
-    return StageOrder(microbatches, tuple(operations))
+    own = [a._replace(stage=0, microbatch=numbers.index(a.microbatch)) for a in actions]
+    return StageOrder(microbatches, tuple(own))
 
 
 def _companion(
@@ -211,29 +195,17 @@ def _companion(
     return None
 
 
-class MicroBatchKind(NamedTuple):
-    """What two micro-batches must have in common to be run together."""
-
-    operations: list[tuple[Op, int]]  # ops and slices, sorted
-    shape: tuple[int, ...]  # of its input, without the rows
-    enters_here: bool  # whether the stage is the first of its path
-    ends_here: bool
-
-
 def _kind(
     schedule: Schedule, lane: Sequence[Action], positions: Sequence[int], batch: Batch
-) -> MicroBatchKind:
-    """The kind of the micro-batch that has these positions in the lane."""
+) -> Hashable:
+    """What two micro-batches must have in common to be run together, for one with these positions in the lane."""
     actions = [lane[position] for position in positions]
     stage = actions[0].stage
     number = actions[0].microbatch
     path = schedule.microbatches[number].path
-    return MicroBatchKind(
-        operations=sorted((action.op, action.slice) for action in actions),
-        shape=batch.shapes[number][1:],
-        enters_here=path[0] == stage,
-        ends_here=path[-1] == stage,
-    )
+    ops = sorted((action.op, action.slice) for action in actions)
+    shape = batch.shapes[number][1:]  # of its input, without the rows
+    return tuple(ops), shape, path[0] == stage, path[-1] == stage
 
 
 # ---------------------------------------------------------------- ends
@@ -241,22 +213,6 @@ def _kind(
 #
 # feed ──x──► stage ──y──► sink
 #      ◄─dx──       ◄─dy──
-
-
-class _CatchGradient(torch.autograd.Function):
-    """Pass a value on, and hand over its gradient in the backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, hand_over: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.hand_over = hand_over
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.hand_over(gradient)
-        return None, None, None
 
 
 class End(nn.Module):
@@ -292,8 +248,6 @@ class Feed(End):
     def __init__(self, value: Value, edge: Edge | None) -> None:
         super().__init__(edge)
         self.value = value
-        # Autograd only visits this stage if it has a parameter.
-        self.anchor = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Any:
         """Return the input as it is."""
@@ -301,21 +255,13 @@ class Feed(End):
         tensors = []
         number = 0  # of those that have gradients
         for tensor in self.value:
-            given = _cut(tensor, piece)
+            given = _cut(tensor, piece).detach().clone()
             if has_gradient(given.dtype):
-                given = self.supply(given, number, piece)
+                given.requires_grad_()
+                given.register_hook(partial(self.catch, piece, number))  # type: ignore[no-untyped-call]
                 number += 1
             tensors.append(given)
         return Passed(*self.edge.arguments(tuple(tensors)))
-
-    def supply(self, x: Tensor, number: int, piece: Slice | None) -> Tensor:
-        """A tensor whose gradient is caught."""
-
-        def hand_over(gradient: Tensor) -> None:
-            self.catch(piece, number, gradient)
-
-        y: Tensor = _CatchGradient.apply(x, self.anchor, hand_over)  # type: ignore[no-untyped-call]
-        return y
 
 
 class OutputSink(End):
@@ -344,11 +290,6 @@ class OutputSink(End):
             product = x.to(given.dtype) * given.conj()
             total = total + (product.real if product.is_complex() else product).sum()
         return total
-
-
-def loss_of_sink(total: Tensor, labels: Tensor) -> Tensor:
-    """The loss that an `OutputSink` has made already."""
-    return total
 
 
 # ---------------------------------------------------------------- a stage on its own
@@ -383,6 +324,13 @@ class Sample:
     def rolled(self) -> Sample:
         """Another sample of the same kind, with every token moved by one."""
         return replace(self, x=_rolled(self.x), target=_rolled(self.target))
+
+
+def sample_of(batch: Batch, number: int, x: Value, target: Value = ()) -> Sample:
+    """What a stage gets for a micro-batch of a batch."""
+    named = batch.named[number] if batch.named else {}
+    starts = batch.starts[number] if batch.starts else None
+    return Sample(x, target, batch.inputs[number], starts, named)
 
 
 def _rolled(value: Value) -> Value:
@@ -464,9 +412,7 @@ class Bench:
 
     def forward(self, x: Value, batch: Batch, number: int, edge: Edge) -> Value:
         """Run a plain forward of any micro-batch that leaves nothing behind."""
-        named = batch.named[number] if batch.named else {}
-        starts = batch.starts[number] if batch.starts else None
-        sample = Sample(x, (), batch.inputs[number], starts, named)
+        sample = sample_of(batch, number, x)
         with ONE_AT_A_TIME:
             try:
                 with (
@@ -511,9 +457,7 @@ class Bench:
                 gradient = torch.randn(shape, generator=generator, dtype=dtype)
                 gradients.append(gradient.to(x[0].device))
             target = tuple(gradients)
-        named = batch.named[number] if batch.named else {}
-        starts = batch.starts[number] if batch.starts else None
-        sample = Sample(x, target, batch.inputs[number], starts, named)
+        sample = sample_of(batch, number, x, target)
         self.samples = [sample]
         if len(self.microbatches) > 1:
             self.samples.append(sample.rolled())
@@ -523,18 +467,13 @@ class Bench:
         """The number of labels that count; one except on the last stage."""
         if not self.last:
             return 1
-        count = 0
-        for sample in self.samples:
-            count += int(counting(sample.target[0]).sum())
-        return max(count, 1)
+        counts = [int(counting(sample.target[0]).sum()) for sample in self.samples]
+        return max(sum(counts), 1)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are trained, by the name they have without torch.compile."""
-        trained = []
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                trained.append((original_name(name), parameter))
-        return trained
+        named = self.module.named_parameters()
+        return [(original_name(name), p) for name, p in named if p.requires_grad]
 
     # ------------------------------------------------------------ the plain way
     def run_plain(
@@ -564,7 +503,7 @@ class Bench:
                     y = self.call(plain, x, sample, self.outgoing)
                     if self.last:
                         loss = self._loss(y, sample.target[0])
-                    share = take_sum(added) * self.added_share if added else None
+                    share = take_sum(added) / len(self.samples) if added else None
                 if self.last:
                     _backward([loss], [torch.ones_like(loss)], share)
                     losses.append(loss.detach().double())
@@ -609,11 +548,6 @@ class Bench:
         named = named_arguments(parameters, len(values), travelling, sample.named)
         y = call_stage(module, values, {**named, **sliced}, self.stage, doing)
         return y if outgoing is None else outgoing.value_of(y, travelling)
-
-    @property
-    def added_share(self) -> float:
-        """The share of a sample in the added losses."""
-        return 1 / len(self.samples)
 
     def autocast(self, enabled: bool) -> AbstractContextManager[object]:
         """A context with the executor's autocast type, if it has one and it is enabled."""
@@ -696,12 +630,14 @@ class Bench:
             lower(schedule),
             modules,
             ThreadComm(Hub(1), 0),
-            executor.stages.loss if self.last else loss_of_sink,
+            # A sink has made the loss already.
+            executor.stages.loss if self.last else lambda total, _: total,
             recompute=frozenset(recompute),
             autocast=executor.stages.autocast if Option.AUTOCAST in options else None,
-            tied={},  # the other holders of a tied weight are not part of this run
             tape=executor.tape if Option.RECORDED in options else None,
             reduction=executor.stages.reduction if self.last else Reduction.SUM,
+            # The other holders of a tied weight are not part of this run.
+            options=RunOptions(tied={}),
         )
         # The proof warns about a W without work itself, with the stage's real number.
         solo.warns_of_deferrals = False
@@ -739,7 +675,8 @@ class Bench:
                 cuts = stretch(self.microbatches[number], tokens).cuts
             microbatches.append(MicroBatch(tuple(path), tokens, cuts))
         lane: list[Action] = []
-        for op, number, piece in self.order.under(self.options, options):
+        for action in self.order.under(self.options, options):
+            op, _, number, piece = action
             if op is Op.F:
                 before, after = feeds.get(number), sinks.get(number)
             elif op is Op.W:  # only the stage itself has weights
@@ -749,7 +686,7 @@ class Bench:
             end_op = Op.F if op is Op.F else Op.B
             if before is not None:
                 lane.append(Action(end_op, before, number, piece))
-            lane.append(Action(op, 0, number, piece))
+            lane.append(action)
             if after is not None:
                 lane.append(Action(end_op, after, number, piece))
         stages = [Stage(0, part) for part in range(len(modules))]
@@ -767,15 +704,13 @@ class Bench:
                     parameter.grad = None
                 self.memory.restore()
                 torch.manual_seed(seed)
-                before = random_states(self.device)
+                before = states(self.device)
                 with (
                     torch.enable_grad(),
                     without_dropout(self.module) if quiet else nullcontext(),
                 ):
                     yield
-                after = random_states(self.device)
-                same = map(torch.equal, before, after)
-                self.drew_random = not all(same)
+                self.drew_random = not same(before, states(self.device))
             finally:
                 self.memory.restore()
                 for parameter, gradient in zip(trained, gradients, strict=True):

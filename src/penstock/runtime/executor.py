@@ -14,6 +14,7 @@ Each rank sees only its own stages, so before the first step the ranks agree on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -35,9 +36,8 @@ from penstock.runtime.backward import cast_weights, make_deferrable
 from penstock.runtime.batch import (
     Batch,
     BatchEdges,
-    BatchUnits,
     NamedShapes,
-    StepValues,
+    StepData,
     cut_units,
     edges_of_lane,
     joined,
@@ -64,7 +64,7 @@ from penstock.runtime.replicas import (
 from penstock.runtime.step import Messages, Result, Walk
 from penstock.torch_internals import original_module
 
-__all__ = ["Executor", "Loss", "Result"]
+__all__ = ["Executor", "Loss", "Result", "RunOptions"]
 
 LengthCheck = Callable[[Sequence[int]], None]
 
@@ -78,6 +78,32 @@ COMPARED_STEPS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run that few runs change: what its ranks share, sum and send."""
+
+    # Parameters that several parts use; by default those that `penstock.models.split` has found.
+    tied: Mapping[str, Tied] | None = None
+    # The tokens over which a part's gradient is a mean: all, or those that visited it.
+    mean: Mean = Mean.ALL
+    # The type in which hidden states and their gradients travel between ranks, by default their own. torch.int8 rounds
+    # each row to 8 bits with a scale of its own.
+    messages: torch.dtype | None = None
+    # How replicas sum their gradients; the backend sums what it does not have.
+    sums: Sequence[SumPlan] = ()
+    # The type in which these sums travel, by default that of the gradients; torch.bfloat16 or torch.int8.
+    sum_messages: torch.dtype | None = None
+    # Whether a run adds up gradients over steps. They always add up, but if recordings know it, they do so without a
+    # second copy of the gradients.
+    accumulates: bool = False
+    # Steps between two comparisons of the batches that the ranks were given, besides the first step; 0 compares in the
+    # first step only. All ranks have the same.
+    compare: int = COMPARED_STEPS
+
+
+USUAL_OPTIONS = RunOptions()
+
+
 class Executor:
     """One rank's lane, ready to run step after step. All ranks build theirs at the same time.
 
@@ -87,17 +113,8 @@ class Executor:
         `reduction` is "mean".
     recompute: stages that keep only their input, and compute their forward again in the backward.
     autocast: the type in which matrices are multiplied, if it is not that of the weights.
-    tied: parameters that several parts use; by default those that `penstock.models.split` has found.
-    mean: the tokens over which a part's gradient is a mean: all, or those that visited it.
     tape: records the actions and plays them in every step; all ranks have one, or none.
-    messages: the type in which hidden states and their gradients travel between ranks, by default their own. torch.int8
-        rounds each row to 8 bits with a scale of its own.
-    accumulates: whether a run adds up gradients over steps. They always add up, but if recordings know it, they do so
-        without a second copy of the gradients.
-    sums: how replicas sum their gradients; the backend sums what it does not have.
-    sum_messages: the type in which these sums travel, by default that of the gradients; torch.bfloat16 or torch.int8.
-    compare: steps between two comparisons of the batches that the ranks were given, besides the first step; 0 compares
-        in the first step only. All ranks have the same.
+    options: further ones, which few runs change (`RunOptions`).
     """
 
     def __init__(
@@ -108,15 +125,9 @@ class Executor:
         loss: Loss,
         recompute: frozenset[int] = frozenset(),
         autocast: torch.dtype | None = None,
-        tied: Mapping[str, Tied] | None = None,
-        mean: Mean = Mean.ALL,
         tape: Tape | None = None,
         reduction: str = "sum",
-        messages: torch.dtype | None = None,
-        accumulates: bool = False,
-        sums: Sequence[SumPlan] = (),
-        sum_messages: torch.dtype | None = None,
-        compare: int = COMPARED_STEPS,
+        options: RunOptions = USUAL_OPTIONS,
     ) -> None:
         schedule = program.schedule
         self.program = program
@@ -128,7 +139,7 @@ class Executor:
         self.recompute = recompute
         self.autocast = autocast
         self.tape = tape
-        self.accumulates = accumulates
+        self.options = options
         self.modules = stages_of_rank(schedule, stages, comm)
         self.stages = LaneStages(
             self.modules, loss, self.reduction, recompute, autocast
@@ -137,9 +148,10 @@ class Executor:
         if tape is not None:
             refuse_shares(self.modules)
         self.lane = Lane(lane_turns(program, comm.rank))
-        self.finder = EdgeFinder(schedule, self.modules, comm, messages)
+        self.finder = EdgeFinder(schedule, self.modules, comm, options.messages)
         self.known_edges: dict[BatchShape, BatchEdges] = {}
 
+        tied = options.tied
         if tied is None:
             tied = ties_of(schedule, self.modules)
         self.tied = tied
@@ -147,16 +159,22 @@ class Executor:
         self.shards = Shards(schedule, self.modules, comm.rank, tied)
         self.gradients = StepGradients(
             self.shards,
-            Replicas(schedule, self.modules, comm, tied, sums, sum_messages),
-            Visits(schedule, self.modules, mean, tied),
+            Replicas(
+                schedule,
+                self.modules,
+                comm,
+                tied,
+                options.sums,
+                options.sum_messages,
+            ),
+            Visits(schedule, self.modules, options.mean, tied),
         )
         if not self.shards.parts:
             # Sharding saves memory, and keeping freed memory would spend it again.
             keep_freed_memory()
 
-        self.recorder = Recorder(schedule, comm, sums)
+        self.recorder = Recorder(schedule, comm, options.sums)
         self.clock = Clock(self.modules.values())
-        self.compare = compare
         self.compared = False  # whether the ranks have compared a batch yet
         self.begun = 0  # steps
         self.agreement: Agreement | None = None  # None before the first step
@@ -218,43 +236,40 @@ class Executor:
         with its own: several steps then cost one sum. Recorded steps always sum.
         """
         schedule = self.program.schedule
-        if not self.begun or (self.compare and self.begun % self.compare == 0):
+        every = self.options.compare
+        if not self.begun or (every and self.begun % every == 0):
             self.compare_batches(batch)
         self.begun += 1
         self.check_lengths(batch)
-        units = self.cut(batch)
+        data = self.cut(batch, outputs=outputs)
         self.refuse_changed_parameters()
         checks = None
         if self.agreement is None:
             self.agreement = self.agree()
             copied = self.finder.copied_buffers()
             checks = FirstStepChecks(schedule, self.modules, self.loss, copied)
-        self.reserve(units)
+        self.reserve(data)
         if self.casts is not None:
             self.casts.refresh()
             self.stages.casts = self.casts
-        recordings = None if outputs else self.recordings_for(units, checks)
-        values = StepValues(outputs)
+        recordings = None if outputs else self.recordings_for(data, checks)
         actions: StageActions
         if recordings is None:
-            actions = ComputedActions(
-                self.stages, units, values, self.comm.give_back, checks=checks
-            )
+            actions = ComputedActions(self.stages, data, self.comm.give_back, checks)
         else:
-            actions = PlayedActions(recordings, units, values, self.comm.give_back)
+            actions = PlayedActions(recordings, data, self.comm.give_back)
         walk = Walk(
             self.lane,
             actions,
-            self.messages(units, values, training=True),
-            units,
-            values,
+            self.messages(data),
+            data,
             self.gradients,
             recordings,
-            clock=self.clock if timed else None,
-            sums=sums,
+            self.clock if timed else None,
+            sums,
         )
         result = walk.run(self.comm, self.recorder)
-        result.outputs = self.outputs_of(values)
+        result.outputs = self.outputs_of(data)
         self.work_seconds = walk.work_seconds
         if checks is not None:
             self.stages_without_weight_work = frozenset(checks.deferrals.without_work)
@@ -276,84 +291,72 @@ class Executor:
     def run_forwards(self, batch: Batch, outputs: bool = False) -> Result:
         """Run only the forwards of a step, without gradients."""
         self.check_lengths(batch)
-        units = self.cut(batch)
-        values = StepValues(outputs)
-        actions = ComputedActions(
-            self.stages, units, values, self.comm.give_back, training=False
-        )
-        walk = Walk(
-            self.lane,
-            actions,
-            self.messages(units, values, training=False),
-            units,
-            values,
-            self.gradients,
-            training=False,
-        )
+        data = self.cut(batch, training=False, outputs=outputs)
+        actions = ComputedActions(self.stages, data, self.comm.give_back)
+        messages = self.messages(data)
+        walk = Walk(self.lane, actions, messages, data, self.gradients)
         result = walk.run(self.comm, self.recorder)
-        result.outputs = self.outputs_of(values)
+        result.outputs = self.outputs_of(data)
         return result
 
-    def outputs_of(self, values: StepValues) -> tuple[Any, ...]:
+    def outputs_of(self, data: StepData) -> tuple[Any, ...]:
         """What the last stages returned, by micro-batch, with the slices of each joined."""
-        if values.outputs is None:
+        if data.outputs is None:
             return ()
         outputs = []
         unit = 0
         for microbatch in self.program.schedule.microbatches:
             units = range(unit, unit + microbatch.slices)
-            outputs.append(joined([values.outputs.get(number) for number in units]))
+            outputs.append(joined([data.outputs.get(number) for number in units]))
             unit = units.stop
         return tuple(outputs)
 
-    def cut(self, batch: Batch) -> BatchUnits:
-        """The units of a batch, and what goes between the stages."""
+    def cut(
+        self, batch: Batch, training: bool = True, outputs: bool = False
+    ) -> StepData:
+        """A batch by unit, and what goes between the stages, for a step that may keep the outputs."""
         schedule = self.program.schedule
-        units = cut_units(schedule, batch)
-        unit_shapes = tuple(tuple(x.shape) for x in units.inputs)
+        data = cut_units(schedule, batch)
+        unit_shapes = tuple(tuple(x.shape) for x in data.inputs)
         shape: BatchShape = (unit_shapes, batch.named_shapes)
         edges = self.known_edges.get(shape)
         if edges is None:
             if not self.compared:
                 self.compare_batches(batch)
             found = self.finder.find(batch)
-            edges = edges_of_lane(schedule, self.turns, found, units.tokens)
+            edges = edges_of_lane(schedule, self.turns, found, data.tokens)
             while len(self.known_edges) >= MAX_KNOWN_SHAPES:
                 self.known_edges.pop(next(iter(self.known_edges)))
             self.known_edges[shape] = edges
-        units.edges = edges
-        return units
+        data.edges = edges
+        data.training = training
+        data.outputs = {} if outputs else None
+        return data
 
-    def messages(
-        self, units: BatchUnits, values: StepValues, training: bool
-    ) -> Messages:
+    def messages(self, data: StepData) -> Messages:
         """The messages of one step."""
         autocast = self.autocast is not None
-        receives = self.lane.receives
-        feedback = self.feedback if training else None
-        return Messages(
-            self.comm, receives, units, values, training, autocast, feedback
-        )
+        return Messages(self.comm, self.lane.receives, data, autocast, self.feedback)
 
-    def reserve(self, units: BatchUnits) -> None:
+    def reserve(self, data: StepData) -> None:
         """Let the `Comm` make room for messages of these sizes."""
-        sizes = units.edges.unit_bytes
+        sizes = data.edges.unit_bytes
         if sizes != self.reserved_bytes:
             self.comm.reserve(self.program, sizes)
             self.reserved_bytes = sizes
 
     def recordings_for(
-        self, units: BatchUnits, checks: FirstStepChecks | None
+        self, data: StepData, checks: FirstStepChecks | None
     ) -> Recordings | None:
         """The recordings to play in this step; None if its actions have to be computed."""
-        if self.tape is None or units.batch.starts:
+        if self.tape is None or data.batch.starts:
             return None
         if self.recordings is None:
-            self.recordings = self.record(units, self.tape, checks)
-        return self.recordings if self.recordings.fits(units.batch) else None
+            self.recordings = self.record(data, self.tape, checks)
+        return self.recordings if self.recordings.fits(data.batch) else None
 
     def record(
-        self, units: BatchUnits, tape: Tape, checks: FirstStepChecks | None
+        self, data: StepData, tape: Tape, checks: FirstStepChecks | None
     ) -> Recordings:
         """Record the actions of this rank. If one rank cannot record its own, no rank begins the step."""
         recordings: Recordings | None = None
@@ -363,10 +366,10 @@ class Executor:
                 self.stages,
                 self.program.schedule,
                 self.turns,
-                units,
+                data,
                 tape,
                 checks,
-                self.accumulates,
+                self.options.accumulates,
                 self.comm.reads_in_order,
             )
         except PenstockError as error:
@@ -381,7 +384,8 @@ class Executor:
     # ------------------------------------------------------------ checks
     def compare_batches(self, batch: Batch) -> None:
         """Raise an error on all ranks if they were given different batches. All ranks must call this."""
-        refuse_other_batches(self.comm, self.program.schedule, batch, self.compare)
+        every = self.options.compare
+        refuse_other_batches(self.comm, self.program.schedule, batch, every)
         self.compared = True
 
     def check_lengths(self, batch: Batch) -> None:
@@ -396,16 +400,17 @@ class Executor:
 
     def refuse_changed_parameters(self) -> None:
         """Raise an error if parameters were frozen or unfrozen after construction."""
-        trainable = [parameter.requires_grad for _, parameter in self.named_parameters]
-        if trainable == self.trainable:
+        pairs = zip(self.named_parameters, self.trainable, strict=True)
+        names = [name for (name, p), before in pairs if p.requires_grad != before]
+        if not names:
             return
-        changed = []
-        for (name, parameter), before in zip(
-            self.named_parameters, self.trainable, strict=True
-        ):
-            if parameter.requires_grad != before:
-                changed.append(name)
-        raise changed_error(changed)
+        listed = ", ".join(names[:MAX_NAMES_SHOWN])
+        if len(names) > MAX_NAMES_SHOWN:
+            listed += f" and {len(names) - MAX_NAMES_SHOWN} more"
+        raise ShapeError(
+            f"requires_grad of {listed} has changed since the Executor was made, and the other ranks do not know\n"
+            "  make a new Executor on every rank after freezing or unfreezing parameters"
+        )
 
     def agree(self) -> Agreement:
         """Find out what only all ranks together know, and set up this rank accordingly."""
@@ -520,14 +525,3 @@ def refuse_unfit_weights(stages: Mapping[int, nn.Module]) -> None:
                     f"{where} makes sparse gradients, in {layer_name}, which cannot be summed over ranks\n"
                     "  leave out sparse=True"
                 )
-
-
-def changed_error(names: list[str]) -> ShapeError:
-    """The error for parameters that were frozen or unfrozen after the ranks agreed on what trains."""
-    listed = ", ".join(names[:MAX_NAMES_SHOWN])
-    if len(names) > MAX_NAMES_SHOWN:
-        listed += f" and {len(names) - MAX_NAMES_SHOWN} more"
-    return ShapeError(
-        f"requires_grad of {listed} has changed since the Executor was made, and the other ranks do not know\n"
-        "  make a new Executor on every rank after freezing or unfreezing parameters"
-    )

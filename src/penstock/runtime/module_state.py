@@ -307,10 +307,11 @@ class ModuleMemory:
     def _save(
         self, values: dict[str, Any], skipped: frozenset[str], path: str | None = None
     ) -> None:
-        saved = {}
-        for name, value in values.items():
-            if name not in skipped:
-                saved[name] = (value, _copy_contents(value))
+        saved = {
+            name: (value, _copy_contents(value))
+            for name, value in values.items()
+            if name not in skipped
+        }
         self.saved.append((values, skipped, saved))
         if path is not None:
             before = {name: contents for name, (_, contents) in saved.items()}
@@ -450,15 +451,6 @@ def noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
             hook.remove()
 
 
-# ---------------------------------------------------------------- random numbers
-def random_states(device: torch.device) -> list[Tensor]:
-    """The states of torch's random number generators: the CPU's, and the GPU's if used."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
 @contextmanager
 def restored_random(
     devices: Iterable[torch.device], barrier: Callable[[], None]
@@ -467,15 +459,13 @@ def restored_random(
 
     Ranks that are threads share them, so all ranks meet at a barrier before and after.
     """
-    gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    cpu_state = torch.get_rng_state()
-    gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+    gpus = [device for device in devices if device.type == "cuda"]
+    before = {device: states(device) for device in (torch.device("cpu"), *gpus)}
     barrier()
     try:
         yield
         barrier()
     finally:
-        torch.set_rng_state(cpu_state)
-        for gpu, state in zip(gpus, gpu_states, strict=True):
-            torch.cuda.set_rng_state(state, gpu)
+        for device, now in before.items():
+            set_back(now, device)
     barrier()

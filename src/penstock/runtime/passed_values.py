@@ -418,16 +418,16 @@ def restore(packed: Tensor, dtype: torch.dtype) -> Tensor:
     return (packed[..., :width].float() * scales).to(dtype)
 
 
+@dataclass(eq=False, slots=True)
 class Feedback:
     """What rounding has lost of the last message of each action.
 
     Only gradients get it back, unless `states` says that hidden states do, too.
     """
 
-    def __init__(self, states: bool = False) -> None:
-        self.states = states
-        # Keys: the number of the action, and the place among the tensors that it passes on.
-        self.lost: dict[tuple[int, int], Tensor] = {}
+    states: bool = False
+    # Keys: the number of the action, and the place among the tensors that it passes on.
+    lost: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     def quantize(self, x: Tensor, place: tuple[int, int]) -> Tensor:
         """Quantize a message together with what the last one of the same place has lost."""

@@ -23,9 +23,8 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, isnan
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +159,7 @@ def _judge_together(
     numbers = _numbers_of_rows(batch, compiled)
     for rows in numbers:
         verdict = _judge_stages(executor, _first_rows(batch, rows), wanted)
-        told = exchange(executor.comm, _as_dict(verdict))
+        told = exchange(executor.comm, asdict(verdict))
         found = [RankVerdict(**fields) for fields in told]
         verdicts += found
         starved = {stage for one in found for stage in one.starved}
@@ -170,7 +169,9 @@ def _judge_together(
             return verdicts
         # Another try, on all ranks together, since the inputs of stages come from those before.
         wanted = starved
-        free_recordings(executor)
+        executor.recordings = (
+            None  # on all ranks, which record again in their next step
+        )
         gc.collect()
         _free_cached(_devices(executor))
     return [*verdicts, _starved_verdict(found)]
@@ -187,11 +188,6 @@ def _numbers_of_rows(batch: Batch, compiled: bool) -> list[int]:
     most = max(len(x) for x in batch.inputs)
     first = most if compiled else min(most, MAX_PROOF_ROWS)
     return [first, *(rows for rows in (MAX_PROOF_ROWS, 1) if rows < first)]
-
-
-def free_recordings(executor: Executor) -> None:
-    """Drop the recordings of earlier steps. All ranks call this together; they record again in their next step."""
-    executor.recordings = None
 
 
 def _fewer_rows_verdict(stages: Collection[int], rows: int, most: int) -> RankVerdict:
@@ -242,10 +238,6 @@ def _find_obstacle(executor: Executor) -> str:
     return ""
 
 
-def _as_dict(verdict: RankVerdict) -> dict[str, Any]:
-    return {name: getattr(verdict, name) for name in RankVerdict.__slots__}
-
-
 # ---------------------------------------------------------------- real inputs
 def choose_microbatches(schedule: Schedule) -> dict[int, int]:
     """Choose a micro-batch for every stage: few in all, preferably with many slices."""
@@ -276,10 +268,11 @@ def _judge_stages(
     """Judge the wanted stages of this rank, each on its real input."""
     edges = executor.edges(batch)  # together with the other ranks
     chosen = choose_microbatches(executor.program.schedule)
-    benches: dict[int, Bench] = {}
-    for stage in sorted(executor.modules):
-        if stage in chosen:
-            benches[stage] = Bench(executor, stage, chosen[stage], batch)
+    benches = {
+        stage: Bench(executor, stage, chosen[stage], batch)
+        for stage in sorted(executor.modules)
+        if stage in chosen
+    }
     for stage, x in _inputs(executor, batch, edges, chosen, benches):
         benches[stage].set_input(x, batch, chosen[stage])
     verdict = RankVerdict()

@@ -27,7 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -45,7 +45,7 @@ from penstock.runtime.actions import (
     LaneStages,
 )
 from penstock.runtime.backward import record_in
-from penstock.runtime.batch import Batch, BatchUnits, StepValues, cut_units
+from penstock.runtime.batch import Batch, StepData, cut_units
 from penstock.runtime.gradients import EarlierGradients, FixedGradients
 from penstock.runtime.loss import adding_to
 from penstock.runtime.module_state import (
@@ -68,43 +68,37 @@ def _nothing(*_: object) -> None:
 
 
 # ---------------------------------------------------------------- playing
+@dataclass(eq=False, slots=True)
 class PlayedActions:
     """The actions of one step, played from recordings."""
 
-    def __init__(
-        self,
-        recordings: Recordings,
-        units: BatchUnits,
-        values: StepValues,
-        give_back: GiveBack,
-    ) -> None:
-        self.recordings = recordings
-        self.units = units
-        self.values = values
-        self.give_back = give_back
-        self.kept: set[int] = set()
-        self.drawn: dict[int, Drawn] = {}  # random numbers, by forward
+    recordings: Recordings
+    data: StepData
+    give_back: GiveBack
+    kept: set[int] = field(default_factory=set, init=False)
+    # Random numbers, by forward.
+    drawn: dict[int, Drawn] = field(default_factory=dict, init=False)
 
     def forward(self, step: LaneStep) -> None:
         """Play a forward. Losses are copied, because the next micro-batch overwrites them."""
         inputs = self.inputs_of(step)
-        if self.recordings.draws_again(step):
+        if (step.stage, step.microbatch) in self.recordings.drawing:
             results = self.play_and_remember_randomness(step, inputs)
         else:
-            results = self.recordings.play(step, *inputs)
+            results = self.recordings.action(step)(*inputs)
         self.kept.add(step.value)
-        passed = 0 if step.last else len(self.units.edges.specs[step.value])
+        passed = 0 if step.last else len(self.data.edges.specs[step.value])
         if passed:
             self.keep_result(step, results[:passed])
         for loss in results[passed:]:
-            self.values.losses.append(loss.clone())
+            self.data.losses.append(loss.clone())
         self.give_back_input(step)
 
     def keep_result(self, step: LaneStep, tensors: Sequence[Tensor]) -> None:
         """Keep the result of an action for others: where it is, or as a copy."""
         if self.recordings.copies_result(step):
             tensors = [x.clone() for x in tensors]
-        self.values.held[step.value] = tuple(tensors)
+        self.data.held[step.value] = tuple(tensors)
 
     def inputs_of(self, step: LaneStep) -> list[Tensor]:
         """The inputs that a forward needs copied.
@@ -114,12 +108,12 @@ class PlayedActions:
         """
         inputs = []
         if step.source < 0:
-            inputs.append(self.units.inputs[step.unit])
+            inputs.append(self.data.inputs[step.unit])
         elif step.source not in self.recordings.in_place:
-            inputs += self.values.held[step.source]
+            inputs += self.data.held[step.source]
         if step.last:
-            inputs.append(self.units.labels[step.unit])
-        named = self.units.named(step)
+            inputs.append(self.data.labels[step.unit])
+        named = self.data.named(step)
         inputs += [named[name] for name in self.recordings.action(step).names]
         return inputs
 
@@ -133,7 +127,7 @@ class PlayedActions:
         device = self.recordings.device
         with DRAWING_LOCK:
             before = states(device)
-            results = self.recordings.play(step, *inputs)
+            results = self.recordings.action(step)(*inputs)
             drawn = drawn_since(before, device)
         if drawn is not None:
             self.drawn[step.value] = drawn
@@ -143,9 +137,9 @@ class PlayedActions:
         """Play a backward."""
         if step.value not in self.recordings.stages.rests.idle:
             arrives = not step.last and step.source not in self.recordings.in_place
-            inputs = self.values.held[step.source] if arrives else ()
+            inputs = self.data.held[step.source] if arrives else ()
             with self.first_randomness(step):
-                gradients = self.recordings.play(step, *inputs)
+                gradients = self.recordings.action(step)(*inputs)
             if gradients:
                 self.keep_result(step, gradients)
         if not step.split:
@@ -161,12 +155,12 @@ class PlayedActions:
 
     def weights(self, step: LaneStep) -> None:
         """Play the weight gradients that the I has left."""
-        self.recordings.play(step)
+        self.recordings.action(step)()
         self.kept.remove(step.forward)
 
     def give_back_input(self, step: LaneStep) -> None:
         """Give back the receive buffers of an input, which has been copied."""
-        for buffer in self.values.take_buffers():
+        for buffer in self.data.take_buffers():
             self.give_back(buffer)
 
 
@@ -174,7 +168,8 @@ class PlayedActions:
 class RecordedAction:
     """One action of a take."""
 
-    inputs: tuple[Tensor, ...]  # where the recording reads its inputs
+    # Where the recording reads its inputs: what other ranks send to it, and the batch after that.
+    inputs: tuple[Tensor, ...]
     results: Results  # where it leaves its results; those of a forward end with losses
     play: Callable[[], None]
     names: tuple[str, ...] = ()  # of the last inputs, which are tensors of the batch
@@ -201,16 +196,16 @@ class Recordings:
         stages: LaneStages,
         schedule: Schedule,
         turns: Sequence[Turn],
-        units: BatchUnits,
+        data: StepData,
         tape: Tape,
         checks: FirstStepChecks | None = None,
         accumulates: bool = False,
         reads_in_order: bool = False,
     ) -> None:
         self.stages = stages
-        self.shapes = units.batch.shapes
-        self.named_shapes = units.batch.named_shapes
-        self.device = units.batch.inputs[0].device
+        self.shapes = data.batch.shapes
+        self.named_shapes = data.batch.named_shapes
+        self.device = data.batch.inputs[0].device
         self.valid = torch.ones((), device=self.device)
         visits = stage_visits(turns)
         modules = [stages.modules[stage] for stage in {stage for stage, _ in visits}]
@@ -223,7 +218,7 @@ class Recordings:
         earlier = EarlierGradients()
         earlier.lay_aside(self.gradients.parameters)
         self.gradients.install()
-        session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
+        session = RecordingSession(stages, schedule, data, self.valid, tape, checks)
         try:
             with buffers_restored(stages.modules, in_place=tape.replays_memory):
                 if by_lane:
@@ -240,6 +235,7 @@ class Recordings:
         finally:
             earlier.restore()
         self.takes = session.takes
+        # The visits whose backward draws the random numbers of the forward again.
         self.drawing = session.drawing
 
     @cached_property
@@ -256,17 +252,9 @@ class Recordings:
         """Begin a step with this number of valid tokens."""
         self.valid.fill_(valid)
 
-    def draws_again(self, step: LaneStep) -> bool:
-        """Whether the backward draws the random numbers of this forward again."""
-        return (step.stage, step.microbatch) in self.drawing
-
     def action(self, step: LaneStep) -> RecordedAction:
         """The recording of a step."""
         return self.takes[step.stage, step.microbatch][take_moment(step)]
-
-    def places(self, step: LaneStep) -> Sequence[Tensor]:
-        """Where the recording of a step reads what other ranks send to it, and the batch after that."""
-        return self.action(step).inputs
 
     def copies_result(self, step: LaneStep) -> bool:
         """Whether the result of an action must be copied, because its memory is used again before all have read it.
@@ -277,35 +265,24 @@ class Recordings:
             return step.value in self.leaving
         return step.do is not Do.FORWARD
 
-    def play(self, step: LaneStep, *inputs: Tensor) -> Results:
-        """Play the recording of a step."""
-        return self.action(step)(*inputs)
-
 
 # ---------------------------------------------------------------- recording
+@dataclass(eq=False, slots=True)
 class RecordingSession:
     """Records the takes of one rank.
 
     `valid` is a tensor that stands for the number of valid tokens, which changes from step to step.
     """
 
-    def __init__(
-        self,
-        stages: LaneStages,
-        schedule: Schedule,
-        units: BatchUnits,
-        valid: Tensor,
-        tape: Tape,
-        checks: FirstStepChecks | None,
-    ) -> None:
-        self.stages = stages
-        self.schedule = schedule
-        self.units = units
-        self.valid = valid
-        self.tape = tape
-        self.checks = checks
-        self.takes: dict[StageVisit, Take] = {}
-        self.drawing: set[StageVisit] = set()  # their backward draws the numbers again
+    stages: LaneStages
+    schedule: Schedule
+    data: StepData
+    valid: Tensor
+    tape: Tape
+    checks: FirstStepChecks | None
+    takes: dict[StageVisit, Take] = field(default_factory=dict, init=False)
+    # The visits whose backward draws the numbers again.
+    drawing: set[StageVisit] = field(default_factory=set, init=False)
 
     def record_lane(
         self,
@@ -326,7 +303,7 @@ class RecordingSession:
                 action = self.record_in_lane(actions, step, own, copiers)
                 take[take_moment(step)] = action
             for freed in turn.frees:
-                actions.values.held.pop(freed, None)
+                actions.data.held.pop(freed, None)
         _drop_graphs(actions)
         self.takes.update(takes)
 
@@ -358,7 +335,7 @@ class RecordingSession:
             if arrives:
                 if not places:
                     places.extend(self.empty_value(step.source))
-                actions.values.held[step.source] = tuple(places)
+                actions.data.held[step.source] = tuple(places)
             return _run(actions, step)
 
         def prepare() -> None:
@@ -378,7 +355,7 @@ class RecordingSession:
 
     def empty_value(self, value: int) -> list[Tensor]:
         """Memory for the tensors of a value."""
-        specs = self.units.edges.specs[value]
+        specs = self.data.edges.specs[value]
         device = self.valid.device
         return [torch.empty(s.shape, dtype=s.dtype, device=device) for s in specs]
 
@@ -387,8 +364,8 @@ class RecordingSession:
     ) -> dict[StageVisit, tuple[TakeKind, int]]:
         """The kind of each visit, and the number of the take that it would use."""
         shapes: dict[StageVisit, VisitShape] = {}
-        edges = self.units.edges
-        batch = self.units.batch
+        edges = self.data.edges
+        batch = self.data.batch
         for (stage, number), steps in visits.items():
             first = steps[0].value
             shapes[stage, number] = (
@@ -430,20 +407,17 @@ class RecordingSession:
         valid: int = self.valid  # type: ignore[assignment]
         visitors = {step.microbatch for step in steps}
         named = self.clone_named(visitors)
-        batch = replace(self.units.batch, valid=valid, named=named)
-        units = cut_units(self.schedule, batch)
-        units.edges = self.units.edges
+        batch = replace(self.data.batch, valid=valid, named=named)
+        data = cut_units(self.schedule, batch)
+        data.edges = self.data.edges
         own = {step.unit for step in steps}
-        units.inputs = _clone_some(self.units.inputs, own)
-        units.labels = _clone_some(self.units.labels, own)
-        values = StepValues()
+        data.inputs = _clone_some(self.data.inputs, own)
+        data.labels = _clone_some(self.data.labels, own)
         for step in steps if inputs else ():
             if step.source >= 0:
                 zeros = [x.zero_() for x in self.empty_value(step.source)]
-                values.held[step.source] = tuple(zeros)
-        return ComputedActions(
-            self.stages, units, values, _nothing, restores_randomness=False
-        )
+                data.held[step.source] = tuple(zeros)
+        return ComputedActions(self.stages, data, _nothing, restores_randomness=False)
 
     def clone_named(self, microbatches: set[int]) -> tuple[Mapping[str, Tensor], ...]:
         """The named tensors of the batch that stages of this rank may ask for, with copies for some micro-batches."""
@@ -451,7 +425,7 @@ class RecordingSession:
         for parameters in self.stages.parameters.values():
             asked.update(parameters.after(0))
         named = []
-        for number, tensors in enumerate(self.units.batch.named):
+        for number, tensors in enumerate(self.data.batch.named):
             mine = {name: x for name, x in tensors.items() if name in asked}
             if number in microbatches:
                 mine = {name: x.clone() for name, x in mine.items()}
@@ -480,7 +454,7 @@ class RecordingSession:
         results, play = self.record_work(partial(_run, actions, step), step)
         inputs: list[Tensor] = []
         if step.do is not Do.WEIGHTS and step.source >= 0:
-            inputs += actions.values.held[step.source]
+            inputs += actions.data.held[step.source]
         return _with_batch(actions, step, inputs, results, play, copiers)
 
     def record_work(
@@ -535,7 +509,7 @@ def _run_all(actions: ComputedActions, steps: Sequence[LaneStep]) -> None:
 def _run(actions: ComputedActions, step: LaneStep) -> Results:
     """Run one action and return its results: what it passes on, and the losses of a forward."""
     act = (actions.forward, actions.backward, actions.weights)[step.do]
-    values = actions.values
+    values = actions.data
     with torch.enable_grad(), adding_to(values.added):
         act(step)
     record_in(None)
@@ -561,7 +535,7 @@ def _does_nothing(actions: ComputedActions, step: LaneStep) -> bool:
 
 def _drop_graphs(actions: ComputedActions) -> None:
     """Detach all values: their autograd nodes belong to the stream of the recording and must not live on."""
-    held = actions.values.held
+    held = actions.data.held
     for number, value in held.items():
         held[number] = tuple(x.detach() for x in value)
 
@@ -581,11 +555,11 @@ def _with_batch(
     names: tuple[str, ...] = ()
     if step.do is Do.FORWARD:
         if step.source < 0:
-            inputs.append(actions.units.inputs[step.unit])
+            inputs.append(actions.data.inputs[step.unit])
         if step.last:
-            inputs.append(actions.units.labels[step.unit])
+            inputs.append(actions.data.labels[step.unit])
         if step.value in copiers:
-            named = actions.units.named(step)
+            named = actions.data.named(step)
             names = tuple(named)
             inputs += named.values()
     return RecordedAction(tuple(inputs), results, play, names)
@@ -602,10 +576,7 @@ def first_forwards(steps: Iterable[LaneStep]) -> set[int]:
 
 
 def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:
-    clones = []
-    for unit, tensor in enumerate(tensors):
-        clones.append(tensor.clone() if unit in own else tensor)
-    return tuple(clones)
+    return tuple(x.clone() if unit in own else x for unit, x in enumerate(tensors))
 
 
 # ---------------------------------------------------------------- takes
@@ -659,21 +630,14 @@ def assign_takes(
         first = steps[0].value
         last = steps[-1].value
         takes = busy_until.setdefault(kind, [])
-        number = _first_free(takes, first)
+        free = (n for n, until in enumerate(takes) if until < first)
+        number = next(free, len(takes))
         if number == len(takes):
             takes.append(last)
         else:
             takes[number] = last
         assigned[visit] = kind, number
     return assigned
-
-
-def _first_free(busy_until: Sequence[int], action: int) -> int:
-    """The first take that is free before an action; the number of takes if all are busy."""
-    for number, last in enumerate(busy_until):
-        if last < action:
-            return number
-    return len(busy_until)
 
 
 def recording_kind(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.ir.lane import Do, Lane, LaneStep
 from penstock.ir.timeline import Timeline
 from penstock.runtime.actions import StageActions
 from penstock.runtime.backward import record_in
-from penstock.runtime.batch import BatchUnits, StepValues
+from penstock.runtime.batch import StepData
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.gradients import StepGradients
 from penstock.runtime.loss import adding_to
@@ -44,48 +45,35 @@ from penstock.runtime.replay import Recordings
 from penstock.torch_internals import sleep_until_done
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Walk:
     """One step of one rank under way.
 
-    With `training=False` it runs only the forwards. A `clock` times every action. With `sums=False` the gradients of
-    replicas wait for the sums of a later step.
+    A `clock` times every action. With `sums=False` the gradients of replicas wait for the sums of a later step.
     """
 
-    def __init__(
-        self,
-        lane: Lane,
-        actions: StageActions,
-        messages: Messages,
-        units: BatchUnits,
-        values: StepValues,
-        gradients: StepGradients,
-        recordings: Recordings | None = None,
-        training: bool = True,
-        clock: Clock | None = None,
-        sums: bool = True,
-    ) -> None:
-        self.lane = lane
-        self.actions = actions
-        self.messages = messages
-        self.units = units
-        self.values = values
-        self.gradients = gradients
-        self.recordings = recordings
-        self.training = training
-        self.clock = clock
-        self.sums = sums
-        self.start: list[Moment] = []
-        self.end: list[Moment] = []
-        self.forwards_kept: list[int] = []  # while each action runs
-        self.work_seconds = 0.0  # of all actions, by the clock of the host
+    lane: Lane
+    actions: StageActions
+    messages: Messages
+    data: StepData
+    gradients: StepGradients
+    recordings: Recordings | None = None
+    clock: Clock | None = None
+    sums: bool = True
+    start: list[Moment] = field(default_factory=list, init=False)
+    end: list[Moment] = field(default_factory=list, init=False)
+    # While each action runs.
+    forwards_kept: list[int] = field(default_factory=list, init=False)
+    # Of all actions, by the clock of the host.
+    work_seconds: float = field(default=0.0, init=False)
 
     def run(self, comm: Comm, recorder: Recorder) -> Result:
         """Walk the lane without pauses for the garbage collector, then sum the loss over the ranks."""
         try:
             with (
                 collector_paused(),
-                torch.set_grad_enabled(self.training),
-                adding_to(self.values.added),
+                torch.set_grad_enabled(self.data.training),
+                adding_to(self.data.added),
             ):
                 self.walk()
         except BaseException:
@@ -93,7 +81,7 @@ class Walk:
             raise
         finally:
             record_in(None)
-        loss = self.total_loss()
+        loss = self.data.total_loss()
         pending = comm.add(loss, tuple(range(comm.ranks)))
         sleeps = comm.channels is not None  # NCCL needs the cores
         if self.clock is None:
@@ -104,19 +92,10 @@ class Walk:
         recording = recorder.gather(start, end, self.forwards_kept, sums)
         return Result(loss, pending, recording, sleeps)
 
-    def total_loss(self) -> Tensor:
-        """The sum of the losses that were computed on this rank."""
-        losses = self.values.losses
-        device = losses[0].device if losses else None
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for loss in losses:
-            total += loss
-        return total
-
     def walk(self) -> None:
         """Run the turns of the lane: the hot loop."""
-        training = self.training
-        held = self.values.held
+        training = self.data.training
+        held = self.data.held
         recordings = self.recordings
         lane = self.lane
         messages = self.messages
@@ -130,7 +109,7 @@ class Walk:
             if step is not None and (training or step.do is Do.FORWARD):
                 lane.position = number
                 if step.source in messages.arriving:
-                    places = recordings.places(step) if recordings else None
+                    places = recordings.action(step).inputs if recordings else None
                     messages.wait_for(step.source, places)
                 began = perf_counter()
                 if self.clock is not None:
@@ -153,12 +132,12 @@ class Walk:
         """Start the clock, prepare the gradients and post the first receives."""
         if self.clock is not None:
             self.clock.begin()
-        batch = self.units.batch
+        batch = self.data.batch
         fixed = None
         if self.recordings is not None:
             self.recordings.begin(batch.valid)
             fixed = self.recordings.gradients
-        if self.training:
+        if self.data.training:
             self.gradients.begin(batch, fixed, self.sums)
         self.gradients.shards.begin()
         self.messages.begin()
@@ -166,11 +145,11 @@ class Walk:
     def finish(self) -> None:
         """Wait for sends and sums."""
         self.messages.finish()
-        if self.units.carries is not None:
-            self.units.carries.check_empty()
+        if self.data.carries is not None:
+            self.data.carries.check_empty()
         self.gradients.shards.finish()
-        if self.training:
-            self.gradients.finish(self.units.batch)
+        if self.data.training:
+            self.gradients.finish(self.data.batch)
 
     def run_timed(
         self, clock: Clock, step: LaneStep, act: Callable[[LaneStep], None]
@@ -255,24 +234,22 @@ class Messages:
         self,
         comm: Comm,
         receives: Sequence[LaneStep],
-        units: BatchUnits,
-        values: StepValues,
-        training: bool,
+        data: StepData,
         autocast: bool,
         feedback: Feedback | None = None,
     ) -> None:
         self.comm = comm
-        self.feedback = feedback
+        self.feedback = feedback if data.training else None
         self.receives = receives
-        self.specs = units.edges.specs
-        self.values = values
+        self.specs = data.edges.specs
+        self.data = data
         self.arriving: dict[int, list[Arriving]] = {}  # by value
-        self.training = training
+        self.training = data.training
         self.autocast = autocast
         self.sends: deque[Pending] = deque()
         self.posted = 0  # receives
         self.reached = 0  # receives
-        largest_bytes = max(units.edges.unit_bytes, default=0)
+        largest_bytes = max(data.edges.unit_bytes, default=0)
         self.ahead = receives_ahead(comm.window, largest_bytes)
 
     def begin(self) -> None:
@@ -299,7 +276,7 @@ class Messages:
 
     def send(self, step: LaneStep) -> None:
         """Send a value without waiting."""
-        value, specs = self.values.held[step.value], self.specs[step.value]
+        value, specs = self.data.held[step.value], self.specs[step.value]
         for place, (x, spec) in enumerate(zip(value, specs, strict=True)):
             self.send_tensor(step, x, spec, place)
 
@@ -343,11 +320,11 @@ class Messages:
             if received is place or converts or received.dtype is spec.dtype:
                 value.append(received)
                 if received is not place and self.training:
-                    self.values.buffers.append(received)
+                    self.data.buffers.append(received)
             else:
                 value.append(unpacked(received, spec))
                 self.comm.give_back(received)
-        self.values.held[source] = tuple(value)
+        self.data.held[source] = tuple(value)
 
     def finish(self) -> None:
         """Wait for all sends."""

@@ -39,6 +39,7 @@ from penstock.runtime import (
     compile_stage,
     prove,
 )
+from penstock.runtime.executor import RunOptions
 from penstock.runtime.proof import warm_up
 from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
@@ -78,6 +79,15 @@ class RankSetup:
         record = records and schedule is self.job.plan.schedule
         compiler = COMPILER if self.compiles else ""
         loss = loss_of(compiler, chunk_of(config), run)
+        options = RunOptions(
+            tied=self.holding.tied,
+            mean=Mean(config.paths.mean),
+            messages=MESSAGE_DTYPES[run.messages],
+            sums=self.job.plan.sums,
+            sum_messages=MESSAGE_DTYPES[sum_messages_of(config.paths, self.job.plan)],
+            accumulates=run.accumulate > 1,
+            compare=run.compare,
+        )
         return Executor(
             lower(schedule),
             self.holding.stages,
@@ -85,15 +95,9 @@ class RankSetup:
             loss,
             recompute=recompute,
             autocast=torch.bfloat16 if precision == "bfloat16" else None,
-            tied=self.holding.tied,
-            mean=Mean(config.paths.mean),
             tape=CudaTape() if record else None,
-            accumulates=run.accumulate > 1,
             reduction=run.reduction,
-            messages=MESSAGE_DTYPES[run.messages],
-            sums=self.job.plan.sums,
-            sum_messages=MESSAGE_DTYPES[sum_messages_of(config.paths, self.job.plan)],
-            compare=run.compare,
+            options=options,
         )
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
