@@ -39,6 +39,7 @@ from penstock.runtime import (
     init,
     prove,
 )
+from penstock.runtime.batch import joined
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.executor import COMPARED_STEPS, RunOptions
 from penstock.runtime.gradients import scale_down, square_norm
@@ -158,7 +159,7 @@ class Pipeline:
         batch = self.cut_unlabelled(x, named)
         with self._in_eval_mode():
             found = [y for y in self.executor.predict(batch) if y is not None]
-        return join_rows(found) if found else None
+        return joined(found, dim=0) if found else None
 
     @contextmanager
     def _in_eval_mode(self) -> Iterator[None]:
@@ -361,13 +362,3 @@ def chain_layers(
 def _named(part: Part | LayerChain) -> dict[str, nn.Parameter]:
     """The parameters of a part by their names in the whole model or list."""
     return part_parameters(part) if isinstance(part, Part) else part.whole_names()
-
-
-def join_rows(outputs: Sequence[Any]) -> Any:
-    """Join what a layer returned for several micro-batches along their rows."""
-    first = outputs[0]
-    if isinstance(first, Mapping):
-        return {name: join_rows([one[name] for one in outputs]) for name in first}
-    if isinstance(first, tuple):
-        return tuple(join_rows(parts) for parts in zip(*outputs, strict=True))
-    return torch.cat(list(outputs))

@@ -226,6 +226,6 @@ def test_a_run_takes_the_interval_from_its_config(tmp_path):
     def work(comm):
         trainer = Trainer(job, comm)
         trainer.run()
-        return trainer.executor.compare, trainer.executor.begun
+        return trainer.executor.options.compare, trainer.executor.begun
 
     assert run_threads(2, work) == [(7, 1)] * 2

@@ -462,16 +462,19 @@ def detached(output: object) -> object:
     return output
 
 
-def joined(pieces: Sequence[Any]) -> Any:
-    """The outputs of the slices of a micro-batch as one, joined along the tokens; None if they are not here."""
+def joined(pieces: Sequence[Any], dim: int = 1) -> Any:
+    """The outputs of the slices of a micro-batch as one, joined along the tokens; None if they are not here.
+
+    Those of several micro-batches are joined along their rows: `dim` is 0.
+    """
     first = pieces[0]
     if len(pieces) == 1 or first is None:
         return first
     if isinstance(first, Mapping):
-        return {name: joined([piece[name] for piece in pieces]) for name in first}
+        return {name: joined([piece[name] for piece in pieces], dim) for name in first}
     if isinstance(first, tuple):
-        return tuple(joined(parts) for parts in zip(*pieces, strict=True))
-    return torch.cat(list(pieces), dim=1)
+        return tuple(joined(parts, dim) for parts in zip(*pieces, strict=True))
+    return torch.cat(list(pieces), dim)
 
 
 # ---------------------------------------------------------------- batch agreement

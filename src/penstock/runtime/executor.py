@@ -258,19 +258,8 @@ class Executor:
             actions = ComputedActions(self.stages, data, self.comm.give_back, checks)
         else:
             actions = PlayedActions(recordings, data, self.comm.give_back)
-        walk = Walk(
-            self.lane,
-            actions,
-            self.messages(data),
-            data,
-            self.gradients,
-            recordings,
-            self.clock if timed else None,
-            sums,
-        )
-        result = walk.run(self.comm, self.recorder)
-        result.outputs = self.outputs_of(data)
-        self.work_seconds = walk.work_seconds
+        clock = self.clock if timed else None
+        result = self.walk(actions, data, recordings, clock, sums)
         if checks is not None:
             self.stages_without_weight_work = frozenset(checks.deferrals.without_work)
             if self.warns_of_deferrals:
@@ -293,10 +282,37 @@ class Executor:
         self.check_lengths(batch)
         data = self.cut(batch, training=False, outputs=outputs)
         actions = ComputedActions(self.stages, data, self.comm.give_back)
-        messages = self.messages(data)
-        walk = Walk(self.lane, actions, messages, data, self.gradients)
+        return self.walk(actions, data)
+
+    def walk(
+        self,
+        actions: StageActions,
+        data: StepData,
+        recordings: Recordings | None = None,
+        clock: Clock | None = None,
+        sums: bool = True,
+    ) -> Result:
+        """Walk the lane once."""
+        walk = Walk(
+            self.lane,
+            actions,
+            Messages(
+                self.comm,
+                self.lane.receives,
+                data,
+                self.autocast is not None,
+                self.feedback,
+            ),
+            data,
+            self.gradients,
+            recordings,
+            clock,
+            sums,
+        )
         result = walk.run(self.comm, self.recorder)
         result.outputs = self.outputs_of(data)
+        if data.training:
+            self.work_seconds = walk.work_seconds
         return result
 
     def outputs_of(self, data: StepData) -> tuple[Any, ...]:
@@ -332,11 +348,6 @@ class Executor:
         data.training = training
         data.outputs = {} if outputs else None
         return data
-
-    def messages(self, data: StepData) -> Messages:
-        """The messages of one step."""
-        autocast = self.autocast is not None
-        return Messages(self.comm, self.lane.receives, data, autocast, self.feedback)
 
     def reserve(self, data: StepData) -> None:
         """Let the `Comm` make room for messages of these sizes."""

@@ -74,20 +74,10 @@ class RankSetup:
             for stage in self.holding.stages
             if run.recompute or schedule.stages[stage].part in self.job.plan.recompute
         )
-        records = is_recording(config, self.device.type == "cuda")
         precision = precision_on(config, self.device.type)
-        record = records and schedule is self.job.plan.schedule
-        compiler = COMPILER if self.compiles else ""
-        loss = loss_of(compiler, chunk_of(config), run)
-        options = RunOptions(
-            tied=self.holding.tied,
-            mean=Mean(config.paths.mean),
-            messages=MESSAGE_DTYPES[run.messages],
-            sums=self.job.plan.sums,
-            sum_messages=MESSAGE_DTYPES[sum_messages_of(config.paths, self.job.plan)],
-            accumulates=run.accumulate > 1,
-            compare=run.compare,
-        )
+        records = is_recording(config, self.device.type == "cuda")
+        records = records and schedule is self.job.plan.schedule
+        loss = loss_of(COMPILER if self.compiles else "", chunk_of(config), run)
         return Executor(
             lower(schedule),
             self.holding.stages,
@@ -95,9 +85,19 @@ class RankSetup:
             loss,
             recompute=recompute,
             autocast=torch.bfloat16 if precision == "bfloat16" else None,
-            tape=CudaTape() if record else None,
+            tape=CudaTape() if records else None,
             reduction=run.reduction,
-            options=options,
+            options=RunOptions(
+                tied=self.holding.tied,
+                mean=Mean(config.paths.mean),
+                messages=MESSAGE_DTYPES[run.messages],
+                sums=self.job.plan.sums,
+                sum_messages=MESSAGE_DTYPES[
+                    sum_messages_of(config.paths, self.job.plan)
+                ],
+                accumulates=run.accumulate > 1,
+                compare=run.compare,
+            ),
         )
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
