@@ -263,8 +263,6 @@ def fail(comm: ProcessComm, how: str) -> int:
     if comm.rank == 1:
         if how == "raise":
             raise ValueError("the cat is on the keyboard")
-        if how == "exit":
-            os._exit(7)
         os.kill(os.getpid(), signal.SIGKILL)
     comm.barrier()
     return comm.rank
@@ -303,17 +301,6 @@ def sleep_or_raise(comm: ProcessComm, folder: str) -> None:
     while not os.path.exists(os.path.join(folder, "0")):
         time.sleep(0.02)
     raise ValueError("awake")
-
-
-def messages(comm: ProcessComm, count: int) -> float:
-    """Return the seconds that a message takes there and back."""
-    tensor, other = torch.zeros(4, 8), 1 - comm.rank
-    begin = time.perf_counter()
-    for _ in range(count):
-        sent = comm.send(tensor, other)
-        comm.receive((4, 8), torch.float32, other).wait()
-        sent.wait()
-    return (time.perf_counter() - begin) / count
 
 
 # ---------------------------------------------------------------- what a script under a launcher does

@@ -20,7 +20,6 @@ from penstock.models import (
     Bert,
     BertConfig,
     document_starts,
-    part_parameters,
     shift_labels,
     split,
     token_loss,
@@ -29,7 +28,17 @@ from penstock.models.slice import Carry, Slice
 from penstock.runtime import Executor, batch_of, run_threads
 from penstock.runtime.batch import spans_of
 from penstock.schedules.transforms import slice_tokens
-from pipelines import VOCAB, data, gpt, layers_of, llama, piped, unsplit, worst
+from pipelines import (
+    VOCAB,
+    data,
+    gpt,
+    gradients_of,
+    layers_of,
+    llama,
+    piped,
+    unsplit,
+    worst,
+)
 from random_schedules import random_schedule
 
 pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
@@ -112,91 +121,17 @@ def test_slices_under_replicas_split_backwards_and_tied_weights_are_exact(name):
 
 
 def test_random_schedules_with_cuts_of_their_own_are_exact():
+    """Paths skip parts, swap them and pick a replica; each micro-batch has a length of its own."""
     for seed in range(15):
-        schedule = random_schedule(
-            np.random.default_rng([9, seed]), ranks=3, microbatches=3
-        )
-        whole = llama(schedule.parts)
+        draw = np.random.default_rng([9, seed])
+        schedule = random_schedule(draw, ranks=3, microbatches=3, ends=True)
+        whole = llama(sum(layers_of(schedule)))
+        alone = [data(1, m.tokens, n) for n, m in enumerate(schedule.microbatches)]
         batch = batch_of(
-            *zip(
-                *[
-                    rows(m.tokens, number)
-                    for number, m in enumerate(schedule.microbatches)
-                ],
-                strict=True,
-            )
+            [one.inputs[0] for one in alone], [one.labels[0] for one in alone]
         )
-        gradients = plain_gradients(schedule, whole, batch)
-        assert worst(piped_plain(schedule, whole, batch), gradients) < 1e-10
-
-
-def rows(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randint(0, VOCAB, (1 + seed % 2, tokens), generator=draw)
-        for _ in range(2)
-    )
-
-
-def plain_gradients(schedule, whole, batch):
-    """Of any path: every part is a run of layers that takes and gives hidden states, the ends are asked apart."""
-    model = copy.deepcopy(whole)
-    for number, labels in enumerate(batch.labels):
-        x = model.embed(batch.inputs[number])
-        for stage in schedule.microbatches[number].path:
-            layer = model.layers[schedule.stages[stage].part]
-            x = layer(x, *model.rotary(x))
-        (token_loss(model.head(x), labels) / batch.valid).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-class Ends(nn.Module):
-    """A layer, after the embedding where a micro-batch enters; only the layer is its own, and summed over replicas."""
-
-    def __init__(self, model: nn.Module, part: int) -> None:
-        super().__init__()
-        self.around, self.layer = (model,), model.layers[part]
-
-    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        (model,) = self.around
-        x = model.embed(x) if x.dtype == torch.long else x
-        return self.layer(x, *model.rotary(x, piece), piece)
-
-
-def piped_plain(schedule, whole, batch):
-    copies = [copy.deepcopy(whole) for _ in range(schedule.ranks)]
-
-    def work(comm):
-        model = copies[comm.rank]
-        mine = {
-            n: Ends(model, s.part)
-            for n, s in enumerate(schedule.stages)
-            if s.rank == comm.rank
-        }
-        loss = lambda x, labels: token_loss(model.head(x), labels)  # noqa: E731
-        return Executor(lower(schedule), mine, comm, loss).step(batch).loss
-
-    run_threads(schedule.ranks, work, patience=300)
-    return Gathered(schedule, copies)
-
-
-class Gathered:
-    """Layers are summed over their replicas already; embedding and head stay where they were used: summed here."""
-
-    def __init__(self, schedule, copies) -> None:
-        self.gradients: dict[str, Tensor] = {}
-        for rank, model in enumerate(copies):
-            mine = {stage.part for stage in schedule.stages if stage.rank == rank}
-            for name, parameter in model.named_parameters():
-                if parameter.grad is None:
-                    continue
-                if name.startswith("layers.") and int(name.split(".")[1]) in mine:
-                    self.gradients[f"{rank}:{name}:{name}"] = parameter.grad
-        for name in ("embed.weight", "head.norm.weight", "head.output.weight"):
-            there = [model.get_parameter(name).grad for model in copies]
-            self.gradients[f"all:{name}:{name}"] = sum(
-                one for one in there if one is not None
-            )
+        gradients = unsplit(schedule, whole, [batch])[1]
+        assert worst(piped(schedule, whole, [batch]), gradients) < 1e-12
 
 
 # ---------------------------------------------------------------- Hugging Face's own models
@@ -411,29 +346,9 @@ def test_packed_documents_train_like_documents_alone(model, cuts):
             one = token_loss(x, shift_labels(document[None])) / batch.valid
             one.backward()
             loss += float(one.detach())
-    copies = [copy.deepcopy(whole) for _ in range(2)]
-
-    def work(comm):
-        part = split(copies[comm.rank], partition)[comm.rank]
-        executor = Executor(
-            lower(schedule),
-            {comm.rank: part},
-            comm,
-            token_loss,
-        )
-        return executor.step(batch).loss
-
-    assert run_threads(2, work, patience=300) == pytest.approx([loss, loss], abs=1e-10)
-    expected = dict(alone.named_parameters())
-    tied = {"transformer.wte.weight", "embed.tokens.weight"}
-    for rank in range(2):
-        for name, parameter in part_parameters(
-            split(copies[rank], partition)[rank]
-        ).items():
-            if name not in tied:
-                assert (
-                    float((parameter.grad - expected[name].grad).abs().max()) < 1e-10
-                ), name
+    ours = piped(schedule, whole, [batch], partition=partition)
+    assert ours.losses == [pytest.approx([loss], abs=1e-10)] * 2
+    assert worst(ours, gradients_of(alone)) < 1e-10
 
 
 def test_starts_must_have_the_shape_of_the_tokens():
