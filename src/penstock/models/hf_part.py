@@ -20,7 +20,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,19 +68,22 @@ class Visit(threading.local):
         return Visit, ()
 
 
+class Portion(NamedTuple):
+    """Which pieces a part has: some layers, and perhaps what comes before or after all of them."""
+
+    layers: range
+    first: bool
+    last: bool
+
+
 class Runner:
     """Hugging Face's model with the pieces of one part; those of other parts pass x on."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        pieces: Pieces,
-        part: nn.Module,
-        layers: range,
-        ends: tuple[bool, bool],
+        self, model: nn.Module, pieces: Pieces, part: nn.Module, portion: Portion
     ) -> None:
-        self.first, self.last = ends
-        self.cached = pieces.cached
+        layers, self.first, self.last = portion
+        self.pieces = pieces
         base = submodule(model, pieces.base)
         held = submodule(part, pieces.base)
         self.visit = Visit()
@@ -143,7 +146,7 @@ class Runner:
         else:
             self.visit.arrived = x
         arguments: dict[str, Any] = {"inputs_embeds": x, "use_cache": False}
-        if self.cached:
+        if self.pieces.cached:
             arguments["past_key_values"] = Keys(x.shape[1], piece)
         packed = piece is not None and piece.carry.starts is not None
         if piece is not None and (piece.partial or packed):
@@ -537,14 +540,9 @@ class EncoderRunner(Runner):
     """Hugging Face's encoder with the pieces of one part."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        pieces: Pieces,
-        part: nn.Module,
-        layers: range,
-        ends: tuple[bool, bool],
+        self, model: nn.Module, pieces: Pieces, part: nn.Module, portion: Portion
     ) -> None:
-        super().__init__(model, pieces, part, layers, ends)
+        super().__init__(model, pieces, part, portion)
         assert pieces.encoding is not None
         self.encoding: Encoding = pieces.encoding
         self.kernel = str(self.base.config._attn_implementation)
@@ -609,9 +607,12 @@ class EncoderRunner(Runner):
             )
 
 
-def runner_class(pieces: Pieces) -> type[Runner]:
-    """What runs the parts of a model that has these pieces."""
-    return Runner if pieces.encoding is None else EncoderRunner
+def runner_of(
+    model: nn.Module, pieces: Pieces, part: nn.Module, portion: Portion
+) -> Runner:
+    """Return what runs a part of a model."""
+    kind = Runner if pieces.encoding is None else EncoderRunner
+    return kind(model, pieces, part, portion)
 
 
 def _arrived(visit: Visit, *args: object, **kwargs: object) -> Tensor:

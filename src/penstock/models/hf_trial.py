@@ -56,11 +56,12 @@ from penstock.models.hf import (
 from penstock.models.hf_part import (
     UNSLICEABLE,
     LayerCall,
+    Portion,
     Runner,
     attention_of,
     graft,
     refuse_kernel,
-    runner_class,
+    runner_of,
 )
 from penstock.models.slice import Carry, Slice
 
@@ -81,6 +82,36 @@ OURS = "penstock."  # where forwards come from with which linear layers defer th
 
 
 # ---------------------------------------------------------------- what is compared
+class Case(NamedTuple):
+    """Rows that are run in two ways, which must give the same."""
+
+    fails: str  # what is wrong if the second way raises an error
+    differs: str  # what is wrong if it gives something else
+    whole: Callable[[], Tensor]
+    parts: Callable[[], Tensor]
+    # What else is wrong if they give the same.
+    more: Callable[[Tensor, Tensor], str] = lambda expected, found: ""
+
+
+Ways: TypeAlias = tuple[Callable[[], Tensor], Callable[[], Tensor]]
+
+
+def first_fault(cases: Iterable[Case], slack: float = SLACK) -> str:
+    """What is wrong with the first case whose two ways differ; empty if none does."""
+    for case in cases:
+        expected = case.whole()
+        try:
+            found = case.parts()
+        except Exception as error:  # a module may raise anything
+            return f"{case.fails} ({first_line(error)})"
+        if not near(found, expected, slack=slack):
+            return case.differs
+        fault = case.more(expected, found)
+        if fault:
+            return fault
+    return ""
+
+
 def in_slices(runner: Runner, x: Tensor) -> Tensor:
     """What a runner makes of all tokens, slice by slice."""
     carry = Carry(TOKENS)
@@ -99,6 +130,8 @@ def two_documents(x: Tensor) -> Slice:
 
 def near(one: Tensor, other: Tensor, least: float = 0.0, slack: float = SLACK) -> bool:
     """Whether two tensors differ by no more than rounding explains, in numbers of at least this size."""
+    if one.shape != other.shape:
+        return False
     one, other = one.detach(), other.detach()
     scale = max(float(other.abs().max()), least, 1e-6)
     return float((one - other).abs().max()) <= slack * scale
@@ -183,12 +216,11 @@ def _try_once(kind: Any, small: SmallConfig, forwards: frozenset[object]) -> Fin
         what = "a small model with its config does not run ({}); do the sizes in its config fit together?"
         try:
             model = random_model(kind, small)
-            encodes = find_pieces(model).encoding is not None
-            if encodes:
+            if find_pieces(model).encoding is not None:
                 tokens = trial_words(model, 2, TOKENS)
             else:
                 tokens = torch.randint(0, model.config.vocab_size, (2, TOKENS))
-            model(tokens, **_plainly(encodes))
+            model(tokens)
             what = "its forward cannot be followed ({})"
             return _try_small_model(model, tokens)
         except PenstockError:
@@ -198,9 +230,10 @@ def _try_once(kind: Any, small: SmallConfig, forwards: frozenset[object]) -> Fin
 
 
 def random_model(kind: Any, small: SmallConfig) -> Any:
-    """A small model whose biases and norms are random too."""
+    """A small model without a cache, whose biases and norms are random too."""
     config = copy.deepcopy(small.config)
     config._attn_implementation = small.kernel
+    config.use_cache = False
     model: Any = kind(config).float()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
@@ -208,7 +241,7 @@ def random_model(kind: Any, small: SmallConfig) -> Any:
 
 
 def _try_small_model(model: Any, tokens: Tensor) -> Findings:
-    called, tuples = _watch_calls(model, find_pieces(model), tokens)
+    called, tuples = _watch_layers(model, find_pieces(model), tokens)
     pieces = replace(find_pieces(model, called), tuples=tuples)
     fault, unsliceable, types = "", UNSLICEABLE, None
     if pieces.encoding is None:
@@ -226,12 +259,30 @@ def _try_small_model(model: Any, tokens: Tensor) -> Findings:
     return Findings(fault, unsliceable, tuples, called, pieces.encoding, stock)
 
 
-def _plainly(encodes: bool) -> dict[str, bool]:
-    """How a whole model is called; only decoders have a cache to do without."""
-    return {} if encodes else {"use_cache": False}
+Call: TypeAlias = tuple[tuple[Any, ...], object]  # what a module is given, and returns
 
 
-def _watch_calls(
+@torch.no_grad()
+def calls_of(
+    model: Any, watched: Mapping[str, nn.Module], tokens: Tensor
+) -> dict[str, Call]:
+    """What some modules of a model are given and return when it is called, in the order of their ends."""
+    calls: dict[str, Call] = {}
+
+    def note(name: str, _: nn.Module, given: tuple[Any, ...], result: object) -> None:
+        calls.setdefault(name, (given, result))
+
+    hooks = [
+        module.register_forward_hook(partial(note, name))
+        for name, module in watched.items()
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def _watch_layers(
     model: Any, pieces: Pieces, tokens: Tensor
 ) -> tuple[tuple[str, ...], bool]:
     """In which order a model calls the modules of its base model, and whether its layers return tuples."""
@@ -242,23 +293,13 @@ def _watch_calls(
         inner = watched.pop(holder).named_children()
         watched |= {f"{holder}.{name}": module for name, module in inner}
     watched[pieces.layers] = watched[pieces.layers][0]
-    results: dict[str, object] = {}
-    hooks = []
-    for name, module in watched.items():
-
-        def note(_: nn.Module, __: object, result: object, name: str = name) -> None:
-            results.setdefault(name, result)
-
-        hooks.append(module.register_forward_hook(note))
-    with torch.no_grad():
-        model(tokens, **_plainly(pieces.encoding is not None))
-    for hook in hooks:
-        hook.remove()
-    if pieces.layers not in results:
+    calls = calls_of(model, watched, tokens)
+    if pieces.layers not in calls:
         raise PenstockError(
             f"cannot split a {type(model).__name__}: its layers are not called as modules"
         )
-    return tuple(results), isinstance(results[pieces.layers], tuple)
+    _, result = calls[pieces.layers]
+    return tuple(calls), isinstance(result, tuple)
 
 
 # ---------------------------------------------------------------- whole and in parts
@@ -274,122 +315,111 @@ class _Small:
     def whole(
         self, begin: int = 0, end: int = TOKENS, mask: Tensor | None = None
     ) -> Tensor:
-        """The logits of the whole model for some of the tokens of each row."""
-        arguments: dict[str, Any] = dict(_plainly(self.pieces.encoding is not None))
+        """The logits of the whole model for some of the tokens of each row; zeros for padding."""
+        arguments: dict[str, Any] = {}
         if mask is not None:
             arguments["attention_mask"] = mask
         if self.types is not None:
             arguments["token_type_ids"] = self.types[:, begin:end]
         logits: Tensor = self.model(self.tokens[:, begin:end], **arguments).logits
-        return logits
+        return _without_padding(logits, mask)
 
     def documents(self) -> Tensor:
         """The logits of the whole model for the two documents of each row, one by one."""
         return torch.cat([self.whole(0, BORDER), self.whole(BORDER)], dim=1)
 
     def parts(self, mask: Tensor | None = None, packed: bool = False) -> Tensor:
-        """The logits of two parts, one after the other."""
+        """The logits of two parts, one after the other; zeros for padding."""
         layers = range(self.model.config.num_hidden_layers)
         cut = max(1, len(layers) // 2)
-        first = self.runner(layers[:cut], (True, False))
-        last = self.runner(layers[cut:], (False, True))
+        first = self.runner(Portion(layers[:cut], True, False))
+        last = self.runner(Portion(layers[cut:], False, True))
         pieces = [two_documents(self.tokens) if packed else None for _ in range(2)]
         x = first(self.tokens, pieces[0], self.types, mask)
-        return last(x, pieces[1], None, mask)
+        return _without_padding(last(x, pieces[1], None, mask), mask)
 
-    def runner(self, layers: range, ends: tuple[bool, bool]) -> Runner:
+    def runner(self, portion: Portion) -> Runner:
         """A part of the model."""
-        kind = runner_class(self.pieces)
-        return kind(self.model, self.pieces, self.model, layers, ends)
+        return runner_of(self.model, self.pieces, self.model, portion)
+
+    def fault_of_gradients(self, what: str, expected: Tensor, found: Tensor) -> str:
+        """Which weight has another gradient for the logits of the parts; empty if none has."""
+        gradients, own = self._gradients(expected), self._gradients(found)
+        least = 0.0
+        if self.pieces.encoding is not None:
+            largest = max(float(one.abs().max()) for one in gradients.values())
+            least = SMALL_GRADIENT * largest
+        for name, gradient in gradients.items():
+            if name not in own or not near(own[name], gradient, least):
+                return f"the gradient of {name} in its parts is not that of the whole model{what}"
+        return ""
+
+    def _gradients(self, logits: Tensor) -> dict[str, Tensor]:
+        """The gradients of the weights for a sum of the logits, in which each has a weight of its own."""
+        weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
+        torch.autograd.backward((logits * weights).sum())
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = parameter.grad
+                parameter.grad = None
+        return found
 
 
-class _Case(NamedTuple):
-    """Rows that the whole model and its parts compute alike, where they count."""
-
-    what: str  # empty if there are no others
-    counted: Tensor
-    whole: Callable[[], Tensor]
-    parts: Callable[[], Tensor]
+def _without_padding(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return logits if mask is None else logits.where(mask[..., None] == 1, 0.0)
 
 
 def _fault_of_parts(small: _Small) -> str:
     """What is wrong when two parts run one after the other; empty if they are the whole model."""
-    every = torch.ones_like(small.tokens)
-    cases = [_Case("", every, small.whole, small.parts)]
+    plain: Ways = small.whole, small.parts
+    ways = {"": plain}
     if small.pieces.encoding is not None:
         mask = torch.ones_like(small.tokens)
         mask[0, -PADDING:] = 0
-        cases = [
-            _Case("rows of text", every, small.whole, small.parts),
-            _Case(
-                *("rows with padding", mask),
-                *(partial(small.whole, mask=mask), partial(small.parts, mask)),
-            ),
-            _Case(
-                *("documents in one row", every),
-                *(small.documents, partial(small.parts, packed=True)),
-            ),
-        ]
-    return next(filter(None, (_fault_of_case(small, case) for case in cases)), "")
-
-
-def _fault_of_case(small: _Small, case: _Case) -> str:
-    """Where the logits that count, or the gradients, are not those of the whole model; empty if they all are."""
-    counted = case.counted[..., None] == 1
-    expected = case.whole().where(counted, 0.0)
-    expected_gradients = _gradients(small.model, expected)
-    given = f" for {case.what}" if case.what else ""
-    comma = "," if case.what else ""
-    try:
-        found = case.parts().where(counted, 0.0)
-    except Exception as error:
-        return f"its forward does not run in parts{comma}{given} ({first_line(error)})"
-    if not near(found, expected):
-        return f"its parts, one after the other, do not give its logits{given}"
-    least = 0.0
-    if small.pieces.encoding is not None:
-        largest = max(float(one.abs().max()) for one in expected_gradients.values())
-        least = SMALL_GRADIENT * largest
-    found_gradients = _gradients(small.model, found)
-    for name, gradient in expected_gradients.items():
-        if name not in found_gradients or not near(
-            found_gradients[name], gradient, least
-        ):
-            return f"the gradient of {name} in its parts is not that of the whole model{comma}{given}"
-    return ""
-
-
-def _gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
-    """The gradients of the weights for a sum of the logits, in which each has a weight of its own."""
-    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
-    torch.autograd.backward((logits * weights).sum())
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad
-            parameter.grad = None
-    return found
+        padded = partial(small.whole, mask=mask), partial(small.parts, mask)
+        packed = small.documents, partial(small.parts, packed=True)
+        ways = {
+            " for rows of text": plain,
+            " for rows with padding": padded,
+            " for documents in one row": packed,
+        }
+    return first_fault(
+        Case(
+            f"its forward does not run in parts{what}",
+            f"its parts, one after the other, do not give its logits{what}",
+            whole,
+            parts,
+            partial(small.fault_of_gradients, what),
+        )
+        for what, (whole, parts) in ways.items()
+    )
 
 
 @torch.no_grad()
 def _fault_of_slices(small: _Small) -> str:
     """Why a decoder cannot run slice by slice; empty if it can."""
     layers = range(small.model.config.num_hidden_layers)
-    runner = small.runner(layers, (True, True))
-    whole = small.whole()
-    try:
+    runner = small.runner(Portion(layers, True, True))
+
+    def slices() -> Tensor:
         for layer in runner.layers:
             assert isinstance(layer, LayerCall)
             attention_of(layer.layer)
-        logits = in_slices(runner, small.tokens)
-    except Exception as error:
-        return f"its layers do not go on from the keys and values of earlier slices ({first_line(error)})"
-    if not near(logits, whole):
-        return "its slices do not give the logits of the whole sequence"
-    packed = runner(small.tokens, two_documents(small.tokens))
-    if not near(packed[:, BORDER:], small.whole(BORDER)):
-        return "documents in one row do not give the logits that they give alone"
-    return ""
+        return in_slices(runner, small.tokens)
+
+    def documents() -> Tensor:
+        return runner(small.tokens, two_documents(small.tokens))[:, BORDER:]
+
+    refuses = "its layers do not go on from the keys and values of earlier slices"
+    sliced = "its slices do not give the logits of the whole sequence"
+    packed = "documents in one row do not give the logits that they give alone"
+    return first_fault(
+        [
+            Case(refuses, sliced, small.whole, slices),
+            Case(packed, packed, partial(small.whole, BORDER), documents),
+        ]
+    )
 
 
 # ---------------------------------------------------------------- encoders
@@ -408,11 +438,8 @@ def _why_no_encoder(model: Any, tokens: Tensor) -> str:
 def trial_words(model: Any, rows: int, tokens: int, special: bool = True) -> Tensor:
     """Random words; if wanted, also those with a meaning of their own, which are otherwise left out."""
     vocabulary = range(model.config.vocab_size)
-    with_meaning = []
-    for key in WORDS_IN_CONFIG:
-        word: Any = getattr(model.config, key, None)
-        if word in vocabulary:
-            with_meaning.append(word)
+    named: list[Any] = [getattr(model.config, key, None) for key in WORDS_IN_CONFIG]
+    with_meaning = [word for word in named if word in vocabulary]
     plain = torch.tensor([word for word in vocabulary if word not in with_meaning])
     drawn = torch.randint(0, len(plain), (rows, tokens))
     words = plain[drawn]
@@ -424,47 +451,39 @@ def trial_words(model: Any, rows: int, tokens: int, special: bool = True) -> Ten
 
 def find_encoding(model: Any, pieces: Pieces, plain: Tensor, words: Tensor) -> Encoding:
     """How a model counts positions and whether it takes types; `words` has padding where `plain` has none."""
-    embeddings = f"{pieces.base}.{pieces.before[0]}"
-    types = _takes_types(model)
-    for name, module in model.get_submodule(embeddings).named_modules():
-        if not isinstance(module, nn.Embedding) or not name:
-            continue
-        positions = _looked_up(model, module, plain)
-        if positions is None or not _counts_up(positions):
-            continue
-        first = int(positions[0, 0])
-        with_padding = _looked_up(model, module, words)
+    asked = inspect.signature(type(model).forward).parameters
+    kinds = getattr(model.config, "type_vocab_size", 0)
+    types = "token_type_ids" in asked and bool(kinds)
+    embeddings = model.get_submodule(f"{pieces.base}.{pieces.before[0]}")
+    tables = {
+        name: module
+        for name, module in embeddings.named_modules()
+        if isinstance(module, nn.Embedding) and name
+    }
+    found = _looked_up(model, tables, plain)
+    with_padding = _looked_up(model, tables, words)
+    for name, positions in found.items():
+        if not bool((positions.diff(dim=1) == 1).all()):
+            continue  # They do not count up.
         padding = getattr(model.config, "pad_token_id", None)
-        if with_padding is None or torch.equal(with_padding, positions):
+        if torch.equal(with_padding.get(name, positions), positions):
             padding = None  # It is counted like any other word.
-        table = f"{embeddings}.{name}"
-        return Encoding(first, padding, table, types)
+        table = f"{pieces.base}.{pieces.before[0]}.{name}"
+        return Encoding(int(positions[0, 0]), padding, table, types)
     return Encoding(types=types)
 
 
-def _takes_types(model: Any) -> bool:
-    """Whether a model tells segments apart."""
-    asked = inspect.signature(type(model).forward).parameters
-    known = getattr(model.config, "type_vocab_size", 0)
-    return "token_type_ids" in asked and bool(known)
-
-
-def _counts_up(positions: Tensor) -> bool:
-    """Whether each number of a row is one more than the number before it."""
-    steps = positions.diff(dim=1)
-    return bool((steps == 1).all())
-
-
-def _looked_up(model: Any, table: nn.Embedding, words: Tensor) -> Tensor | None:
-    """What a table is asked for, a row for each row of words; None if it is not asked for that many."""
-    asked: list[Tensor] = []
-    hook = table.register_forward_pre_hook(lambda _, given: asked.append(given[0]))
-    with torch.no_grad():
-        model(words)
-    hook.remove()
-    if not asked or asked[0].shape[-1:] != words.shape[-1:]:
-        return None
-    return asked[0].expand_as(words)
+def _looked_up(
+    model: Any, tables: Mapping[str, nn.Module], words: Tensor
+) -> dict[str, Tensor]:
+    """What tables are asked for, a row for each row of words; without those that are not asked for that many."""
+    calls = calls_of(model, tables, words)
+    asked = {name: calls[name][0][0] for name in tables if name in calls}
+    return {
+        name: places.expand_as(words)
+        for name, places in asked.items()
+        if places.shape[-1:] == words.shape[-1:]
+    }
 
 
 # ---------------------------------------------------------------- what a user has changed
@@ -478,218 +497,159 @@ class Trait(NamedTuple):
 
 
 Stock: TypeAlias = frozenset[tuple[str, Trait]]  # traits, by the name of the piece
+Own: TypeAlias = dict[str, Trait]  # what is not stock, by its path in the whole model
 
 
-def traits(module: nn.Module) -> Iterator[tuple[str, Trait]]:
-    """The traits of a module and of all modules inside, by their paths."""
-    for path, one in module.named_modules():
-        words = ("*" if word.isdigit() else word for word in path.split("."))
-        forward = vars(one).get("forward")
-        if forward is None or getattr(forward, "__module__", "").startswith(OURS):
-            forward = type(one).forward
-        forward = getattr(forward, "__func__", forward)
-        yield path, Trait(".".join(words), type(one), forward, has_hook(one))
+def _traits(
+    model: nn.Module, pieces: Pieces, portion: Portion
+) -> Iterator[tuple[str, str, Trait]]:
+    """The traits of all modules of a part, each with the name of its piece in a stock, and with its path."""
+    for name, path in _paths(pieces, portion):
+        for inner, one in model.get_submodule(path).named_modules():
+            words = ("*" if word.isdigit() else word for word in inner.split("."))
+            forward = vars(one).get("forward")
+            if forward is None or getattr(forward, "__module__", "").startswith(OURS):
+                forward = type(one).forward
+            forward = getattr(forward, "__func__", forward)
+            trait = Trait(".".join(words), type(one), forward, bool(_hook_of(one)))
+            yield name, f"{path}.{inner}".removesuffix("."), trait
 
 
 def stock_of(model: nn.Module, pieces: Pieces) -> Stock:
     """The traits of a model as transformers makes it. All layers have the name of their list."""
     count = len(list(model.get_submodule(f"{pieces.base}.{pieces.layers}").children()))
-    found = set()
-    for name, path in _paths(pieces, range(count), (True, True)):
-        for _, trait in traits(model.get_submodule(path)):
-            found.add((name, trait))
-    return frozenset(found)
-
-
-def own_traits(
-    part: nn.Module, pieces: Pieces, layers: range, ends: tuple[bool, bool]
-) -> Stock:
-    """The traits of a part that no model of transformers' own modules has."""
-    found = set()
-    for name, path in _paths(pieces, layers, ends):
-        for _, trait in traits(part.get_submodule(path)):
-            if (name, trait) not in pieces.stock:
-                found.add((path, trait))
-    return frozenset(found)
-
-
-def _paths(
-    pieces: Pieces, layers: range, ends: tuple[bool, bool]
-) -> Iterator[tuple[str, str]]:
-    """The name in a stock, and the path in the model, of each piece of a part."""
-    first, last = ends
-    names = (*(pieces.before if first else ()), *(pieces.after if last else ()))
-    for name in (*names, *pieces.everywhere):
-        yield name, f"{pieces.base}.{name}"
-    for name in pieces.outside if last else ():
-        yield name, name
-    for number in layers:
-        yield pieces.layers, f"{pieces.base}.{pieces.layers}.{number}"
-
-
-@dataclass(frozen=True, slots=True)
-class OwnPiece:
-    """A piece of a part that is to be tried: a layer by its number, or what is before or after all layers."""
-
-    layers: range
-    ends: tuple[bool, bool]
-    paths: tuple[str, ...]  # of the modules that it consists of
-    own: str  # the path of the first module that is not transformers' own
-
-
-def fault_of_own_modules(
-    part: nn.Module,
-    source: Runner,
-    pieces: Pieces,
-    layers: range,
-    ends: tuple[bool, bool],
-) -> str:
-    """Why a part cannot run slice by slice or packed because of a user's own modules; empty if it can.
-
-    A part without numbers is not tried, nor is one whose numbers several processes share.
-    """
-    tried = list(_own_pieces(part, pieces, layers, ends))
-    if not tried or not _has_numbers(part):
-        return ""
-    with BUILDING:  # ranks may be threads that hold the same part
-        for piece in tried:
-            fault = _fault_of(part, source, pieces, piece)
-            if fault:
-                kind = type(part.get_submodule(piece.own)).__name__
-                return (
-                    f"{piece.own} ({kind}) is not as transformers has it, and {fault}"
-                )
-    return ""
-
-
-def _has_numbers(part: nn.Module) -> bool:
-    plain = (Tensor, nn.Parameter)
-    return all(
-        not p.is_meta and (type(p) in plain or not hasattr(p, "device_mesh"))
-        for p in part.parameters()
+    everything = Portion(range(count), True, True)
+    return frozenset(
+        (name, trait) for name, _, trait in _traits(model, pieces, everything)
     )
 
 
-def _own_pieces(
-    part: nn.Module, pieces: Pieces, layers: range, ends: tuple[bool, bool]
-) -> Iterator[OwnPiece]:
-    """The pieces of a part with modules that are not transformers' own.
+def own_modules(part: nn.Module, pieces: Pieces, portion: Portion) -> Own:
+    """The modules of a part that no model of transformers' own modules has; those of its layers come first."""
+    return {
+        path: trait
+        for name, path, trait in _traits(part, pieces, portion)
+        if (name, trait) not in pieces.stock
+    }
 
-    What every part has a copy of is tried with each of the layers, which use it.
+
+def _paths(pieces: Pieces, portion: Portion) -> Iterator[tuple[str, str]]:
+    """The name in a stock, and the path in the model, of each piece of a part."""
+    for number in portion.layers:
+        yield pieces.layers, f"{pieces.base}.{pieces.layers}.{number}"
+    before = pieces.before if portion.first else ()
+    after = pieces.after if portion.last else ()
+    for name in (*before, *after, *pieces.everywhere):
+        yield name, f"{pieces.base}.{name}"
+    for name in pieces.outside if portion.last else ():
+        yield name, name
+
+
+def fault_of_own_modules(part: nn.Module, source: Runner, portion: Portion) -> str:
+    """Why a part cannot run slice by slice or packed because of a user's own modules; empty if it can.
+
+    Each of its layers is tried alone, and so is what comes before and after all layers. A part without numbers is not
+    tried, nor is one whose numbers several processes share.
     """
-    first, last = ends
-    sides = [(range(number, number + 1), (False, False)) for number in layers]
-    sides += [(range(0), (True, False))] if first else []
-    sides += [(range(layers.stop, layers.stop), (False, True))] if last else []
-    for numbers, its_ends in sides:
-        named = list(_paths(pieces, numbers, its_ends))
-        mine = [one for one in named if one[0] not in pieces.everywhere]
-        for name, path in [*mine, *named] if numbers else mine:
-            own = _first_own(part, path, name, pieces.stock)
-            if own:
-                paths = tuple(path for _, path in named)
-                yield OwnPiece(numbers, its_ends, paths, own)
-                break
-
-
-def _first_own(part: nn.Module, path: str, name: str, stock: Stock) -> str:
-    """The path of the first module in a piece that is not transformers' own; empty if all are."""
-    for inner, trait in traits(part.get_submodule(path)):
-        if (name, trait) not in stock:
-            return f"{path}.{inner}" if inner else path
+    plain = (Tensor, nn.Parameter)
+    for p in part.parameters():
+        if p.is_meta or (type(p) not in plain and hasattr(p, "device_mesh")):
+            return ""
+    layers = portion.layers
+    tried = [Portion(range(number, number + 1), False, False) for number in layers]
+    if portion.first:
+        tried.append(Portion(range(0), True, False))
+    if portion.last:
+        tried.append(Portion(range(layers.stop, layers.stop), False, True))
+    with BUILDING:  # ranks may be threads that hold the same part
+        for piece in tried:
+            own = next(iter(own_modules(part, source.pieces, piece)), "")
+            fault = _fault_of(part, source, piece) if own else ""
+            if fault:
+                kind = type(part.get_submodule(own)).__name__
+                return f"{own} ({kind}) is not as transformers has it, and {fault}"
     return ""
 
 
-def _fault_of(part: nn.Module, source: Runner, pieces: Pieces, piece: OwnPiece) -> str:
+def _fault_of(part: nn.Module, source: Runner, piece: Portion) -> str:
     """What is wrong with a piece in slices or in packed rows; empty if nothing is.
 
     It is tried with its own weights and with random ones, because a gate may be closed in a model that is not trained.
     """
     try:
         with torch.no_grad():
-            for random in (False, True):
-                trial = _Trial(part, source, pieces, piece, random)
-                fault = trial.fault()
-                if fault:
-                    return fault
+            own = _try_copy(part, source, piece, drawn=False)
+            return own or _try_copy(part, source, piece, drawn=True)
     except Exception as error:  # a module may raise anything
         return f"it cannot be tried on slices and packed rows ({first_line(error)})"
-    return ""
 
 
-class _Trial:
-    """One piece, which runs on copies of its modules. `training` is the mode in which they run."""
+def _try_copy(part: nn.Module, source: Runner, piece: Portion, drawn: bool) -> str:
+    """What is wrong with copies of the modules of a piece, whose weights may be drawn anew.
 
-    def __init__(
-        self,
-        part: nn.Module,
-        source: Runner,
-        pieces: Pieces,
-        piece: OwnPiece,
-        random: bool,
-    ) -> None:
-        self.part = part
-        self.source = source
-        self.pieces = pieces
-        self.piece = piece
-        self.random = random
-        self.training = True
-        weights = [p for p in part.parameters() if p.is_floating_point()]
-        self.dtype = weights[0].dtype if weights else torch.float32
-        self.device = weights[0].device if weights else torch.device("cpu")
-        self.x = self._input()
+    Numbers that are too large tell nothing.
+    """
+    numbers = (p for p in part.parameters() if p.is_floating_point())
+    like = next(numbers, torch.zeros(0))
+    slack = max(SLACK, ROUNDINGS * torch.finfo(like.dtype).eps)
+    pieces: Pieces = source.pieces
+    x = _random_input(source.model.config, piece, like)
+    training = True
 
-    def fault(self) -> str:
-        """What is wrong; empty if nothing is, or if the numbers are too large to tell."""
-        whole = self.run(0, TOKENS)
-        if not self.near(self.run(0, TOKENS), whole):
-            self.training = False  # It draws random numbers.
-            whole = self.run(0, TOKENS)
-        if not whole.isfinite().all():
-            return ""
-        slices = self.pieces.encoding is None and self.pieces.cached
-        if slices and not self.near(in_slices(self.runner(), self.x), whole):
-            return "with it, slices do not give what the whole sequence gives"
-        alone = self.run(BORDER, TOKENS)
-        packed = self.runner()(self.x, two_documents(self.x))
-        if not self.near(packed[:, BORDER:], alone):
-            return "with it, documents in one row do not give what they give alone"
-        return ""
-
-    def _input(self) -> Tensor:
-        dice = torch.Generator().manual_seed(SEED)
-        config: Any = self.source.model.config
-        first, _ = self.piece.ends
-        if first:
-            words = torch.randint(config.vocab_size, (2, TOKENS), generator=dice)
-            return words.to(self.device)
-        x = torch.randn(2, TOKENS, config.hidden_size, generator=dice)
-        return x.to(self.device, self.dtype)
-
-    def runner(self) -> Runner:
-        """The model with copies of the piece's modules."""
-        held = nn.Module()
-        memo: dict[int, Any] = {}
-        for path in self.piece.paths:
-            graft(held, path, copy.deepcopy(self.part.get_submodule(path), memo))
-        held.train(self.training)
-        for module in held.modules():
-            if _drops(module):
-                module.training = False
-        if self.random:
+    def runner() -> Runner:
+        held = _copied(part, pieces, piece, training)
+        if drawn:
             _draw(held)
-        kind = runner_class(self.pieces)
-        model, piece = self.source.model, self.piece
-        return kind(model, self.pieces, held, piece.layers, piece.ends)
+        return runner_of(source.model, pieces, held, piece)
 
-    def run(self, begin: int, end: int) -> Tensor:
-        """Some of the tokens as a sequence of their own."""
-        return self.runner()(self.x[:, begin:end], None)
+    def alone(begin: int, end: int) -> Tensor:
+        return runner()(x[:, begin:end], None)
 
-    def near(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two results differ by no more than rounding in the type of the weights."""
-        slack = max(SLACK, ROUNDINGS * torch.finfo(self.dtype).eps)
-        return one.shape == other.shape and near(one, other, slack=slack)
+    whole = alone(0, TOKENS)
+    if not near(alone(0, TOKENS), whole, slack=slack):
+        training = False  # It draws random numbers.
+        whole = alone(0, TOKENS)
+    if not whole.isfinite().all():
+        return ""
+    sliced = "with it, slices do not give what the whole sequence gives"
+    packed = "with it, documents in one row do not give what they give alone"
+    cases = [
+        Case(
+            packed,
+            packed,
+            lambda: alone(BORDER, TOKENS),
+            lambda: runner()(x, two_documents(x))[:, BORDER:],
+        )
+    ]
+    if pieces.encoding is None and pieces.cached:
+        slices = Case(sliced, sliced, lambda: whole, lambda: in_slices(runner(), x))
+        cases.insert(0, slices)
+    return first_fault(cases, slack)
+
+
+def _random_input(config: Any, piece: Portion, like: Tensor) -> Tensor:
+    """Words for what comes before all layers, and hidden states for the others."""
+    dice = torch.Generator().manual_seed(SEED)
+    if piece.first:
+        words = torch.randint(config.vocab_size, (2, TOKENS), generator=dice)
+        return words.to(like.device)
+    x = torch.randn(2, TOKENS, config.hidden_size, generator=dice)
+    return x.to(like)
+
+
+def _copied(
+    part: nn.Module, pieces: Pieces, piece: Portion, training: bool
+) -> nn.Module:
+    """Copies of the modules of a piece, in which nothing drops."""
+    held = nn.Module()
+    memo: dict[int, Any] = {}
+    for _, path in _paths(pieces, piece):
+        graft(held, path, copy.deepcopy(part.get_submodule(path), memo))
+    held.train(training)
+    for module in held.modules():
+        if _drops(module):
+            module.training = False
+    return held
 
 
 def _draw(held: nn.Module) -> None:
@@ -699,12 +659,9 @@ def _draw(held: nn.Module) -> None:
         if not parameter.is_floating_point():
             continue
         drawn = torch.randn(parameter.shape, generator=dice)
-        drawn = (
-            drawn / parameter.shape[-1] ** 0.5
-            if parameter.dim() > 1
-            else 1 + 0.2 * drawn
-        )
-        parameter.data.copy_(drawn)
+        is_matrix = parameter.dim() > 1
+        scaled = drawn / parameter.shape[-1] ** 0.5 if is_matrix else 1 + 0.2 * drawn
+        parameter.data.copy_(scaled)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -754,11 +711,6 @@ def refuse_own_calls(
                 f"cannot split this {type(model).__name__}: {path} has {hook}, but every part gets a copy of this "
                 f"module, so the hook would run once for each part\n  {way_out}"
             )
-
-
-def has_hook(module: nn.Module) -> bool:
-    """Whether a hook runs before or after the forward or backward of a module."""
-    return bool(_hook_of(module))
 
 
 def _hook_of(module: nn.Module) -> str:

@@ -181,7 +181,7 @@ class Part(nn.Module):
         self.tied_buffers: dict[str, str] = {}
         self.runner: hf_part.Runner | None = None  # of a Hugging Face model
         # What of a Hugging Face model is a user's own, and the fault that a trial of it has found.
-        self.tried: tuple[frozenset[object], str] | None = None
+        self.tried: tuple[hf_trial.Own, str] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -226,17 +226,18 @@ class Part(nn.Module):
 
     def try_own_modules(self) -> str:
         """Why a user's own modules in a Hugging Face model do not go with slices and packed rows; "" if they do."""
-        pieces = self.anatomy.pieces
-        if self.runner is None or pieces is None:
+        if self.runner is None:
             return ""
-        layers, ends = range(self.begin, self.end), (self.first, self.last)
-        own = hf_trial.own_traits(self, pieces, layers, ends)
+        own = hf_trial.own_modules(self, self.runner.pieces, self.portion)
         if self.tried is None or self.tried[0] != own:
-            fault = hf_trial.fault_of_own_modules(
-                self, self.runner, pieces, layers, ends
-            )
+            fault = hf_trial.fault_of_own_modules(self, self.runner, self.portion)
             self.tried = own, fault
         return self.tried[1]
+
+    @property
+    def portion(self) -> hf_part.Portion:
+        """Which pieces of the model it has."""
+        return hf_part.Portion(range(self.begin, self.end), self.first, self.last)
 
     @property
     def remembers_lengths(self) -> bool:
@@ -469,6 +470,4 @@ def _fill(part: Part, model: nn.Module) -> None:
         source = (
             model.runner.model if isinstance(model, Part) and model.runner else model
         )
-        layers, ends = range(part.begin, part.end), (part.first, part.last)
-        runner = hf_part.runner_class(pieces)
-        part.runner = runner(source, pieces, part, layers, ends)
+        part.runner = hf_part.runner_of(source, pieces, part, part.portion)
