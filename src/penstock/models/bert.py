@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from penstock.errors import ShapeError
 from penstock.families import BertConfig
 from penstock.models.attention import token_positions
-from penstock.models.hf import rename
+from penstock.models.hf import rename, saved_once
+from penstock.models.layer import GeluMLP
 from penstock.models.slice import Slice
 from penstock.models.split import Stack, draw_weights
 
@@ -83,20 +84,6 @@ class BertAttention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
-class BertMLP(nn.Module):
-    """The MLP of a layer: down(gelu(up(x)))."""
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, config.inner)
-        self.down = nn.Linear(config.inner, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to each token."""
-        y: Tensor = self.down(F.gelu(self.up(x)))
-        return y
-
-
 class BertLayer(nn.Module):
     """Attention, then MLP. Each is added to x, and the sum is normed."""
 
@@ -104,7 +91,7 @@ class BertLayer(nn.Module):
         super().__init__()
         self.attention = BertAttention(config)
         self.attention_norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.mlp = BertMLP(config)
+        self.mlp = GeluMLP(config.width, config.inner)
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
 
     def forward(
@@ -209,9 +196,7 @@ def bert_to_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Ten
     Hugging Face has the output bias twice. If weights are tied, both are the same; otherwise only the decoder's is
     used.
     """
-    once = dict(state)
+    names = BERT_NAMES
     if not config.tied:
-        decoder_bias = "cls.predictions.decoder.bias"
-        return rename(once, BERT_NAMES | {"head.output.bias": decoder_bias})
-    once.pop("head.output.weight", None)
-    return rename(once, BERT_NAMES)
+        names = BERT_NAMES | {"head.output.bias": "cls.predictions.decoder.bias"}
+    return rename(saved_once(state, config.tied), names)

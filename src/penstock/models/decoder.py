@@ -17,12 +17,12 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -201,7 +201,7 @@ def _encoding_of(sizes: EncoderConfig) -> Encoding:
 
 def _encoder_of(sizes: DecoderConfig, config: Any) -> EncoderConfig:
     """The sizes of an encoder. Its positions are those that words can have: a RoBERTa has two more."""
-    values = {item.name: getattr(sizes, item.name) for item in fields(sizes)}
+    values = asdict(sizes)
     encoding = _encoding_of(EncoderConfig(**values))
     if encoding.table:
         values["positions"] = sizes.positions - encoding.first
@@ -430,7 +430,7 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
     Meanwhile transformers replaces methods of all its models, so ranks that are threads take turns. Weights that are
     missing or have another shape are refused: transformers would draw them at random.
     """
-    with BUILDING, LoadReport() as report:
+    with BUILDING, held_reports() as reports:
         try:
             model, told = auto_class(sizes).from_pretrained(
                 folder,
@@ -440,42 +440,15 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
                 ignore_mismatched_sizes=True,  # they are refused below
             )
         except Exception as error:  # of transformers, which reads files in many ways
-            raise _unreadable(folder, error, report) from None
-    _refuse_missing(folder, sizes, told["missing_keys"])
-    _refuse_misshapen(folder, sizes, told["mismatched_keys"])
-    report.log()
-    return dict(model.state_dict())
-
-
-def _unreadable(folder: Path, error: Exception, report: LoadReport) -> FileError:
-    """The error for weights that transformers does not read at all."""
-    unmade = report.unmade_weight()
-    if unmade is None:
-        what = f"transformers cannot read the weights in {folder}: {_reason(error)}"
-    else:
-        what = (
-            f"transformers cannot put {unmade} together from the tensors in {folder}: one of them is missing or has "
-            "another shape"
-        )
-    return FileError(
-        f"{what}\n  is config.json that of these weights? if it is, copy or download the files again"
-    )
-
-
-def _refuse_missing(
-    folder: Path, sizes: DecoderConfig, missing: Collection[str]
-) -> None:
+            raise _unreadable(folder, error, reports) from None
+    missing: Collection[str] = told["missing_keys"]
+    misshapen: Collection[Misshapen] = told["mismatched_keys"]
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise FileError(
             f"{folder} has no weights {min(missing)}{more}, which a {sizes.architecture} needs\n"
             "  is config.json that of these weights? train new weights with model.config instead"
         )
-
-
-def _refuse_misshapen(
-    folder: Path, sizes: DecoderConfig, misshapen: Collection[Misshapen]
-) -> None:
     if misshapen:
         name, found, needed = min(misshapen)
         raise FileError(
@@ -483,6 +456,28 @@ def _refuse_misshapen(
             f"{tuple(found)} instead of {tuple(needed)}\n"
             "  is config.json that of these weights?"
         )
+    for report in reports:
+        LOADER.handle(report)
+    return dict(model.state_dict())
+
+
+def _unreadable(
+    folder: Path, error: Exception, reports: Iterable[logging.LogRecord]
+) -> FileError:
+    """The error for weights that transformers does not read at all."""
+    rows = (UNMADE.search(report.getMessage()) for report in reports)
+    # The first weight that could not be put together from several tensors of the files.
+    unmade = next(filter(None, rows), None)
+    if unmade is None:
+        what = f"transformers cannot read the weights in {folder}: {_reason(error)}"
+    else:
+        what = (
+            f"transformers cannot put {unmade['name']} together from the tensors in {folder}: one of them is missing or "
+            "has another shape"
+        )
+    return FileError(
+        f"{what}\n  is config.json that of these weights? if it is, copy or download the files again"
+    )
 
 
 LOADER = logging.getLogger("transformers.modeling_utils")
@@ -490,40 +485,20 @@ UNMADE = re.compile(r"^(?P<name>\S+) *\| *CONVERSION", re.MULTILINE)
 TITLES = ("LOAD REPORT", "Some weights of")  # the second one is of transformers 4
 
 
-# ---------------------------------------------------------------- what transformers logs
-class LoadReport(logging.Filter):
-    """Holds back the reports of transformers on one load, until `log`."""
+@contextmanager
+def held_reports() -> Iterator[list[logging.LogRecord]]:
+    """Hold back the reports of transformers on one load, in a list; every other message passes."""
+    held: list[logging.LogRecord] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def __enter__(self) -> Self:
-        """Hold back the reports from now on."""
-        LOADER.addFilter(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Let all that transformers logs pass again."""
-        LOADER.removeFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Hold back a report, and let every other message pass."""
+    def passes(record: logging.LogRecord) -> bool:
         message = record.getMessage()
         is_report = any(title in message for title in TITLES)
         if is_report:
-            self.records.append(record)
+            held.append(record)
         return not is_report
 
-    def log(self) -> None:
-        """Log what was held back."""
-        for record in self.records:
-            LOADER.handle(record)
-
-    def unmade_weight(self) -> str | None:
-        """The first weight that could not be put together from several tensors of the files."""
-        for record in self.records:
-            row = UNMADE.search(record.getMessage())
-            if row:
-                return row["name"]
-        return None
+    LOADER.addFilter(passes)
+    try:
+        yield held
+    finally:
+        LOADER.removeFilter(passes)

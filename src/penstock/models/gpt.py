@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.families import GPTConfig
 from penstock.models.attention import attend, token_positions
-from penstock.models.hf import inverse_names, rename
-from penstock.models.layer import NormedHead, PreNormLayer
+from penstock.models.hf import inverse_names, rename, saved_once
+from penstock.models.layer import GeluMLP, NormedHead, PreNormLayer
 from penstock.models.slice import Slice
 from penstock.models.split import Decoder, draw_weights
 
@@ -82,26 +81,13 @@ class GPTAttention(nn.Module):
         return q, k, v
 
 
-class GPTMLP(nn.Module):
-    """The MLP of a layer: down(gelu(up(x)))."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, config.inner)
-        self.down = nn.Linear(config.inner, config.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to each token."""
-        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return y
-
-
 class GPTLayer(PreNormLayer):
     """Attention, then MLP. Each reads a normed x and is added to x."""
 
     def __init__(self, config: GPTConfig, number: int = 0) -> None:
         norm = partial(nn.LayerNorm, config.width, eps=config.eps)
-        super().__init__(norm, GPTAttention(config), GPTMLP(config), number)
+        mlp = GeluMLP(config.width, config.inner, approximate="tanh")
+        super().__init__(norm, GPTAttention(config), mlp, number)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Return the next hidden state."""
@@ -166,9 +152,7 @@ def gpt_from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Ten
 
 def gpt_to_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """Convert weights back to the names that Hugging Face saves, a tied weight once."""
-    once = dict(state)
-    if config.tied:
-        once.pop("head.output.weight", None)
+    once = saved_once(state, config.tied)
     theirs = _transpose(_regroup(once, (config.heads, 3)))
     return rename(theirs, GPT_NAMES)
 

@@ -312,6 +312,12 @@ def rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, T
     return {_translate(name, names): tensor for name, tensor in state.items()}
 
 
+def saved_once(state: Mapping[str, Tensor], tied: bool) -> dict[str, Tensor]:
+    """Return the weights of one of our models; an output matrix that is tied to the embedding is left out."""
+    left_out = {"head.output.weight"} if tied else set()
+    return {name: tensor for name, tensor in state.items() if name not in left_out}
+
+
 def inverse_names(names: Mapping[str, str]) -> dict[str, str]:
     """Return the mapping in the other direction."""
     return {theirs: ours for ours, theirs in names.items()}

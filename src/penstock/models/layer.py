@@ -1,4 +1,4 @@
-"""The layer and the head that Llama and GPT share, with selective recomputation and dropout.
+"""The layer and the head that Llama and GPT share, the MLP of GPT and Bert, with selective recomputation and dropout.
 
 In a layer, attention and MLP each read a normed x, and are added to it:
 
@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,6 +93,21 @@ class PreNormLayer(nn.Module):
     def run_mlp(self, x: Tensor) -> Tensor:
         """Norm a hidden state, and run the MLP."""
         y: Tensor = self.mlp(self.mlp_norm(x))
+        return y
+
+
+class GeluMLP(nn.Module):
+    """The MLP of a GPT or a Bert: down(gelu(up(x)))."""
+
+    def __init__(self, width: int, inner: int, approximate: str = "none") -> None:
+        super().__init__()
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the MLP to each token."""
+        y: Tensor = self.down(F.gelu(self.up(x), approximate=self.approximate))
         return y
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.families import LlamaConfig
 from penstock.models.attention import attend, token_positions
-from penstock.models.hf import inverse_names, rename
+from penstock.models.hf import inverse_names, rename, saved_once
 from penstock.models.layer import NormedHead, PreNormLayer
 from penstock.models.slice import Slice
 from penstock.models.split import Decoder, draw_weights
@@ -220,7 +220,4 @@ def llama_from_hf(
 
 def llama_to_hf(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
     """Convert weights back to the names that Hugging Face saves, a tied weight once."""
-    once = dict(state)
-    if config.tied:
-        once.pop("head.output.weight", None)
-    return rename(once, LLAMA_NAMES)
+    return rename(saved_once(state, config.tied), LLAMA_NAMES)
