@@ -37,7 +37,7 @@ class Training(NamedTuple):
             "loss": rows[-1].loss,
             "predicted": kind.forecast.seconds if kind.forecast else None,
             "bubble": kind.measured.bubble if kind.measured else None,
-            "predicted_bubble": kind.predicted.bubble if kind.predicted else None,
+            "predicted_bubble": kind.timelines[0][0].bubble if kind.timelines else None,
         }
 
 

@@ -35,7 +35,7 @@ from penstock.train.data.corpus import (
     open_validation,
 )
 from penstock.train.data.files import source_files
-from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
+from penstock.train.data.loader import BatchShape, DocumentCutter, Loader, wanted_by
 from penstock.train.data.masking import masking_of
 from penstock.train.data.stream import TextStream
 from penstock.train.data.tokenizer import tokenizer_of
@@ -266,10 +266,10 @@ def opened(name: str) -> Corpus:
 
 
 # ---------------------------------------------------------------- what is frozen of a corpus
-DEALS = {
-    "whole": Deal(12, 1),
-    "parts": Deal(2, 3, 2),
-    "shard": Deal(2, 2, 1, frozenset({1}), shards=2, shard=1),
+SHAPES = {
+    "whole": BatchShape(12, 1),
+    "parts": BatchShape(2, 3, 2),
+    "shard": BatchShape(2, 2, 1, frozenset({1}), shards=2, shard=1),
 }
 
 
@@ -290,28 +290,28 @@ def corpus_facts(name: str) -> dict[str, object]:
     if hasattr(corpus, "use"):
         uses = [corpus.use(seen, 5) for seen in (7, 5000)]
         found["use"] = [describe_use(one) for one in uses]
-    for way, deal in DEALS.items():
+    for way, shape in SHAPES.items():
         if corpus.trained:
-            found[way] = steps(corpus, deal)
-        loader = Loader(corpus, deal, seed=5)
+            found[way] = steps(corpus, shape)
+        loader = Loader(corpus, shape, seed=5)
         found[f"{way} examined"] = [
             loader.examined(2),
             *map(fingerprint, loader.evaluation(2)),
         ]
     if corpus.apart and corpus.trained:
         cutter = DocumentCutter((2, 3, 2), 7, 4)
-        loader = Loader(corpus, Deal(2, 3), 5, cutter=cutter)
+        loader = Loader(corpus, BatchShape(2, 3), 5, cutter=cutter)
         batches = [batch for _ in range(2) for batch in loader.step()]
         found["cuts"] = [batch.cuts for batch in batches]
     return found
 
 
-def steps(corpus: Corpus, deal: Deal) -> list[object]:
+def steps(corpus: Corpus, shape: BatchShape) -> list[object]:
     """Batches of some steps, and the state after them; a loader that resumes makes the same ones."""
-    first = Loader(corpus, deal, seed=5)
+    first = Loader(corpus, shape, seed=5)
     found: list[object] = []
     for number in range(3):
-        again = Loader(corpus, deal, seed=5)
+        again = Loader(corpus, shape, seed=5)
         again.resume(json.loads(json.dumps(first.state())))
         batches = list(map(fingerprint, first.step()))
         assert batches == list(map(fingerprint, again.step())), f"step {number}"
@@ -361,7 +361,7 @@ def datasets() -> dict[str, object]:
         corpus = open_text(
             replace(data, sources=(str(note),), held_out=0.0), home() / "cache"
         )
-        found[name] = [note.name, corpus.token_count, steps(corpus, Deal(2, 2))]
+        found[name] = [note.name, corpus.token_count, steps(corpus, BatchShape(2, 2))]
     bad: dict[str, Any] = {
         "a text": "text",
         "splits": {"train": TEXTS},
@@ -472,7 +472,7 @@ def errors() -> dict[str, str]:
     note.with_suffix(".bin").unlink()
     found["half encoded"] = refused(with_note)
     corpus = opened("text")
-    loader = Loader(corpus, Deal(1, 1), 5)
+    loader = Loader(corpus, BatchShape(1, 1), 5)
     for key in ("digest", "seed", "length"):
         found[f"resume {key}"] = said(
             partial(loader.resume, {**loader.state(), key: 1})

@@ -691,54 +691,36 @@ def test_a_compiled_part_is_one_graph_there_and_one_back_and_computes_the_same(n
 
 
 # ---------------------------------------------------------------- errors
+PLAIN_SIZES = {"vocab": 96, "width": 32, "layers": 4, "heads": 4, "inner": 64}
+LLAMA_SIZES = PLAIN_SIZES | {"kv_heads": 2}
+SIZES_WITH_POSITIONS = PLAIN_SIZES | {"positions": 16}
+NO_PAIRS = "width / heads must be a multiple of 2 .*: 9 is not"
+NOT_SHARED = "must be a multiple of heads: 30 is not one of 4; 28 or 32 is"
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("kind", "sizes", "change", "words"),
     [
-        ({"width": 0}, "width must be at least 1, not 0"),
-        ({"layers": -1}, "layers must be at least 1, not -1"),
-        (
-            {"width": 30},
-            "width must be a multiple of heads: 30 is not one of 4; 28 or 32 is",
+        (LlamaConfig, LLAMA_SIZES, {"width": 0}, "width must be at least 1, not 0"),
+        (LlamaConfig, LLAMA_SIZES, {"layers": -1}, "layers must be at least 1, not -1"),
+        (LlamaConfig, LLAMA_SIZES, {"width": 30}, f"width {NOT_SHARED}"),
+        (LlamaConfig, LLAMA_SIZES, {"kv_heads": 3}, "4 is not one of 3; 3 or 6 is"),
+        (LlamaConfig, LLAMA_SIZES, {"width": 36}, NO_PAIRS),
+        (LlamaConfig, LLAMA_SIZES, {"eps": 0.0}, "above 0, not 10000.0 and 0.0"),
+        *(
+            (kind, SIZES_WITH_POSITIONS, change, words)
+            for kind in (GPTConfig, BertConfig)
+            for change, words in (
+                ({"positions": 0}, "positions must be at least 1, not 0"),
+                ({"width": 30}, f"width {NOT_SHARED}"),
+                ({"eps": -1.0}, "above 0"),
+            )
         ),
-        (
-            {"kv_heads": 3},
-            "heads must be a multiple of kv_heads: 4 is not one of 3; 3 or 6 is",
-        ),
-        ({"width": 36}, "width / heads must be a multiple of 2 .*: 9 is not"),
-        ({"eps": 0.0}, "above 0, not 10000.0 and 0.0"),
     ],
 )
-def test_sizes_that_make_no_llama_are_named(change, words):
+def test_sizes_that_make_no_model_are_named(kind, sizes, change, words):
     with pytest.raises(ShapeError, match=words):
-        LlamaConfig(
-            **{
-                "vocab": 96,
-                "width": 32,
-                "layers": 4,
-                "heads": 4,
-                "kv_heads": 2,
-                "inner": 64,
-            }
-            | change
-        )
-
-
-@pytest.mark.parametrize("kind", [GPTConfig, BertConfig])
-def test_sizes_that_make_no_gpt_or_bert_are_named(kind):
-    sizes = {
-        "vocab": 96,
-        "width": 32,
-        "layers": 4,
-        "heads": 4,
-        "inner": 64,
-        "positions": 16,
-    }
-    with pytest.raises(ShapeError, match="positions must be at least 1, not 0"):
-        kind(**sizes | {"positions": 0})
-    with pytest.raises(ShapeError, match="30 is not one of 4"):
-        kind(**sizes | {"width": 30})
-    with pytest.raises(ShapeError, match="above 0"):
-        kind(**sizes | {"eps": -1.0})
+        kind(**sizes | change)
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "GPT2LMHeadModel"])
@@ -772,50 +754,84 @@ def test_an_even_partition_differs_by_one_layer_at_most():
         even_partition(3, 4)
 
 
-def test_a_module_that_is_no_decoder_of_transformers_is_refused():
-    with pytest.raises(
-        PenstockError,
-        match=r"(?s)cannot split a Linear: it is not one of transformers' .*Llama, .*GPT-2",
-    ):
-        split(nn.Linear(2, 2), (2, 2))
+class Plain(transformers.LlamaForCausalLM):
+    pass
 
 
-def test_a_class_that_does_more_between_its_pieces_than_parts_do_is_refused():
-    """The layers of an RWKV hand a state to each other, besides the hidden state."""
-    config = transformers.RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4)
-    with pytest.raises(
-        PenstockError,
-        match="cannot split a RwkvForCausalLM: its forward does not run in parts",
-    ):
-        split(transformers.RwkvForCausalLM(config), (2, 2))
+class Scaled(transformers.LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
 
 
-def test_an_encoder_decoder_is_refused():
-    sizes = {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "vocab_size": 96,
-    }
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
-    with pytest.raises(
-        PenstockError, match="two stacks of layers, an encoder and a decoder"
-    ):
-        split(model, (2, 2))
+class Inner(transformers.LlamaModel):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
 
 
-def test_a_decoder_that_does_more_than_parts_do_is_refused():
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**SIZES, **NO_MARKS, add_cross_attention=True)
-    )
-    with pytest.raises(PenstockError, match="add_cross_attention=True"):
-        split(model, (2, 2))
+def with_inner() -> nn.Module:
+    model = Plain(transformers.LlamaConfig(**GATED))
+    model.model = Inner(model.config)
+    return model
+
+
+def impostor() -> nn.Module:
+    """A class that only has the name of a known one."""
+    config = {"config": transformers.LlamaConfig(**GATED)}
+    return type("LlamaForCausalLM", (nn.Module,), config)()
+
+
+def without_norm() -> nn.Module:
     model = THEIRS["LlamaForCausalLM"]()
     del model.model.norm
-    with pytest.raises(PenstockError, match="its base model has no norm"):
-        split(model, (2, 2))
+    return model
+
+
+def rwkv() -> nn.Module:
+    """Its layers pass a state to each other, besides the hidden state."""
+    config = transformers.RwkvConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4)
+    return transformers.RwkvForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, vocab_size=96)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def crossing() -> nn.Module:
+    config = transformers.GPT2Config(**SIZES, **NO_MARKS, add_cross_attention=True)
+    return transformers.GPT2LMHeadModel(config)
+
+
+NOT_THEIRS = "it is not one of transformers' models"
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda: nn.Linear(2, 2),
+            rf"(?s)cannot split a Linear: {NOT_THEIRS}.*Llama, .*GPT-2",
+        ),
+        (impostor, f"cannot split a LlamaForCausalLM: {NOT_THEIRS}"),
+        (rwkv, "cannot split a RwkvForCausalLM: its forward does not run in parts"),
+        (t5, "two stacks of layers, an encoder and a decoder"),
+        (crossing, "add_cross_attention=True"),
+        (without_norm, "its base model has no norm"),
+        (
+            lambda: Scaled(transformers.LlamaConfig(**GATED)),
+            "Scaled overrides forward, and parts would not run it",
+        ),
+        (with_inner, "Inner overrides forward"),
+    ],
+)
+def test_a_model_that_is_more_than_its_parts_is_refused_with_the_reason(build, words):
+    with pytest.raises(PenstockError, match=words):
+        split(build(), (2, 2))
+
+
+def test_a_subclass_without_a_forward_of_its_own_is_split():
+    assert len(split(Plain(transformers.LlamaConfig(**GATED)), (2, 2))) == 2
 
 
 def test_an_attention_that_needs_more_than_a_mask_is_refused():
@@ -824,43 +840,6 @@ def test_an_attention_that_needs_more_than_a_mask_is_refused():
         model.config._attn_implementation = "flex_attention"
         with pytest.raises(PenstockError, match="'flex_attention' cannot run in parts"):
             split(model, (4,))
-
-
-def test_a_subclass_is_split_unless_it_has_a_forward_of_its_own():
-    config = transformers.LlamaConfig(**GATED)
-
-    class Plain(transformers.LlamaForCausalLM):
-        pass
-
-    class Scaled(transformers.LlamaForCausalLM):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    class Inner(transformers.LlamaModel):
-        def forward(self, *args, **kwargs):
-            return super().forward(*args, **kwargs)
-
-    assert len(split(Plain(config), (2, 2))) == 2
-    with pytest.raises(
-        PenstockError,
-        match="Scaled overrides forward, and parts would not run it",
-    ):
-        split(Scaled(config), (2, 2))
-    model = Plain(config)
-    model.model = Inner(config)
-    with pytest.raises(PenstockError, match="Inner overrides forward"):
-        split(model, (2, 2))
-
-
-def test_a_class_that_only_has_the_name_of_a_known_one_is_refused():
-    impostor = type(
-        "LlamaForCausalLM", (nn.Module,), {"config": transformers.LlamaConfig(**GATED)}
-    )()
-    with pytest.raises(
-        PenstockError,
-        match="cannot split a LlamaForCausalLM: it is not one of transformers' models",
-    ):
-        split(impostor, (2, 2))
 
 
 PLAIN = {

@@ -52,7 +52,7 @@ from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
 from penstock.torch_internals import free_bytes
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.data.masking import Masking
 
 pytestmark = [
@@ -365,7 +365,7 @@ def test_segments_of_a_bert_arrive_on_the_gpu_as_on_the_cpu(tmp_path):
     masking = Masking(256, 256, 0.15, ())
     corpus = replace(open_corpus(data, tmp_path), masking=masking)
     batches = [
-        Loader(corpus, Deal(4, 2), 1, torch.device(device)).step()[0]
+        Loader(corpus, BatchShape(4, 2), 1, torch.device(device)).step()[0]
         for device in ("cpu", "cuda")
     ]
     on_cpu, on_gpu = batches

@@ -34,7 +34,7 @@ from penstock.train.after.generate import open_trained
 from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.data.chat import BEGINS, SECOND
 from penstock.train.data.corpus import cut_corpus, open_corpus
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.data.masking import Masking, bert_words, masking_of
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, train_tokenizer
 from penstock.train.history import read_rows
@@ -68,7 +68,7 @@ def same(one: list[Batch], other: list[Batch]) -> bool:
 # ---------------------------------------------------------------- masks
 def test_fifteen_of_a_hundred_words_are_chosen_and_eight_of_ten_of_them_masked():
     corpus = corpus_of()
-    loader = Loader(corpus, Deal(90, 4), seed=1)
+    loader = Loader(corpus, BatchShape(90, 4), seed=1)
     batch = loader.step()[0]  # one epoch
     seen, labels = torch.cat(batch.inputs), torch.cat(batch.labels)
     chosen = labels != -100
@@ -82,7 +82,7 @@ def test_fifteen_of_a_hundred_words_are_chosen_and_eight_of_ten_of_them_masked()
     assert float(masked.float().mean()) == pytest.approx(0.8, abs=0.03)
     assert float(stays.float().mean()) == pytest.approx(0.1, abs=0.03)
     assert int(seen[chosen][~masked].max()) < 256
-    plain = Loader(replace(corpus, masking=None), Deal(90, 4), seed=1).step()[0]
+    plain = Loader(replace(corpus, masking=None), BatchShape(90, 4), seed=1).step()[0]
     assert torch.equal(seen[~chosen], torch.cat(plain.inputs)[~chosen])
     assert torch.equal(labels[chosen], torch.cat(plain.inputs)[chosen])
 
@@ -90,21 +90,21 @@ def test_fifteen_of_a_hundred_words_are_chosen_and_eight_of_ten_of_them_masked()
 def test_words_to_guess_follow_from_seed_sequence_and_epoch_alone():
     corpus = corpus_of(10_001)
 
-    def steps(seed: int, deal: Deal, count: int = 2) -> list[Batch]:
+    def steps(seed: int, deal: BatchShape, count: int = 2) -> list[Batch]:
         loader = Loader(corpus, deal, seed)
         return [batch for _ in range(count) for batch in loader.step()]
 
-    first = steps(1, Deal(45, 2))
-    assert same(first, steps(1, Deal(45, 2)))
-    assert same(first, steps(1, Deal(90, 1)))
-    assert not same(first, steps(2, Deal(45, 2)))
-    resumed = Loader(corpus, Deal(15, 6), seed=1)
+    first = steps(1, BatchShape(45, 2))
+    assert same(first, steps(1, BatchShape(45, 2)))
+    assert same(first, steps(1, BatchShape(90, 1)))
+    assert not same(first, steps(2, BatchShape(45, 2)))
+    resumed = Loader(corpus, BatchShape(15, 6), seed=1)
     resumed.resume({**resumed.state(), "seen": 90})
     assert same(resumed.step(), first[1:])
     labels = [torch.cat(batch.labels) for batch in first]
     assert not torch.equal(labels[0].sort(0).values, labels[1].sort(0).values)
-    held = Loader(corpus, Deal(5, 4), seed=1).evaluation(9)
-    assert same(held, Loader(corpus, Deal(5, 4), seed=1).evaluation(9))
+    held = Loader(corpus, BatchShape(5, 4), seed=1).evaluation(9)
+    assert same(held, Loader(corpus, BatchShape(5, 4), seed=1).evaluation(9))
     counted = sum(int((y != -100).sum()) for batch in held for y in batch.labels)
     assert {batch.valid for batch in held} == {counted}
 
@@ -268,7 +268,7 @@ def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path
     assert code == 0, said
     assert "bert, 4 layers" in said
     job = job_of(tmp_path / "run", read_config(tmp_path / "run" / "config.toml"))
-    loader = Loader(job.corpus, Deal(8, 1), job.config.run.seed)
+    loader = Loader(job.corpus, BatchShape(8, 1), job.config.run.seed)
     rows = read_rows(tmp_path / "run")
     settings = job.config.optimizer
     adam = torch.optim.AdamW(

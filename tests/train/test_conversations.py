@@ -29,7 +29,7 @@ from penstock.train.data.chat import (
     pack_rows,
 )
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.loader import Deal, Loader, wanted_by
+from penstock.train.data.loader import BatchShape, Loader, wanted_by
 from penstock.train.data.tokenizer import FileTokenizer, train_tokenizer
 from penstock.train.history import read_rows
 
@@ -188,11 +188,11 @@ def test_only_answers_are_labels_on_every_rank_and_all_ranks_count_the_same(
     rows = corpus.trained
     batches = []
     for rank in range(4):
-        deal = Deal(rows, 4, wanted=wanted_by(schedule, rank, separate=True))
-        batches.append(Loader(corpus, deal, seed=1).step()[0])
+        shape = BatchShape(rows, 4, wanted=wanted_by(schedule, rank, separate=True))
+        batches.append(Loader(corpus, shape, seed=1).step()[0])
     learned = 4 * sum(sum(mask) for _, mask in their_tokens(home))
     assert {batch.valid for batch in batches} == {learned}
-    whole = Loader(corpus, Deal(rows, 4), seed=1).step()[0]
+    whole = Loader(corpus, BatchShape(rows, 4), seed=1).step()[0]
     for number, labels in enumerate(whole.labels):
         assert int((labels != -100).sum()) == whole.counts[number]
         counted = labels[labels != -100]

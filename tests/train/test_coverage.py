@@ -34,7 +34,7 @@ from penstock.train.checkpoints.checkpoint import (
     newest_good,
     prune,
 )
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.job import Job
 from penstock.train.weights import draw_parameters, hold_whole
@@ -89,7 +89,9 @@ def job(folder: Path, schedule: Schedule, *changes: str, resume: bool = False) -
 def whole_loss(run: Job) -> float:
     """The loss on held-out text of the model that a run has saved, in one piece, as `eval` measures it."""
     loader = Loader(
-        run.corpus, Deal(run.config.rows, run.config.passages), run.config.run.seed
+        run.corpus,
+        BatchShape(run.config.rows, run.config.passages),
+        run.config.run.seed,
     )
     return math.log(
         perplexity(

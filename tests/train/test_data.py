@@ -9,6 +9,7 @@ import lzma
 import os
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from penstock.errors import FileError, RunError
 from penstock.train.data import chat, files
 from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, shuffled
 from penstock.train.data.files import source_files
-from penstock.train.data.loader import Deal, Loader, wanted_by
+from penstock.train.data.loader import BatchShape, Loader, wanted_by
 from penstock.train.data.stream import TextStream
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
 
@@ -41,6 +42,25 @@ def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Co
         replace(DataConfig(), tokens=length, held_out=held_out),
         "digest",
     )
+
+
+def loader_of(
+    rows: int, microbatches: int, passes: int = 1, seed: int = 0, held_out: float = 0.1
+) -> Loader:
+    shape = BatchShape(rows, microbatches, passes)
+    return Loader(corpus_of(held_out=held_out), shape, seed)
+
+
+@pytest.fixture
+def opened(tmp_path) -> Callable[..., Corpus]:
+    """Opens files of a test's folder as a corpus; `watch` sees the progress."""
+
+    def open_files(*names: str, watch=lambda done, total: None, **data) -> Corpus:
+        sources = tuple(str(tmp_path / name) for name in names)
+        data = DataConfig(sources=sources, **data)
+        return open_corpus(data, tmp_path / "cache", watch)
+
+    return open_files
 
 
 def numbers(loader: Loader, batches) -> list[int]:
@@ -75,7 +95,7 @@ def test_seeds_and_epochs_shuffle_differently_and_far():
 
 # ---------------------------------------------------------------- batches
 def test_a_label_is_the_next_token_and_every_token_has_one():
-    batch = Loader(corpus_of(), Deal(rows=3, microbatches=2), seed=0).step()[0]
+    batch = loader_of(3, 2).step()[0]
     for x, y in zip(batch.inputs, batch.labels, strict=True):
         assert torch.equal(y, x + 1)
     assert batch.valid == 60
@@ -84,7 +104,7 @@ def test_a_label_is_the_next_token_and_every_token_has_one():
 def test_documents_that_are_told_apart_have_starts_and_guess_nothing_of_each_other():
     tokens = np.array([4, 5, 0, 6, 7, 8, 0, 9, 0, 1, 2, 3, 5], dtype=np.uint16)
     corpus = cut_corpus(tokens, DataConfig(tokens=6, held_out=0, separate=True), end=0)
-    batch = Loader(corpus, Deal(rows=1, microbatches=2), seed=0).step()[0]
+    batch = Loader(corpus, BatchShape(rows=1, microbatches=2), seed=0).step()[0]
     found = {
         tuple(x[0].tolist()): (y[0].tolist(), s[0].tolist())
         for x, y, s in zip(batch.inputs, batch.labels, batch.starts, strict=True)
@@ -94,26 +114,21 @@ def test_documents_that_are_told_apart_have_starts_and_guess_nothing_of_each_oth
         (0, 9, 0, 1, 2, 3): ([-100, 0, -100, 2, 3, 5], [0, 1, 1, 3, 3, 3]),
     }
     assert batch.valid == 9
-    assert (
-        not Loader(corpus_of(), Deal(rows=1, microbatches=2), seed=0).step()[0].starts
-    )
+    assert not loader_of(1, 2).step()[0].starts
 
 
-def test_a_tokenizer_without_an_end_cannot_tell_documents_apart(tmp_path, monkeypatch):
+def test_a_tokenizer_without_an_end_cannot_tell_documents_apart(
+    opened, tmp_path, monkeypatch
+):
     (tmp_path / "a.txt").write_text("some text " * 20)
     monkeypatch.setattr(ByteTokenizer, "end", None)
     with pytest.raises(FileError, match="bytes has no word that ends a document"):
-        open_corpus(
-            DataConfig(sources=(str(tmp_path),), separate=True), tmp_path / "cache"
-        )
-    assert (
-        open_corpus(DataConfig(sources=(str(tmp_path),)), tmp_path / "cache").end
-        is None
-    )
+        opened("a.txt", separate=True)
+    assert opened("a.txt", tokens=8).end is None
 
 
 def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
-    loader = Loader(corpus_of(), Deal(rows=3, microbatches=5), seed=1)
+    loader = loader_of(3, 5, seed=1)
     # 180 = 2 * 90.
     seen = Counter(n for _ in range(12) for n in numbers(loader, loader.step()))
     assert set(seen) == set(range(90))
@@ -127,11 +142,9 @@ def test_each_replica_sees_its_own_shard_once_an_epoch(copies):
     ranks = [
         schedule.stages[microbatch.path[0]].rank for microbatch in schedule.microbatches
     ]
-    loader = Loader(
-        corpus_of(), Deal(rows=2, microbatches=len(schedule.microbatches)), seed=3
-    )
+    loader = loader_of(2, len(schedule.microbatches), seed=3)
     shards: dict[int, list[int]] = {}
-    for _ in range(90 // loader.deal.sequences):
+    for _ in range(90 // loader.shape.sequences):
         batch = loader.step()[0]
         for rank, x in zip(ranks, batch.inputs, strict=True):
             shards.setdefault(rank, []).extend(int(row[0]) // 10 for row in x)
@@ -140,14 +153,14 @@ def test_each_replica_sees_its_own_shard_once_an_epoch(copies):
     assert (
         len(everything)
         == len(set(everything))
-        == 90 // loader.deal.sequences * loader.deal.sequences
+        == 90 // loader.shape.sequences * loader.shape.sequences
     )
 
 
 def test_the_order_does_not_depend_on_how_a_step_is_cut():
     steps = []
     for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
-        loader = Loader(corpus_of(), Deal(rows, microbatches, passes), seed=5)
+        loader = loader_of(rows, microbatches, passes, seed=5)
         steps.append([numbers(loader, loader.step()) for _ in range(9)])
     assert all(step == steps[0] for step in steps)
 
@@ -155,9 +168,7 @@ def test_the_order_does_not_depend_on_how_a_step_is_cut():
 def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
     found = []
     for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
-        loader = Loader(
-            corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5
-        )
+        loader = loader_of(rows, microbatches, passes, seed=5, held_out=0.5)
         batches = loader.evaluation(2)
         # Losses add up to the mean over all.
         assert {batch.valid for batch in batches} == {240}
@@ -171,7 +182,7 @@ def test_an_evaluation_counts_every_held_out_sequence_at_most_once(batches, end)
     for rows, microbatches, passes in ((3, 2, 1), (1, 3, 2), (2, 1, 3)):
         loader = Loader(
             replace(corpus_of(held_out=0.2), end=end),
-            Deal(rows, microbatches, passes),
+            BatchShape(rows, microbatches, passes),
             seed=0,
         )
         found = loader.evaluation(batches)
@@ -199,10 +210,9 @@ def test_a_rank_reads_only_what_begins_or_ends_on_it():
         [],
         [2, 3],
     ]
-    whole = Loader(corpus_of(), Deal(rows=2, microbatches=4), seed=0).step()[0]
-    some = Loader(
-        corpus_of(), Deal(rows=2, microbatches=4, wanted=frozenset({1})), seed=0
-    ).step()[0]
+    whole = loader_of(2, 4).step()[0]
+    shape = BatchShape(2, 4, wanted=frozenset({1}))
+    some = Loader(corpus_of(), shape, seed=0).step()[0]
     assert some.shapes == whole.shapes
     assert some.valid == whole.valid
     assert torch.equal(some.inputs[1], whole.inputs[1])
@@ -214,11 +224,11 @@ def test_a_rank_reads_only_what_begins_or_ends_on_it():
 def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_never_stopped(
     steps, rows, microbatches
 ):
-    first = Loader(corpus_of(), Deal(rows, microbatches), seed=7)
+    first = loader_of(rows, microbatches, seed=7)
     for _ in range(steps):
         first.step()
     state = json.loads(json.dumps(first.state()))
-    second = Loader(corpus_of(), Deal(rows, microbatches), seed=7)
+    second = loader_of(rows, microbatches, seed=7)
     second.resume(state)
     for _ in range(3):
         assert numbers(first, first.step()) == numbers(second, second.step())
@@ -226,15 +236,14 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_never_stopped(
 
 @pytest.mark.parametrize("change", [{"seed": 8}, {"length": 11}, {"digest": "other"}])
 def test_going_on_with_other_data_is_refused(change):
-    loader = Loader(corpus_of(), Deal(1, 1), seed=7)
+    loader = loader_of(1, 1, seed=7)
     with pytest.raises(RunError, match=f"its {next(iter(change))} is"):
         loader.resume(loader.state() | change)
 
 
 def test_batches_that_are_read_ahead_are_those_of_the_next_step():
     """Reading ahead counts nothing, and what it has read is dropped if another step comes next."""
-    plain = Loader(corpus_of(), Deal(2, 3), 5)
-    ahead = Loader(corpus_of(), Deal(2, 3), 5)
+    plain, ahead = loader_of(2, 3, seed=5), loader_of(2, 3, seed=5)
     for number in range(4):
         expected = [batch.inputs for batch in plain.step()]
         ahead.prepare()
@@ -249,12 +258,13 @@ def test_batches_that_are_read_ahead_are_those_of_the_next_step():
 
 
 def test_a_mean_over_passes_counts_the_labels_of_all():
-    passes = Loader(corpus_of(), Deal(rows=1, microbatches=2, passes=3), seed=0).step()
-    assert [batch.valid for batch in passes] == [60, 60, 60]
+    assert [batch.valid for batch in loader_of(1, 2, 3).step()] == [60, 60, 60]
 
 
 # ---------------------------------------------------------------- text
-def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(tmp_path):
+def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(
+    opened, tmp_path
+):
     (tmp_path / "folder" / "deep").mkdir(parents=True)
     (tmp_path / "one.txt").write_text("abc")
     (tmp_path / "folder" / "deep" / "two.md").write_text("de")
@@ -262,40 +272,31 @@ def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(tmp_path
     (tmp_path / "three.jsonl").write_text(
         '{"text": "fg"}\n\n{"text": "h", "more": 1}\n'
     )
-    sources = tuple(
-        str(tmp_path / name) for name in ("one.txt", "folder", "three.jsonl")
-    )
-    corpus = open_corpus(
-        replace(DataConfig(), sources=sources, tokens=3, held_out=0.0),
-        tmp_path / "cache",
-    )
+    corpus = opened("one.txt", "folder", "three.jsonl", tokens=3, held_out=0.0)
     assert bytes(corpus.tokens.astype(np.uint8)) == b"abc\0de\0fg\0h\0"
     assert (corpus.trained, corpus.held_out) == (3, 0)
 
 
-def test_the_cache_is_mapped_and_made_once_until_the_text_changes(tmp_path):
+def test_the_cache_is_mapped_and_made_once_until_the_text_changes(opened, tmp_path):
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
     text.write_text("x" * 100)
-    data = replace(DataConfig(), sources=(str(text),), tokens=10)
-    first = open_corpus(data, cache)
+    first = opened("a.txt", tokens=10)
     assert isinstance(first.tokens, np.memmap)
     made = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
     assert len(made) == 2
-    open_corpus(data, cache)
+    opened("a.txt", tokens=10)
     assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == made
     text.write_text("y" * 101)
-    other = open_corpus(data, cache)
+    other = opened("a.txt", tokens=10)
     assert (len(other.tokens), other.digest != first.digest) == (102, True)
 
 
-def test_a_cache_that_was_cut_off_is_made_again(tmp_path):
-    text, cache = tmp_path / "a.txt", tmp_path / "cache"
-    text.write_text("x" * 100)
-    data = replace(DataConfig(), sources=(str(text),), tokens=10)
-    open_corpus(data, cache)
-    row = next(cache.glob("*.bin"))
+def test_a_cache_that_was_cut_off_is_made_again(opened, tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    opened("a.txt", tokens=10)
+    row = next((tmp_path / "cache").glob("*.bin"))
     row.write_bytes(row.read_bytes()[:50])
-    assert len(open_corpus(data, cache).tokens) == 101
+    assert len(opened("a.txt", tokens=10).tokens) == 101
 
 
 def test_pythons_own_library_is_the_default_text():
@@ -326,13 +327,10 @@ def test_pythons_own_library_is_the_default_text():
         ("empty.txt", "", "the text is empty"),
     ],
 )
-def test_text_that_cannot_be_used_is_said_where(tmp_path, name, text, words):
+def test_text_that_cannot_be_used_is_said_where(opened, tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(FileError) as caught:
-        open_corpus(
-            replace(DataConfig(), sources=(str(tmp_path / name),), tokens=10),
-            tmp_path / "cache",
-        )
+        opened(name, tokens=10)
     assert words in str(caught.value)
     assert not list((tmp_path / "cache").glob("*.part"))
 
@@ -371,16 +369,15 @@ def test_text_that_was_copied_elsewhere_is_the_same_text(tmp_path):
     }
 
 
-def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeypatch):
+def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(
+    opened, tmp_path, monkeypatch
+):
     cut_into_pieces(monkeypatch, 64)
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
     (tmp_path / "b.jsonl").write_text('{"text": "xyz"}\n' * 20)
     seen: list[tuple[int, int]] = []
-    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
-    found = open_corpus(
-        DataConfig(sources=sources, tokens=8),
-        tmp_path / "cache",
-        lambda *place: seen.append(place),
+    found = opened(
+        "a.txt", "b.jsonl", tokens=8, watch=lambda *place: seen.append(place)
     )
     assert (
         bytes(found.tokens.astype(np.uint8))
@@ -395,27 +392,22 @@ def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeyp
     [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],
 )
 def test_compressed_text_and_lines_of_json_are_unpacked(
-    ending, pack, tmp_path, monkeypatch
+    ending, pack, opened, tmp_path, monkeypatch
 ):
     cut_into_pieces(monkeypatch, 64)
     plain, lines = b"a few words " * 30, b'{"text": "xyz"}\n' * 3
-    for name, content in (("a.txt", plain), ("b.jsonl", lines)):
-        (tmp_path / f"{name}{ending}").write_bytes(pack(content))
-    sources = tuple(str(tmp_path / f"{name}{ending}") for name in ("a.txt", "b.jsonl"))
+    names = f"a.txt{ending}", f"b.jsonl{ending}"
+    for name, content in zip(names, (plain, lines), strict=True):
+        (tmp_path / name).write_bytes(pack(content))
     seen: list[tuple[int, int]] = []
-    corpus = open_corpus(
-        DataConfig(sources=sources, tokens=4),
-        tmp_path / "cache",
-        lambda *place: seen.append(place),
-    )
+    corpus = opened(*names, tokens=4, watch=lambda *place: seen.append(place))
     assert bytes(corpus.tokens.astype(np.uint8)) == plain + b"\0" + b"xyz\0" * 3
-    size = sum(Path(source).stat().st_size for source in sources)
+    size = sum((tmp_path / name).stat().st_size for name in names)
     assert seen == sorted(seen)
     assert seen[-1] == (size, size)
     if ending == ".gz":
-        assert [
-            file.name for file in source_files(DataConfig(sources=(str(tmp_path),)))
-        ] == ["a.txt.gz", "b.jsonl.gz"]
+        found = source_files(DataConfig(sources=(str(tmp_path),)))
+        assert [file.name for file in found] == ["a.txt.gz", "b.jsonl.gz"]
 
 
 def test_a_source_that_is_not_there_and_a_folder_without_text_are_named(tmp_path):
@@ -425,14 +417,11 @@ def test_a_source_that_is_not_there_and_a_folder_without_text_are_named(tmp_path
         source_files(replace(DataConfig(), sources=(str(tmp_path),)))
 
 
-def test_a_cache_that_cannot_be_written_is_said_so(tmp_path):
+def test_a_cache_that_cannot_be_written_is_said_so(opened, tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100)
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(FileError, match="cannot write the token cache"):
-        open_corpus(
-            replace(DataConfig(), sources=(str(tmp_path / "a.txt"),), tokens=10),
-            tmp_path / "cache",
-        )
+        opened("a.txt", tokens=10)
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -442,7 +431,7 @@ def test_bytes_come_back_and_rubbish_is_marked():
     assert tokenizer.decode([255, 104]) == "\ufffdh"
 
 
-def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
+def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(opened, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -455,11 +444,7 @@ def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
     (tmp_path / "a.txt").write_text("the cat")
     (tmp_path / "b.txt").write_text("the dog")
     ours = tokenizer_of(path)
-    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
-    corpus = open_corpus(
-        replace(DataConfig(), sources=sources, tokenizer=path, tokens=2),
-        tmp_path / "cache",
-    )
+    corpus = opened("a.txt", "b.txt", tokenizer=path, tokens=2)
     end = theirs.token_to_id("</s>")
     assert corpus.tokens.tolist() == [
         *theirs.encode("the cat").ids,
@@ -470,12 +455,7 @@ def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
     assert ours.vocab == theirs.get_vocab_size()
     (tmp_path / "half.jsonl").write_text('{"text": "the"}\n{"text": "\\ud800"}\n')
     with pytest.raises(FileError, match=r"half\.jsonl:2 is not text"):
-        open_corpus(
-            replace(
-                DataConfig(), sources=(str(tmp_path / "half.jsonl"),), tokenizer=path
-            ),
-            tmp_path / "cache",
-        )
+        opened("half.jsonl", tokenizer=path)
     with pytest.raises(FileError, match="byte 0 is not UTF-8"):
         ours.encode(b"\xff", "some file")
 
@@ -560,7 +540,7 @@ ODD_TEXT = " ".join(
     ],
 )
 def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
-    kind, cuts, tmp_path, monkeypatch
+    kind, cuts, opened, tmp_path, monkeypatch
 ):
     theirs = trained_tokenizer(kind)
     theirs.save(str(tmp_path / "tokenizer.json"))
@@ -577,11 +557,8 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
             seen.extend(map(len, raws)) or encode_all(self, raws, source)
         ),
     )
-    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
-    data = DataConfig(
-        sources=sources, tokenizer=str(tmp_path / "tokenizer.json"), tokens=4
-    )
-    found = open_corpus(data, tmp_path / "cache")
+    tokenizer = str(tmp_path / "tokenizer.json")
+    found = opened("a.txt", "b.jsonl", tokenizer=tokenizer, tokens=4)
     end = theirs.token_to_id("</s>")
     whole = [
         theirs.encode(text, add_special_tokens=False).ids
@@ -591,15 +568,14 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     assert (max(seen) <= 1024) is cuts
 
 
-def test_what_is_no_text_in_a_later_piece_is_said_by_its_place(tmp_path, monkeypatch):
+def test_what_is_no_text_in_a_later_piece_is_said_by_its_place(
+    opened, tmp_path, monkeypatch
+):
     trained_tokenizer("byte level").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_bytes(b"some words " * 200 + b"\xff\xff")
     cut_into_pieces(monkeypatch, 1024)
-    data = DataConfig(
-        sources=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "tokenizer.json")
-    )
     with pytest.raises(FileError, match=r"a\.txt is not text: byte 2200 is not UTF-8"):
-        open_corpus(data, tmp_path / "cache")
+        opened("a.txt", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 def test_a_tokenizer_that_is_none_is_said_so(tmp_path):
@@ -638,12 +614,9 @@ def test_a_tokenizer_is_read_once_until_its_files_change(tmp_path):
     assert tokenizer_of(str(path)).decode([2]) == "bb"
 
 
-def test_a_cache_is_for_all_who_may_read_files(tmp_path):
+def test_a_cache_is_for_all_who_may_read_files(opened, tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 10)
-    open_corpus(
-        replace(DataConfig(), sources=(str(tmp_path / "a.txt"),), tokens=10),
-        tmp_path / "cache",
-    )
+    opened("a.txt", tokens=10)
     plain = tmp_path / "plain"
     plain.touch()
     assert {file.stat().st_mode for file in (tmp_path / "cache").iterdir()} == {
@@ -671,7 +644,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
         tracemalloc.start()
         try:
             corpus = open_corpus(data, folder)
-            loader = Loader(corpus, Deal(2, 2), seed=0)
+            loader = Loader(corpus, BatchShape(2, 2), seed=0)
             for _ in range(10):
                 loader.step()
             return tracemalloc.get_traced_memory()[1]
@@ -684,11 +657,10 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
     assert large < len(line) * 1500 / 2
 
 
-def test_rows_are_copied_from_the_file_and_outlive_it(tmp_path):
+def test_rows_are_copied_from_the_file_and_outlive_it(opened, tmp_path):
     """Whoever touches a mapped file maps much of it, which would count as memory of the process."""
     (tmp_path / "a.txt").write_text("0123456789" * 5)
-    data = DataConfig(sources=(str(tmp_path / "a.txt"),), tokens=10, held_out=0.0)
-    corpus = open_corpus(data, tmp_path / "cache")
+    corpus = opened("a.txt", tokens=10, held_out=0.0)
     assert isinstance(corpus.tokens, np.memmap)
     rows = [corpus.sequence(number) for number in range(5)]
     assert not any(isinstance(row, np.memmap) for row in rows)

@@ -37,7 +37,7 @@ from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
 from penstock.train.before.start import check_training, model_limits
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights, write_model
 from penstock.train.job import check_same_model, describe_model, job_of, settle_model
@@ -175,7 +175,9 @@ def first_batch(run: Path) -> torch.Tensor:
     """The sequences of the first step, each with the token after it."""
     config = read_config(run / "config.toml")
     job = job_of(run, config)
-    batch = Loader(job.corpus, Deal(config.data.batch, 1), config.run.seed).step()[0]
+    batch = Loader(
+        job.corpus, BatchShape(config.data.batch, 1), config.run.seed
+    ).step()[0]
     return torch.cat([batch.inputs[0], batch.labels[0][:, -1:]], dim=1)
 
 

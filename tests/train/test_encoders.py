@@ -22,7 +22,7 @@ from penstock.models.decoder import build_decoder
 from penstock.models.family import count_parameters
 from penstock.train.after.generate import open_trained
 from penstock.train.before.profile import ProfileRequest, subjects_of
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.tokenizer import FileTokenizer
 from penstock.train.history import read_rows
@@ -148,7 +148,7 @@ def test_an_encoder_is_trained_evaluated_and_exported(
 def losses_of(model: Any, run: Path, rates: list[float]) -> list[float]:
     """Train transformers' own model on the rows of a run; return the loss of each step."""
     job = job_of(run, read_config(run / "config.toml"))
-    loader = Loader(job.corpus, Deal(8, 1), job.config.run.seed)
+    loader = Loader(job.corpus, BatchShape(8, 1), job.config.run.seed)
     settings = job.config.optimizer
     adam = torch.optim.AdamW(
         model.parameters(), betas=(settings.beta1, settings.beta2), weight_decay=0.0

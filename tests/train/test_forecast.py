@@ -341,8 +341,9 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
     rows = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 6))
     kind = StepKind("step", rows, made, None, 5, measured)
     found = Summary(rows, plan, (kind,))
-    assert kind.predicted.makespan == made.timeline.makespan
-    assert kind.predicted.peak_bytes(0) == measured.peak_bytes(0)  # counts, not bytes
+    ((predicted, _),) = kind.timelines
+    assert predicted.makespan == made.timeline.makespan
+    assert predicted.peak_bytes(0) == measured.peak_bytes(0)  # counts, not bytes
     page = render_report(found, "a run")
     for words in (
         f"{plan.schedule.table.action(3)} on rank 0: predicted 2 s, took 3.5 s",

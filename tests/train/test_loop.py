@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, RunError, ShapeError
 from penstock.models import even_partition, shift_labels, token_loss, valid_tokens
 from penstock.runtime import run_threads
 from penstock.train.after.evaluate import perplexity
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_timeline
 from penstock.train.job import Verdict
 from penstock.train.loop import Trainer
@@ -84,7 +84,7 @@ def by_hand(
         optimizer,
         lambda step: rate_at(step, config.run.steps, settings) / settings.rate,
     )
-    loader = Loader(corpus(config), Deal(config.data.batch, 1), config.run.seed)
+    loader = Loader(corpus(config), BatchShape(config.data.batch, 1), config.run.seed)
     found, norms = [], []
     for _ in range(steps):
         batch = loader.step()[0]
@@ -208,7 +208,7 @@ def test_the_perplexity_of_separate_documents_is_that_of_each_alone():
     holding = hold_whole(sizes_of(config.model, VOCAB, LENGTH))
     draw_parameters(holding, 0)
     model = holding.stages[0]
-    batches = Loader(corpus(config), Deal(4, 2), 0).evaluation(1)
+    batches = Loader(corpus(config), BatchShape(4, 2), 0).evaluation(1)
     with torch.no_grad():
         pairs = zip(batches[0].inputs, batches[0].labels, strict=True)
         alone = sum(document_by_document(model, *pair) for pair in pairs)

@@ -20,7 +20,7 @@ from penstock.models import token_loss, valid_tokens
 from penstock.train.after.export import export_run
 from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.checkpoints.checkpoint import newest, step_name
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import keep_origin, read_sizes
 from penstock.train.lora import check_adapters, trained_names
@@ -71,7 +71,7 @@ def by_peft(base: Path, targets, start) -> tuple[list[float], torch.nn.Module]:
     peft.set_peft_model_state_dict(model, start)
     trained = [one for one in model.parameters() if one.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1)
-    loader = Loader(corpus(SMALL), Deal(SMALL.data.batch, 1), SMALL.run.seed)
+    loader = Loader(corpus(SMALL), BatchShape(SMALL.data.batch, 1), SMALL.run.seed)
     found = []
     for _ in range(STEPS):
         batch = loader.step()[0]

@@ -23,7 +23,7 @@ from penstock.runtime import run_threads, spawn
 from penstock.runtime.process.launch import worker_outcomes
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
 from penstock.train.weights import (
@@ -139,7 +139,7 @@ def held_out(config: Config, weights: dict[str, torch.Tensor]) -> float:
     """The loss of the model in one piece on what is held out."""
     model = hold_whole(sizes_of(config.model, VOCAB, config.data.tokens))
     copy_weights(model, weights.items())
-    batches = Loader(corpus(config), Deal(config.data.batch, 1), 0).evaluation(
+    batches = Loader(corpus(config), BatchShape(config.data.batch, 1), 0).evaluation(
         config.run.evaluations
     )
     with torch.no_grad():
@@ -159,14 +159,14 @@ def test_shards_have_the_curve_of_one_process_and_each_sequence_is_seen_once(tmp
     text = corpus()
     plain = [
         row
-        for b in Loader(text, Deal(2, 4), 0).step()
+        for b in Loader(text, BatchShape(2, 4), 0).step()
         for x in b.inputs
         for row in x.tolist()
     ]
     dealt = [
         row
         for shard in (0, 1)
-        for b in Loader(text, Deal(2, 2, shards=2, shard=shard), 0).step()
+        for b in Loader(text, BatchShape(2, 2, shards=2, shard=shard), 0).step()
         for x in b.inputs
         for row in x.tolist()
     ]
@@ -175,8 +175,10 @@ def test_shards_have_the_curve_of_one_process_and_each_sequence_is_seen_once(tmp
 
 def test_labels_that_count_are_those_of_all_shards():
     text = replace(corpus(), end=7)
-    whole_step = Loader(text, Deal(2, 4), 0).step()[0]
-    shards = [Loader(text, Deal(2, 2, shards=2, shard=shard), 0) for shard in (0, 1)]
+    whole_step = Loader(text, BatchShape(2, 4), 0).step()[0]
+    shards = [
+        Loader(text, BatchShape(2, 2, shards=2, shard=shard), 0) for shard in (0, 1)
+    ]
     for found in (
         [one.step()[0] for one in shards],
         [one.evaluation(1)[0] for one in shards],
@@ -186,7 +188,9 @@ def test_labels_that_count_are_those_of_all_shards():
             sum(int((y >= 0).sum()) for batch in found for y in batch.labels)
             == found[0].valid
         )
-    assert whole_step.valid == Loader(text, Deal(2, 2, shards=2), 0).step()[0].valid
+    assert (
+        whole_step.valid == Loader(text, BatchShape(2, 2, shards=2), 0).step()[0].valid
+    )
 
 
 def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(

@@ -33,7 +33,7 @@ from penstock.train.data.corpus import (
     quotas_of,
     read_use,
 )
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.job import corpus_of as worker_corpus
 
@@ -80,7 +80,7 @@ def rows(loader: Loader, steps: int) -> list[int]:
 
 def test_every_block_has_the_share_of_each_source_and_sources_repeat_epoch_by_epoch():
     corpus = mixed()
-    seen = rows(Loader(corpus, Deal(64, 4), seed=3), BLOCK // 256)
+    seen = rows(Loader(corpus, BatchShape(64, 4), seed=3), BLOCK // 256)
     for number, (quota, one) in enumerate(
         zip(corpus.quotas, corpus.sources, strict=True)
     ):
@@ -99,10 +99,10 @@ def test_every_block_has_the_share_of_each_source_and_sources_repeat_epoch_by_ep
 
 def test_draws_follow_from_the_seed_and_the_position_alone():
     corpus = mixed()
-    whole = rows(Loader(corpus, Deal(12, 2), seed=1), 200)
-    assert rows(Loader(corpus, Deal(4, 3, passes=2), seed=1), 200) == whole
-    assert rows(Loader(corpus, Deal(12, 2), seed=2), 200) != whole
-    resumed = Loader(corpus, Deal(6, 4), seed=1)
+    whole = rows(Loader(corpus, BatchShape(12, 2), seed=1), 200)
+    assert rows(Loader(corpus, BatchShape(4, 3, passes=2), seed=1), 200) == whole
+    assert rows(Loader(corpus, BatchShape(12, 2), seed=2), 200) != whole
+    resumed = Loader(corpus, BatchShape(6, 4), seed=1)
     resumed.resume({**resumed.state(), "seen": 24 * 177})
     assert rows(resumed, 23) == whole[24 * 177 :]
     counts = corpus.use(24 * 200, seed=1)
@@ -113,7 +113,7 @@ def test_draws_follow_from_the_seed_and_the_position_alone():
 
 def test_an_evaluation_has_held_out_sequences_of_all_sources_each_once():
     corpus = mixed(held_out=0.3)
-    loader = Loader(corpus, Deal(5, 2), seed=0)
+    loader = Loader(corpus, BatchShape(5, 2), seed=0)
     held = [
         int(row[0])
         for batch in loader.evaluation(100)
@@ -205,8 +205,8 @@ def test_a_worker_elsewhere_reads_the_same_mixture_and_guesses_the_same_words(tm
     shutil.rmtree(tmp_path / "cache")
     settle_config(far)
     there = worker_corpus(read_config(far / "config.toml"), far)
-    deal = Deal(4, 8)
-    ours, theirs = (Loader(one, deal, seed=1).step()[0] for one in (here, there))
+    shape = BatchShape(4, 8)
+    ours, theirs = (Loader(one, shape, seed=1).step()[0] for one in (here, there))
     assert torch.equal(torch.cat(ours.inputs), torch.cat(theirs.inputs))
     assert torch.equal(torch.cat(ours.labels), torch.cat(theirs.labels))
     assert 0 < ours.valid < 4 * 8 * 16

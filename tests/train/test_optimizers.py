@@ -15,7 +15,7 @@ from penstock.models import token_loss, valid_tokens
 from penstock.runtime import run_threads
 from penstock.train.before.capacity import load_of, needs_of
 from penstock.train.before.profile import ProfileRequest, subjects_of
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.loop import Trainer
 from penstock.train.optimizer import (
@@ -46,7 +46,7 @@ def by_hand(build, steps: int = STEPS) -> list[float]:
     holding = hold_whole(sizes_of(TINY.model, VOCAB, TINY.data.tokens))
     draw_parameters(holding, TINY.run.seed)
     optimizers = build(dict(holding.parameters))
-    loader = Loader(corpus(TINY), Deal(TINY.data.batch, 1), TINY.run.seed)
+    loader = Loader(corpus(TINY), BatchShape(TINY.data.batch, 1), TINY.run.seed)
     found = []
     for _ in range(steps):
         batch = loader.step()[0]

@@ -14,7 +14,7 @@ from penstock.models import smoothed_loss, token_loss, valid_tokens
 from penstock.train.after.generate import open_trained
 from penstock.train.checkpoints.checkpoint import newest, read_facts
 from penstock.train.data.corpus import open_validation
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hooks import checked_callback
 from penstock.train.job import Verdict
@@ -73,7 +73,7 @@ def first_loss(loss) -> float:
     job = job_of(None, "1f1b")
     model = hold_whole(job.sizes)
     draw_parameters(model, job.config.run.seed)
-    batch = Loader(corpus(), Deal(SMALL.data.batch, 1), 0).step()[0]
+    batch = Loader(corpus(), BatchShape(SMALL.data.batch, 1), 0).step()[0]
     with torch.no_grad():
         total = loss(model.stages[0](batch.inputs[0]), batch.labels[0])
     return float(total) / valid_tokens(batch.labels[0])

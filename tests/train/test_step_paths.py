@@ -30,7 +30,7 @@ from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import slice_tokens, split_backward
 from penstock.sim.simulate import simulate
-from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.job import Job
 from penstock.train.optimizer import Optimizer, factor_at
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths
@@ -115,8 +115,8 @@ def reference(job: Job) -> list[float]:
     model = hold_whole(job.sizes)
     draw_parameters(model, config.run.seed)
     parts = list(split(model.stages[0], job.plan.partition))
-    deal = Deal(config.rows, len(job.plan.schedule.microbatches))
-    loader = Loader(job.corpus, deal, config.run.seed)
+    shape = BatchShape(config.rows, len(job.plan.schedule.microbatches))
+    loader = Loader(job.corpus, shape, config.run.seed)
     optimizer = Optimizer(model.parameters, config.optimizer)
     paths = step_paths(job.plan, config.paths)
     found = []

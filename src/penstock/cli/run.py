@@ -445,19 +445,17 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
     ]
     lines += list_comparisons(summary)
     for kind in summary.kinds:
-        predicted = kind.predicted
-        if predicted is None or kind.measured is None:
-            continue
         source = "predicted"
         if kind.forecast is None:
             source = "simulated from the times of its actions"
         step = f"step {kind.step}"
         if len(summary.kinds) > 1:
             step = f"{step}, a {kind.name},"
-        lines.append(
-            f"{step} had a bubble of {kind.measured.bubble:.1%}, "
-            f"{source} {predicted.bubble:.1%}"
-        )
+        for predicted, measured in kind.timelines:
+            lines.append(
+                f"{step} had a bubble of {measured.bubble:.1%}, "
+                f"{source} {predicted.bubble:.1%}"
+            )
     lines += list_events(summary)
     lines += [f"read from   {line}" for line in describe_use(summary.sources)]
     checkpoint = folder / CHECKPOINTS_FOLDER / step_name(verdict.step)

@@ -45,7 +45,7 @@ from penstock.schedules import COMMON_SHAPE_WORDS, REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.sim import simulate, simulate_in_order
 from penstock.sim.simulate import simulate_own_times
-from penstock.train.after.comparison import in_measured_units, predict_like_run
+from penstock.train.after.report import in_measured_units, predict_like_run
 from penstock.train.before.forecast import PROFILE
 from penstock.train.history import PLAN_FILE, TIMELINE, is_timeline, read_measured
 from penstock.view import gantt, page, svg, trace

@@ -15,7 +15,6 @@ is a limit for the workers and for the connections of each, so that a broken one
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import socket
 import ssl
@@ -73,7 +72,9 @@ class RemoteWorker:
         self.name = name
         self.token = secrets.token_hex(16)
         self.connection = connection
-        self.pipe, self.writer = Pipe(duplex=False)  # what the coordinator hears of it
+        # The coordinator waits for the end of this pipe, and then asks for the outcome.
+        self.pipe, self.writer = Pipe(duplex=False)
+        self.verdict: Verdict | None = None
         self.place: dict[str, Any] = {}
         self.placed = threading.Event()
         self.waits = False  # whether it is ready for a place
@@ -104,19 +105,16 @@ class RemoteWorker:
         with self.lock:
             if self.writer.closed:
                 return
-            if verdict is not None:
-                with suppress(OSError):
-                    self.writer.send_bytes(pickle.dumps(verdict))
+            self.verdict = verdict
             self.writer.close()
             self.gone.set()
 
     def outcome(self) -> WorkerOutcome[Verdict]:
         """How it ended, as the coordinator has to know it."""
-        try:
-            return WorkerOutcome(0, None, pickle.loads(self.pipe.recv_bytes()))
-        except EOFError:
-            text = f"on {self.name} has ended, or cannot be reached any more"
-            return WorkerOutcome(0, None, error=KILLED, text=text)
+        if self.verdict is not None:
+            return WorkerOutcome(0, None, self.verdict)
+        text = f"on {self.name} has ended, or cannot be reached any more"
+        return WorkerOutcome(0, None, error=KILLED, text=text)
 
     def close(self) -> None:
         """Hear no more of it."""

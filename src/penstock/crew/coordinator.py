@@ -30,8 +30,11 @@ from penstock.crew.decision import (
     Report,
     Situation,
     decide,
+    has_note,
     load_report,
     note_key,
+    read_note,
+    write_note,
 )
 from penstock.crew.files import RunFiles
 from penstock.crew.member import key_of
@@ -139,7 +142,7 @@ class Coordinator:
         self.resume = resume
         self.say = say
         self.store = keep_store()
-        self.store.set(note_key("launch"), secrets.token_hex(8))
+        write_note(self.store, secrets.token_hex(8), "launch")
         self.admission = (
             open_admission(self.store) if open_admission is not None else None
         )
@@ -174,7 +177,10 @@ class Coordinator:
         loader = threading.Timer(SECONDS_TO_LOAD_PLANNER, self.load_planner)
         loader.daemon = True
         try:
-            self.start()
+            # Generation 0 only starts the workers that this machine is to have.
+            for number in range(self.own_workers):
+                self.workers[number] = self.start_worker(number, newcomer=False)
+            self.broken_at = time.monotonic()
             loader.start()
             while True:
                 verdict = self.look()
@@ -187,12 +193,6 @@ class Coordinator:
                 worker.kill()
             if self.admission is not None:
                 self.admission.close()
-
-    def start(self) -> None:
-        """Start a worker for every rank of the plan that this machine is to have."""
-        for number in range(self.own_workers):
-            self.workers[number] = self.start_worker(number, newcomer=False)
-        self.broken_at = time.monotonic()  # Generation 0 only starts the workers.
 
     def load_planner(self) -> None:
         """Make a plan that nobody needs: the first one loads compiled loops, which takes a second."""
@@ -260,7 +260,7 @@ class Coordinator:
     def finish(self) -> None:
         """Let the others finish, since one has."""
         self.write_event()
-        self.store.set(note_key("finished"), "yes")
+        write_note(self.store, "yes", "finished")
         end = time.monotonic() + SECONDS_TO_FINISH
         for worker in self.workers.values():
             worker.process.join(max(0.0, end - time.monotonic()))
@@ -333,6 +333,10 @@ class Coordinator:
             raise RunError(f"{story}, and {left}")
         self.break_generation(story)
 
+    def has(self, kind: NoteKind, *numbers: int) -> bool:
+        """Whether a worker has written such an entry in this generation."""
+        return has_note(self.store, kind, self.generation, *numbers)
+
     def break_generation(self, story: str) -> None:
         """Tell the workers of this generation that it is over."""
         if self.broken_at is None:
@@ -342,22 +346,18 @@ class Coordinator:
         if not story or self.announced:
             return
         self.announced = True
-        self.store.set(note_key("broken", self.generation), story)
+        write_note(self.store, story, "broken", self.generation)
         meeting = PrefixStore(f"g{self.generation}", self.store)
         announce(meeting, Failure("PeerLostError", story))
 
     def read_reports(self) -> None:
         """Read what workers have reported. A report also ends a generation in which all live."""
-        if self.broken_at is None and not self.store.check(
-            [note_key("left", self.generation)]
-        ):
+        if self.broken_at is None and not self.has("left"):
             return
         for number in self.members:
-            if number in self.reports:
-                continue
-            key = note_key("report", self.generation, number)
-            if self.store.check([key]):
-                report = load_report(self.store.get(key))
+            if number not in self.reports and self.has("report", number):
+                text = read_note(self.store, "report", self.generation, number)
+                report = load_report(text)
                 self.reports[number] = report
                 self.done_at[number] = time.monotonic() - report.idle
                 self.break_generation(report.error)
@@ -412,22 +412,24 @@ class Coordinator:
         return [
             worker.number
             for worker in newcomers
-            if self.store.check([note_key("arrival", worker.number)])
+            if has_note(self.store, "arrival", worker.number)
         ]
 
     def take_in(self) -> None:
         """Let the generation end after its step if somebody waits for a place."""
         waits = self.arrivals() or self.changed_paces
-        if waits and not self.store.check([note_key("change", self.generation)]):
-            self.store.set(note_key("change", self.generation), "yes")
+        if waits and not self.has("change"):
+            write_note(self.store, "yes", "change", self.generation)
 
     # ------------------------------------------------------------ slow workers
     def hear_work(self) -> None:
         """Hear how long the workers have worked in a window of steps, and who is slow."""
-        key = note_key("worked", self.generation, self.windows)
         decision = self.decision
-        if not self.settings.slow or decision is None or not self.store.check([key]):
+        if not self.settings.slow or decision is None:
             return
+        if not self.has("worked", self.windows):
+            return
+        key = note_key("worked", self.generation, self.windows)
         seconds = json.loads(self.store.get(key))
         self.store.delete_key(key)
         self.windows += 1
@@ -450,9 +452,7 @@ class Coordinator:
         before = self.decision
         arrived = self.arrivals()
         for number in arrived:
-            self.reports[number] = load_report(
-                self.store.get(note_key("arrival", number))
-            )
+            self.reports[number] = load_report(read_note(self.store, "arrival", number))
         situation = Situation(
             self.plan,
             self.reports,
@@ -466,7 +466,9 @@ class Coordinator:
             moving=before is not None and not self.expects_workers(arrived),
         )
         decision = decide(situation)
-        decision = replace(decision, leader=self.leader_of(decision.members))
+        # The first rank whose worker is on this machine, where the files of the run are.
+        own = [not self.workers[number].is_remote for number in decision.members]
+        decision = replace(decision, leader=own.index(True))
         if before is not None:
             self.note_change(before, decision, arrived)
         self.generation = decision.generation
@@ -475,10 +477,10 @@ class Coordinator:
         self.losses = []
         self.changed_paces = []
         self.windows = 0
-        self.store.set(note_key("decision", decision.generation), decision.dump())
+        write_note(self.store, decision.dump(), "decision", decision.generation)
         for number in arrived:
             self.workers[number].newcomer = False
-            self.store.set(note_key("place", number), str(decision.generation))
+            write_note(self.store, str(decision.generation), "place", number)
         assert self.broken_at is not None
         # Long before a loss is noticed, it may have stopped the steps.
         self.broken_before = min([self.broken_at, *self.done_at.values()])
@@ -495,11 +497,6 @@ class Coordinator:
         newcomers = [worker for worker in self.workers.values() if worker.newcomer]
         return any(one.number not in arrived for one in newcomers)
 
-    def leader_of(self, members: tuple[int, ...]) -> int:
-        """The first rank whose worker is on this machine, where the files of the run are."""
-        own = [not self.workers[number].is_remote for number in members]
-        return own.index(True)
-
     def note_change(
         self, before: Decision, decision: Decision, arrived: list[int]
     ) -> None:
@@ -509,7 +506,10 @@ class Coordinator:
         kind = "lost"
         if arrived:
             kind = "lost" if self.losses else "joined"
-            stories += [self.arrival_story(number) for number in arrived]
+        for number in arrived:
+            process = self.workers[number].process
+            place = f" on {process.name}" if isinstance(process, RemoteWorker) else ""
+            stories.append(f"worker {number}{place} has joined")
         if self.changed_paces and not stories:
             kind = "pace"
         stories += self.changed_paces
@@ -545,12 +545,6 @@ class Coordinator:
                 sentences.append(f"; worker {worker} moves to part {listed}")
         return "".join(sentences)
 
-    def arrival_story(self, number: int) -> str:
-        """Say who has joined."""
-        process = self.workers[number].process
-        place = f" on {process.name}" if isinstance(process, RemoteWorker) else ""
-        return f"worker {number}{place} has joined"
-
     def reason_to_retry(self, before: Decision, decision: Decision) -> str:
         """Why a generation ended in which all live; raise an error after too many of them."""
         self.retries = self.retries + 1 if decision.step == before.step else 1
@@ -565,9 +559,7 @@ class Coordinator:
 
     def note_ready(self) -> None:
         """Write down an event once its generation trains again."""
-        if self.pending is not None and self.store.check(
-            [note_key("ready", self.generation)]
-        ):
+        if self.pending is not None and self.has("ready"):
             self.write_event()
 
     def write_event(self) -> None:

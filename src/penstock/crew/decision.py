@@ -42,6 +42,7 @@ from penstock.plan.survivors import (
     orphans,
 )
 from penstock.schedules.coverage import hold_every_part
+from penstock.torch_internals import Store
 from penstock.train.elastic import (
     PartTransfer,
     choose_mirrors,
@@ -70,6 +71,21 @@ NoteKind = Literal[
 def note_key(kind: NoteKind, *numbers: int) -> str:
     """Return the key of an entry of the store, such as crew/report/1/3; this file's docstring lists them."""
     return "/".join(["crew", kind, *map(str, numbers)])
+
+
+def has_note(store: Store, kind: NoteKind, *numbers: int) -> bool:
+    """Whether an entry of the store has been written."""
+    return bool(store.check([note_key(kind, *numbers)]))
+
+
+def read_note(store: Store, kind: NoteKind, *numbers: int) -> str:
+    """Read an entry of the store."""
+    return store.get(note_key(kind, *numbers)).decode()
+
+
+def write_note(store: Store, text: str, kind: NoteKind, *numbers: int) -> None:
+    """Write an entry of the store."""
+    store.set(note_key(kind, *numbers), text)
 
 
 @dataclass(frozen=True, slots=True)

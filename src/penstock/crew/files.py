@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from penstock.config import Config, DataConfig, is_plan_file, own_code_file
 from penstock.crew.store import Dial
@@ -178,18 +178,13 @@ def _give(connection: ssl.SSLSocket, files: RunFiles, name: str) -> None:
     if file is None:
         send_frame(connection, {"error": f"the run has no file {name!r} for workers"})
         return
-    with file.open("rb") as opened:
-        size = os.fstat(opened.fileno()).st_size
-        send_frame(connection, {"bytes": size})
-        _send_file(connection, opened, size)
+    _send_file(connection, file)
 
 
 def _take(connection: ssl.SSLSocket, files: RunFiles, name: str, size: int) -> None:
     if not UNFINISHED_FILE.fullmatch(name):
         raise PeerLostError(f"{name!r} is not a file of an unfinished checkpoint")
-    file = files.folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    _receive_file(connection, file, size)
+    _receive_file(connection, files.folder / name, size)
     send_frame(connection, {"put": name})
 
 
@@ -233,10 +228,7 @@ class LauncherFiles:
         with self.lock, self.dial() as connection:
             for file in sorted(path.iterdir()):
                 name = f"{CHECKPOINTS_FOLDER}/{path.name}/{file.name}"
-                with file.open("rb") as opened:
-                    size = os.fstat(opened.fileno()).st_size
-                    send_frame(connection, {"put": name, "bytes": size})
-                    _send_file(connection, opened, size)
+                _send_file(connection, file, put=name)
                 _answer(connection)
 
     def _list(self, connection: ssl.SSLSocket, kind: str) -> dict[str, int]:
@@ -245,9 +237,7 @@ class LauncherFiles:
 
     def _get(self, connection: ssl.SSLSocket, name: str, file: Path) -> None:
         send_frame(connection, {"get": name})
-        size = int(_answer(connection)["bytes"])
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _receive_file(connection, file, size)
+        _receive_file(connection, file, int(_answer(connection)["bytes"]))
 
 
 def _answer(connection: ssl.SSLSocket) -> dict[str, Any]:
@@ -269,19 +259,22 @@ def _bytes(file: Path) -> bytes:
     return file.read_bytes() if file.is_file() else b""
 
 
-def _send_file(connection: ssl.SSLSocket, opened: BinaryIO, size: int) -> None:
-    """Send exactly `size` bytes of an open file."""
-    left = size
-    while left:
-        piece = opened.read(min(left, MAX_SENT_BYTES))
-        if not piece:
-            raise PeerLostError("a file has become shorter while it was sent")
-        connection.sendall(piece)
-        left -= len(piece)
+def _send_file(connection: ssl.SSLSocket, file: Path, **fields: str) -> None:
+    """Send the size of a file in a message with these fields, and then exactly as many bytes of it."""
+    with file.open("rb") as opened:
+        left = os.fstat(opened.fileno()).st_size
+        send_frame(connection, {**fields, "bytes": left})
+        while left:
+            piece = opened.read(min(left, MAX_SENT_BYTES))
+            if not piece:
+                raise PeerLostError("a file has become shorter while it was sent")
+            connection.sendall(piece)
+            left -= len(piece)
 
 
 def _receive_file(connection: ssl.SSLSocket, file: Path, size: int) -> None:
     """Receive a file under another name, and rename it when it is complete."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.part")
     with part.open("wb") as opened:
         left = size

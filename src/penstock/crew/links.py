@@ -39,6 +39,7 @@ all ranks get the same bits, whatever comes first.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import queue
 import ssl
 import struct
@@ -348,20 +349,22 @@ class Links:
             self._end_receiving(peer, reason)
 
     def _end_sending(self, peer: int, reason: str) -> None:
-        with self.lock:
-            if peer in self.unreachable:
-                return
-            self.unreachable[peer] = reason
-        hang_up(self.outgoing[peer])
-        self.outboxes[peer].put(None)
+        if self._ends_now(self.unreachable, peer, reason):
+            hang_up(self.outgoing[peer])
+            self.outboxes[peer].put(None)
 
     def _end_receiving(self, peer: int, reason: str) -> None:
+        if self._ends_now(self.silent, peer, reason):
+            hang_up(self.incoming[peer])
+            self.inboxes[peer].fail(reason)
+
+    def _ends_now(self, ended: dict[int, str], peer: int, reason: str) -> bool:
+        """Note why a direction ends, unless it has ended already."""
         with self.lock:
-            if peer in self.silent:
-                return
-            self.silent[peer] = reason
-        hang_up(self.incoming[peer])
-        self.inboxes[peer].fail(reason)
+            if peer in ended:
+                return False
+            ended[peer] = reason
+        return True
 
     # ------------------------------------------------------------ on threads
     def _send_all(self, peer: int) -> None:
@@ -451,17 +454,6 @@ def memory_of(tensor: Tensor) -> memoryview:
 SHORT_BYTES = 1 << 14  # Tensors up to this size go whole to every rank.
 
 
-class SumInProgress(TensorTransfer):
-    """A sum in progress."""
-
-    __slots__ = ("number", "tensor")
-
-    def __init__(self, tensor: Tensor, number: int) -> None:
-        super().__init__(memoryview(b""))
-        self.tensor = tensor
-        self.number = number
-
-
 class WireGroup:
     """Some ranks of a generation; `members` are their numbers in it, and `messages` is their channel."""
 
@@ -474,8 +466,9 @@ class WireGroup:
         self.place = members.index(links.rank)
         digest = hashlib.sha256(repr(members).encode()).digest()
         self.channel = int.from_bytes(digest[:7], "big") + 1
-        self.sums = 0
-        self.waiting: queue.SimpleQueue[SumInProgress] = queue.SimpleQueue()
+        # Tensors to sum, each with the transfer that ends when it is summed.
+        self.waiting: queue.SimpleQueue[tuple[Tensor, TensorTransfer]]
+        self.waiting = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
 
     def rank(self) -> int:
@@ -498,28 +491,27 @@ class WireGroup:
 
     def add(self, tensor: Tensor) -> TensorTransfer:
         """Start summing a tensor over the group, in place; sums run one after the other."""
-        self.sums += 1
-        sum_ = SumInProgress(tensor, self.sums)
+        transfer = TensorTransfer(memoryview(b""))
         if self.thread is None:
             name = f"sums of ranks {' '.join(map(str, self.members))}"
             self.thread = threading.Thread(target=self._run, name=name, daemon=True)
             self.thread.start()
-        self.waiting.put(sum_)
-        return sum_
+        self.waiting.put((tensor, transfer))
+        return transfer
 
     def barrier(self) -> TensorTransfer:
         """Start a barrier."""
         return self.add(torch.zeros(1))
 
     def _run(self) -> None:
-        while True:
-            sum_ = self.waiting.get()
+        for number in itertools.count(1):
+            tensor, transfer = self.waiting.get()
             try:
-                self._add_up(sum_.tensor, 2 * sum_.number)
-                sum_.finish()
+                self._add_up(tensor, 2 * number)
+                transfer.finish()
             except RuntimeError as error:
                 # Later sums fail in the same way: the links are broken.
-                sum_.finish(f"a sum has lost its connection: {error}")
+                transfer.finish(f"a sum has lost its connection: {error}")
 
     def _add_up(self, tensor: Tensor, tag: int) -> None:
         flat = tensor.view(-1)
@@ -530,35 +522,27 @@ class WireGroup:
         pieces = list(torch.tensor_split(flat, self.size()))
         mine = pieces[self.place]
         self._total([piece.clone() for piece in pieces], mine, tag)
-        others = self._others()
-        sends = [self._send(mine, n, tag + 1) for n in others]
-        receives = [self._receive(pieces[n], n, tag + 1) for n in others]
-        for transfer in (*sends, *receives):
-            transfer.wait()
+        self._swap([mine] * self.size(), pieces, tag + 1)
 
     def _total(self, parts: list[Tensor], total: Tensor, tag: int) -> None:
         """Send everyone its part, and sum this rank's part over all ranks."""
-        others = self._others()
-        rooms = {n: torch.empty_like(total) for n in others}
-        receives = [self._receive(rooms[n], n, tag) for n in others]
-        sends = [self._send(parts[n], n, tag) for n in others]
-        for transfer in (*receives, *sends):
-            transfer.wait()
+        rooms = [torch.empty_like(total) for _ in parts]
+        self._swap(parts, rooms, tag)
         rooms[self.place] = parts[self.place]
         total.copy_(rooms[0])
-        for n in range(1, self.size()):
-            total.add_(rooms[n])
+        for room in rooms[1:]:
+            total.add_(room)
 
-    def _others(self) -> list[int]:
-        return [n for n in range(self.size()) if n != self.place]
-
-    def _send(self, tensor: Tensor, target: int, tag: int) -> TensorTransfer:
+    def _swap(self, parts: list[Tensor], rooms: list[Tensor], tag: int) -> None:
+        """Send each of the other ranks its part, and receive one from each; wait for all."""
         address = Address(self.channel, tag)
-        return self.links.send(tensor, self.members[target], address)
-
-    def _receive(self, tensor: Tensor, source: int, tag: int) -> TensorTransfer:
-        address = Address(self.channel, tag)
-        return self.links.receive(tensor, self.members[source], address)
+        transfers = []
+        for number, peer in enumerate(self.members):
+            if number != self.place:
+                transfers.append(self.links.receive(rooms[number], peer, address))
+                transfers.append(self.links.send(parts[number], peer, address))
+        for transfer in transfers:
+            transfer.wait()
 
 
 class Flow(NamedTuple):
@@ -581,7 +565,6 @@ class Exchange:
         self.changed = threading.Condition()
         self.waiting: dict[Flow, ssl.SSLSocket] = {}
         self.most_waiting = 4 * ranks
-        self.meeting = ""
         self.listener: Listener | None = None
         self.address = ""
         if listen:
@@ -594,14 +577,11 @@ class Exchange:
     def begin(self, meeting: str) -> None:
         """Take part in a new meeting, and forget earlier ones."""
         with self.changed:
-            self.meeting = meeting
             for flow in list(self.waiting):
-                if flow.meeting != meeting and self._is_earlier(flow.meeting):
+                # The others may have begun a later one.
+                is_earlier = _number(flow.meeting) <= _number(meeting)
+                if flow.meeting != meeting and is_earlier:
                     self.waiting.pop(flow).close()
-
-    def _is_earlier(self, meeting: str) -> bool:
-        """Whether a meeting came before this one; the others may have begun a later one."""
-        return _number(meeting) <= _number(self.meeting)
 
     def _take(self, connection: ssl.SSLSocket) -> bool:
         """Keep a connection until this worker needs it."""

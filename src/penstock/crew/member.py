@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -24,8 +25,11 @@ from penstock.crew.decision import (
     Decision,
     NoteKind,
     Report,
+    has_note,
     load_decision,
     note_key,
+    read_note,
+    write_note,
 )
 from penstock.crew.links import MOST_EARLY_BYTES, Exchange, GlooComm, WireComm
 from penstock.crew.pace import WorkWindow
@@ -127,13 +131,14 @@ class Member:
 
     def report(self, report: Report) -> None:
         """Report at the end of a generation."""
-        self.store.set(note_key("report", self.generation, self.worker), report.dump())
-        self.store.set(note_key("left", self.generation), "yes")
+        text = report.dump()
+        write_note(self.store, text, "report", self.generation, self.worker)
+        write_note(self.store, "yes", "left", self.generation)
 
     def arrive(self) -> Decision | None:
         """Come during the run, and wait for a place; return None if the run is over."""
         report = Report(self.worker, newcomer=True)
-        self.store.set(note_key("arrival", self.worker), report.dump())
+        write_note(self.store, report.dump(), "arrival", self.worker)
         place = self.wait_for("place", self.worker)
         if place is None:
             return None
@@ -149,14 +154,13 @@ class Member:
         self.generation = decision.generation
         return decision
 
-    def wait_for(self, kind: NoteKind, number: int) -> bytes | None:
+    def wait_for(self, kind: NoteKind, number: int) -> str | None:
         """Wait for something that the launcher writes down; return None if the run is over."""
-        key = note_key(kind, number)
-        while not self.store.check([key]):
-            if self.store.check([note_key("finished")]):
+        while not has_note(self.store, kind, number):
+            if has_note(self.store, "finished"):
                 return None
             time.sleep(POLL_SECONDS)
-        return self.store.get(key)
+        return read_note(self.store, kind, number)
 
     def connect(
         self,
@@ -166,19 +170,15 @@ class Member:
         most_early: int = MOST_EARLY_BYTES,
     ) -> GlooComm:
         """Connect to the other workers of a generation, encrypted if there is an exchange."""
-        broken = note_key("broken", decision.generation)
+        is_broken = partial(has_note, self.store, "broken", decision.generation)
         name = f"g{decision.generation}"
         self.meeting = self.own_connection()
         meeting = PrefixStore(name, self.meeting)
         rank = decision.members.index(self.worker)
         ranks = len(decision.members)
-
-        def is_broken() -> bool:
-            return bool(self.store.check([broken]))
-
         if exchange is None:
             return GlooComm(meeting, rank, ranks, patience, is_broken)
-        launch = self.store.get(note_key("launch")).decode()
+        launch = read_note(self.store, "launch")
         return WireComm(
             meeting,
             rank,
@@ -198,17 +198,7 @@ class Member:
 
     def is_changing(self, decision: Decision) -> bool:
         """Whether all should leave a generation after their step."""
-        return bool(self.store.check([note_key("change", decision.generation)]))
-
-    def tell_work(self, decision: Decision, window: int, seconds: list[float]) -> None:
-        """Tell the launcher how long each rank has worked in a window of steps."""
-        self.store.set(
-            note_key("worked", decision.generation, window), json.dumps(seconds)
-        )
-
-    def tell_ready(self, decision: Decision) -> None:
-        """Tell the launcher that a generation trains."""
-        self.store.set(note_key("ready", decision.generation), "yes")
+        return has_note(self.store, "change", decision.generation)
 
 
 def local_store(host: str, port: int) -> Store:
@@ -321,6 +311,7 @@ class Generations:
     ) -> Verdict:
         """Train over a connection that exists."""
         leads = comm.rank == decision.leader
+        store, generation = self.member.store, decision.generation
         if leads and self.watch is None:
             self.watch = self.show()
         job = self.job_for(decision)
@@ -329,18 +320,20 @@ class Generations:
             trainer.changing = lambda: self.member.is_changing(decision)
             if self.job.config.run.slow:
                 windows = itertools.count()
-                trainer.tell_work = WorkWindow(
-                    lambda seconds: self.member.tell_work(
-                        decision, next(windows), seconds
-                    )
-                ).put
+
+                def tell(seconds: list[float]) -> None:
+                    """How long each rank has worked in a window of steps."""
+                    told = json.dumps(seconds)
+                    write_note(store, told, "worked", generation, next(windows))
+
+                trainer.tell_work = WorkWindow(tell).put
 
         def stop() -> bool:
             return self.asked.is_set() or (leads and self.stop_file.exists())
 
         def ready() -> None:
             if leads:
-                self.member.tell_ready(decision)
+                write_note(store, "yes", "ready", generation)
 
         try:
             outcome = trainer.run(stop, ready)

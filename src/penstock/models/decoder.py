@@ -472,8 +472,8 @@ def _unreadable(
         what = f"transformers cannot read the weights in {folder}: {_reason(error)}"
     else:
         what = (
-            f"transformers cannot put {unmade['name']} together from the tensors in {folder}: one of them is missing or "
-            "has another shape"
+            f"transformers cannot put {unmade['name']} together from the tensors in {folder}: one of them is missing "
+            "or has another shape"
         )
     return FileError(
         f"{what}\n  is config.json that of these weights? if it is, copy or download the files again"

@@ -96,7 +96,7 @@ def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
     config: Any = getattr(model, "config", None)
     name = type(model).__name__
     if config is None or not any(map(_is_theirs, type(model).__mro__)):
-        raise PenstockError(_unknown(name, "it is not one of transformers' models"))
+        raise _unknown(name, "it is not one of transformers' models")
     encoder = is_encoder(model)
     _refuse_extras(name, config, encoder)
     prefix, word = _embedding_of_tokens(model, name)
@@ -106,7 +106,7 @@ def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
     children, layers = _stack_of(base, config.num_hidden_layers, encoder)
     if not layers:
         reason = f"there is no list of all its layers beside {prefix}.{word}"
-        raise PenstockError(_unknown(name, reason))
+        raise _unknown(name, reason)
     holder = base.get_submodule(layers.rpartition(".")[0])
     _refuse_own_forward((model, base, holder), name)
     before, after = _around(children, layers, config, called)
@@ -116,18 +116,16 @@ def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
         if path in (*before, layers, *after):
             continue
         if next(module.parameters(), None) is not None:
-            raise PenstockError(
-                _unknown(
-                    name, f"{prefix}.{path} has weights that run between its layers"
-                )
+            raise _unknown(
+                name, f"{prefix}.{path} has weights that run between its layers"
             )
         everywhere.append(path)
     top, _, inner = prefix.partition(".")
     if inner and len(list(model.get_submodule(top).children())) > 1:
-        raise PenstockError(_unknown(name, f"{top} has more than one stack of layers"))
+        raise _unknown(name, f"{top} has more than one stack of layers")
     outside = tuple(path for path, _ in model.named_children() if path != top)
     if not outside:
-        raise PenstockError(_unknown(name, "it has no head that makes logits"))
+        raise _unknown(name, "it has no head that makes logits")
     pieces = Pieces(
         prefix,
         before,
@@ -152,9 +150,7 @@ def _refuse_loose_weights(model: nn.Module, pieces: Pieces, name: str) -> None:
     }
     for path, parameter in model.named_parameters():
         if id(parameter) not in held:
-            raise PenstockError(
-                _unknown(name, f"{path} is a weight outside of its modules")
-            )
+            raise _unknown(name, f"{path} is a weight outside of its modules")
 
 
 def is_encoder(model: nn.Module) -> bool:
@@ -169,7 +165,7 @@ def _base_of_encoder(model: nn.Module, embedding: str) -> tuple[str, str]:
     base = str(getattr(model, "base_model_prefix", ""))
     if not base or not embedding.startswith(f"{base}."):
         reason = "its base model does not embed the tokens"
-        raise PenstockError(_unknown(type(model).__name__, reason))
+        raise _unknown(type(model).__name__, reason)
     return base, embedding.removeprefix(f"{base}.").partition(".")[0]
 
 
@@ -208,7 +204,7 @@ def _embedding_of_tokens(model: nn.Module, name: str) -> tuple[str, str]:
         base, _, word = path.rpartition(".")
         if module is tokens and base:
             return base, word
-    raise PenstockError(_unknown(name, "it has no base model that embeds the tokens"))
+    raise _unknown(name, "it has no base model that embeds the tokens")
 
 
 def _list_of_layers(children: Mapping[str, nn.Module], count: int) -> str | None:
@@ -250,8 +246,9 @@ def _has_work(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) or any(True for _ in module.parameters())
 
 
-def _unknown(name: str, reason: str) -> str:
-    return (
+def _unknown(name: str, reason: str) -> PenstockError:
+    """The error for a model that cannot be split."""
+    return PenstockError(
         f"cannot split a {name}: {reason}\n"
         "use a model of penstock.models, or a language model of transformers with one stack of layers (Llama, Mistral, "
         "Qwen, Gemma, Phi, OLMo, GPT-2, GPT-NeoX, Mixtral, ..., or RoBERTa and other encoders with a masked-LM head); "
@@ -262,9 +259,7 @@ def _unknown(name: str, reason: str) -> str:
 def _refuse_extras(name: str, config: Any, encoder: bool) -> None:
     """Refuse options that the whole model knows but its parts do not."""
     if getattr(config, "is_encoder_decoder", False):
-        raise PenstockError(
-            _unknown(name, "it has two stacks of layers, an encoder and a decoder")
-        )
+        raise _unknown(name, "it has two stacks of layers, an encoder and a decoder")
     supported = {"add_cross_attention": False, "output_router_logits": False}
     supported["is_decoder" if encoder else "is_causal"] = not encoder
     kind = "encoders that see both ways" if encoder else "causal decoders"

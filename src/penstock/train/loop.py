@@ -295,7 +295,7 @@ class Trainer:
         self.work_seconds = 0.0
         passes = self.job.config.run.accumulate
         for turn, batch in enumerate(self.loader.step()):
-            first_row = self.loader.deal.first_row(turn)
+            first_row = self.loader.shape.first_row(turn)
             # Replicas sum the gradients of all passes at once.
             sums = turn == passes - 1
             with dropping(self.job.config.run.seed, self.step, first_row):
@@ -388,7 +388,7 @@ class Trainer:
     def row(self, figures: StepFigures, evaluation: float | None) -> StepRow:
         """Return what is written down about the step that is done."""
         config, sizes = self.job.config, self.job.sizes
-        tokens = self.loader.deal.sequences * self.loader.corpus.length
+        tokens = self.loader.shape.sequences * self.loader.corpus.length
         layers = self.layers[self.paths.at(self.step - 1)]
         work = share_of_flops(sizes, self.job.corpus.length, layers)
         leaves_out = min(self.layers) < sizes.layers
@@ -448,7 +448,7 @@ class Trainer:
 
     def give_up(self, loss: float, norm: float) -> None:
         """Save the weights before a step whose loss or gradients are not finite, and raise."""
-        self.loader.seen -= self.loader.deal.sequences  # This step does not count.
+        self.loader.seen -= self.loader.shape.sequences  # This step does not count.
         self.save()
         self.saver.finish(self.comm)
         raise RunError(

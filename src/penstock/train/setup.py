@@ -43,7 +43,7 @@ from penstock.runtime.executor import RunOptions
 from penstock.runtime.proof import warm_up
 from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.data.loader import Deal, DocumentCutter, Loader, wanted_by
+from penstock.train.data.loader import BatchShape, DocumentCutter, Loader, wanted_by
 from penstock.train.job import Job
 from penstock.train.optimizer import frozen_names
 from penstock.train.placement import precision_on
@@ -111,7 +111,7 @@ class RankSetup:
         """Return the loader of the training text for steps with any of these schedules."""
         job = self.job
         config = job.config
-        deal = Deal(
+        shape = BatchShape(
             config.rows,
             len(job.plan.schedule.microbatches),
             config.run.accumulate,
@@ -121,7 +121,7 @@ class RankSetup:
         )
         cutter = cutter_of(job, self.device)
         seed = config.run.seed
-        return Loader(job.corpus, deal, seed, self.device, cutter)
+        return Loader(job.corpus, shape, seed, self.device, cutter)
 
 
 def set_up_rank(
@@ -247,12 +247,12 @@ class Evaluator:
         if schedule is not trained:
             self.needs_links = True
             self.executor = setup.executor(schedule)
-            deal = replace(loader.deal, wanted=setup.wanted([schedule]))
-            self.loader = Loader(job.corpus, deal, job.config.run.seed, setup.device)
+            shape = replace(loader.shape, wanted=setup.wanted([schedule]))
+            self.loader = Loader(job.corpus, shape, job.config.run.seed, setup.device)
         if job.validation is not None:
             self.loader = Loader(
                 job.validation,
-                self.loader.deal,
+                self.loader.shape,
                 job.config.run.seed,
                 setup.device,
                 self.loader.cutter,

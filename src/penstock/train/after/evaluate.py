@@ -38,8 +38,8 @@ from penstock.train.after.generate import (
     continues_texts,
     open_trained,
 )
-from penstock.train.data.corpus import Corpus, Ticket, open_corpus
-from penstock.train.data.loader import Deal, Loader, read_rows
+from penstock.train.data.corpus import Corpus, SequenceRef, open_corpus
+from penstock.train.data.loader import BatchShape, Loader, read_rows
 from penstock.train.data.masking import masking_of
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.job import corpus_of, validation_of, with_kept_files
@@ -122,7 +122,7 @@ def evaluate_run(
         )
     config = with_kept_files(read_config(run / CONFIG_FILE), run)
     corpus = validation_of(config, run) or corpus_of(config, run)
-    loader = Loader(corpus, Deal(config.rows, config.passages), config.run.seed)
+    loader = Loader(corpus, BatchShape(config.rows, config.passages), config.run.seed)
     held = loader.evaluation(batches)
     if not held:
         raise FileError(
@@ -262,7 +262,7 @@ class TextBatches:
 
 def _batch(corpus: Corpus, numbers: Iterable[int]) -> Batch:
     """A batch of these sequences as one micro-batch."""
-    rows = read_rows(corpus, [Ticket(number) for number in numbers], seed=0)
+    rows = read_rows(corpus, [SequenceRef(number) for number in numbers], seed=0)
     starts = () if rows.starts is None else (rows.starts,)
     named = () if rows.types is None else ({"types": rows.types},)
     return batch_of((rows.tokens,), (rows.labels,), starts=starts, named=named)

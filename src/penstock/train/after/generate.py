@@ -36,7 +36,6 @@ from penstock.models.slice import Carry
 from penstock.schedules.skip import PartPath
 from penstock.train.checkpoints.checkpoint import (
     CHECKPOINTS_FOLDER,
-    CheckpointFacts,
     faults,
     load,
     lost_files,
@@ -141,7 +140,10 @@ def open_trained(path: Path) -> Trained:
         holding.stages[0],
         sizes,
         holding,
-        _tokenizer(found, facts),
+        # If the named one is gone, the copy in the folder of the run.
+        kept_tokenizer(
+            str(facts.get("tokenizer", BYTE_TOKENIZER)), found.parent.parent
+        ),
         found,
         int(facts["step"]),
         lora,
@@ -160,13 +162,6 @@ def _add_adapters(
     load(checkpoint, adapter_tensors(adapters))
     merge(holding.parameters, adapters, sizes, lora)
     return adapters
-
-
-def _tokenizer(checkpoint: Path, facts: CheckpointFacts) -> str:
-    """The tokenizer of a checkpoint, or the copy in its run's folder if it is gone."""
-    return kept_tokenizer(
-        str(facts.get("tokenizer", BYTE_TOKENIZER)), checkpoint.parent.parent
-    )
 
 
 def parameter_count(sizes: Sizes) -> int:

@@ -79,33 +79,29 @@ class Reasons:
 def reasons_of(plan: Plan, named: str = "") -> Reasons:
     """Explain a plan; `named` is schedule.name of the config, or empty if it is not known."""
     facts = dict(plan.why)
+    compared = "step" in facts and "rules" not in facts
+    figures = _figures(facts) if compared else []
     if "rules" in facts:
-        sentences = [*_origin(plan, named), *_figures_of_paths(facts), *_others(facts)]
-        return Reasons(tuple(sentences))
-    if "step" not in facts:
-        return Reasons((*_origin(plan, named), *_others(facts)))
-    rows = _rows(plan, facts)
-    sentences = [*_origin(plan, named), *_figures(facts), *_others(facts)]
-    return Reasons(tuple(sentences), HEADS, rows)
+        figures = _figures_of_paths(facts)
+    sentences = (_origin(plan, named), *figures, *_others(facts))
+    if not compared:
+        return Reasons(sentences)
+    return Reasons(sentences, HEADS, _rows(plan, facts))
 
 
-def _origin(plan: Plan, named: str) -> list[str]:
+def _origin(plan: Plan, named: str) -> str:
     """Where the plan comes from, and what it was compared with."""
     facts = dict(plan.why)
     schedule = plan.schedule
     ranks = count_of(schedule.ranks, *RANKS)
     size = f"{ranks} and {count_of(len(schedule.microbatches), *MICROBATCHES)}"
     if named == AUTO:
-        return [_comparison(facts, size)]
+        return _comparison(facts, size)
     if Path(named).suffix in (".json", ".csv"):
-        return [
-            f"The plan was read from a file, for {size}. Nothing was compared with it here."
-        ]
+        return f"The plan was read from a file, for {size}. Nothing was compared with it here."
     if named:
-        return [
-            f"schedule.name = {named} names this schedule, for {size}, so no others were compared with it."
-        ]
-    return [f"{plan.name}: {size}."]
+        return f"schedule.name = {named} names this schedule, for {size}, so no others were compared with it."
+    return f"{plan.name}: {size}."
 
 
 def _comparison(facts: dict[str, Fact], size: str) -> str:

@@ -5,6 +5,10 @@ RUN/profile.json    ──► the predicted step  ┐
 RUN/timeline.json   ──► the measured step   ┴─► drawn one above the other, with the largest differences
 
 If some steps leave out parts and others run all of them, both kinds are compared.
+
+Where a step is predicted to be compared with a measured one, both count the same: seconds of the same machine, on which
+ranks may share processors, and memory in micro-batches, because a run counts the forwards that it keeps and not their
+bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +19,15 @@ from pathlib import Path
 from statistics import median
 
 from penstock.config import Config, PathsConfig
+from penstock.cost import UnitCost
 from penstock.errors import FileError
 from penstock.formats import read_plan
-from penstock.formats.config_toml import read_config
+from penstock.formats.config_toml import CONFIG_FILE, read_config
 from penstock.ir import Plan, Timeline
-from penstock.ir.timeline import largest_differences
+from penstock.ir.timeline import MEASURED_UNITS, largest_differences
+from penstock.plan.candidates import Evaluator
+from penstock.plan.pricing import Price
+from penstock.sim import simulate
 from penstock.sim.simulate import simulate_own_times
 from penstock.train.after.reasons import reasons_of
 from penstock.train.before.forecast import Forecast, known_forecast
@@ -56,24 +64,25 @@ class StepKind:
     )
 
     @property
-    def predicted(self) -> Timeline | None:
-        """The predicted timeline of the measured step.
+    def timelines(self) -> list[tuple[Timeline, Timeline]]:
+        """The predicted and the measured timeline of the measured step; empty if none was.
 
-        It is the forecast if there is one; otherwise a simulation with the measured
-        step's own times. A run does not measure memory in bytes, so the prediction
-        takes over the measured counts of activations.
+        The prediction is the forecast if there is one; otherwise a simulation with the
+        measured step's own times. A run does not measure memory in bytes, so the
+        prediction takes over the measured counts of activations.
         """
         measured = self.measured
         if measured is None:
-            return None
+            return []
         if self.forecast is None:
-            return simulate_own_times(measured)
-        return replace(
+            return [(simulate_own_times(measured), measured)]
+        predicted = replace(
             self.forecast.timeline,
             activations=measured.activations,
             weights=measured.weights,
             units=measured.units,
         )
+        return [(predicted, measured)]
 
     @property
     def seconds(self) -> float:
@@ -84,18 +93,15 @@ class StepKind:
     @property
     def text(self) -> str:
         """Compare the time that steps took with what was predicted; empty without a prediction."""
-        expected = []
+        expected = ""
         if self.forecast is not None:
             predicted = write_time(self.forecast.seconds, digits=3)
             between = write_range(*self.forecast.range)
-            expected.append(f"predicted {predicted} ({between})")
-        if self.planned is not None:
-            planned = write_time(self.planned, digits=3)
-            expected.append(f"planned for the cluster {planned}")
+            expected = f", predicted {predicted} ({between})"
+        expected += _planned_text(self.planned)
         if not expected or not self.rows:
             return ""
-        took = write_time(self.seconds, digits=3)
-        return f"a {self.name} took {took}, {', '.join(expected)}"
+        return f"a {self.name} took {write_time(self.seconds, digits=3)}{expected}"
 
     @property
     def sums_text(self) -> str:
@@ -103,18 +109,20 @@ class StepKind:
         measured = self.measured
         if measured is None or not measured.sums:
             return ""
-        expected = []
+        took = write_time(tail_of_sums(measured), digits=3)
+        text = f"the sums of gradients of a {self.name} ended {took} after its last backward"
         if self.forecast is not None:
             seconds = write_time(tail_of_sums(self.forecast.timeline), digits=3)
-            expected.append(f", predicted {seconds}")
-        if self.planned_sums is not None:
-            seconds = write_time(self.planned_sums, digits=3)
-            expected.append(f", planned for the cluster {seconds}")
-        took = write_time(tail_of_sums(measured), digits=3)
-        return (
-            f"the sums of gradients of a {self.name} ended {took} after its last backward"
-            + "".join(expected)
-        )
+            text += f", predicted {seconds}"
+        return text + _planned_text(self.planned_sums)
+
+
+def _planned_text(seconds: float | None) -> str:
+    return (
+        ""
+        if seconds is None
+        else f", planned for the cluster {write_time(seconds, digits=3)}"
+    )
 
 
 def tail_of_sums(timeline: Timeline) -> float:
@@ -141,10 +149,8 @@ class Summary:
     @property
     def evaluation(self) -> float | None:
         """The last loss on held-out text."""
-        for row in reversed(self.rows):
-            if row.evaluation is not None:
-                return row.evaluation
-        return None
+        evaluations = [row.evaluation for row in self.rows]
+        return next((one for one in reversed(evaluations) if one is not None), None)
 
     @property
     def speed(self) -> float:
@@ -161,8 +167,8 @@ def summarize_run(folder: Path) -> Summary:
         )
     plan = read_plan(folder / "plan.json")
     config = None
-    if (folder / "config.toml").is_file():
-        config = read_config(folder / "config.toml")
+    if (folder / CONFIG_FILE).is_file():
+        config = read_config(folder / CONFIG_FILE)
     named = "" if config is None else config.schedule.name
     kinds = tuple(_kinds(folder, rows, plan, config))
     sources = tuple(read_use(folder)) if config and config.data.mixture else ()
@@ -224,8 +230,10 @@ def planned_seconds(
 def render_report(summary: Summary, title: str, sample: str = "") -> str:
     """Return the HTML page of a run."""
     reasons = reasons_of(summary.plan, summary.named)
+    # Numbered as in the curves.
+    events = [f"{n}: {line}" for n, line in enumerate(list_events(summary), start=1)]
     lists = [
-        ("Events", _number(list_events(summary))),
+        ("Events", events),
         ("Text by source", describe_use(summary.sources)),
         ("Predicted and measured", list_comparisons(summary)),
         ("Largest differences", _list_differences(summary.main)),
@@ -233,7 +241,11 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     ]
     timelines = []
     for kind in summary.kinds:
-        timelines += _list_timelines(kind)
+        suffix = "" if kind.name == "step" else f", {kind.name}"
+        for predicted, measured in kind.timelines:
+            timelines.append((f"predicted{suffix}", predicted))
+            timelines.append((f"measured{suffix}, step {kind.step}", measured))
+    idle = [time_rows_of(*both) for both in summary.main.timelines]
     return report_page(
         title,
         _list_facts(summary),
@@ -242,7 +254,7 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
         sample,
         lists,
         (reasons.sentences, reasons.heads, reasons.rows),
-        _list_idle_times(summary.main),
+        idle[0] if idle else [],
         # A line between the last step before an event and the first one after it.
         [(event.step + 0.5, event.text) for event in summary.events],
     )
@@ -254,11 +266,6 @@ def list_comparisons(summary: Summary) -> list[str]:
     for kind in summary.kinds:
         lines += [text for text in (kind.text, kind.sums_text) if text]
     return lines
-
-
-def _number(lines: Sequence[str]) -> list[str]:
-    """Number the lines as the figures do."""
-    return [f"{number}: {line}" for number, line in enumerate(lines, start=1)]
 
 
 def list_events(summary: Summary) -> list[str]:
@@ -302,12 +309,10 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
     if summary.evaluation is not None:
         facts.append((f"held-out {LOSS}", f"{summary.evaluation:.4f}"))
     for kind in summary.kinds:
-        predicted = kind.predicted
-        if predicted is None or kind.measured is None:
-            continue
-        bubbles = f"{kind.measured.bubble:.1%}, predicted {predicted.bubble:.1%}"
         name = "bubble" if len(summary.kinds) == 1 else f"bubble of a {kind.name}"
-        facts.append((name, bubbles))
+        for predicted, measured in kind.timelines:
+            bubbles = f"{measured.bubble:.1%}, predicted {predicted.bubble:.1%}"
+            facts.append((name, bubbles))
     return facts
 
 
@@ -319,65 +324,35 @@ def describe_mirrors(rows: Sequence[StepRow]) -> str:
     return f"{write_size(sent)} per step, {write_time(seconds)} of each worker ({share:.1%})"
 
 
-def _list_timelines(kind: StepKind) -> list[tuple[str, Timeline]]:
-    predicted = kind.predicted
-    if predicted is None or kind.measured is None:
-        return []
-    suffix = "" if kind.name == "step" else f", {kind.name}"
-    return [
-        (f"predicted{suffix}", predicted),
-        (f"measured{suffix}, step {kind.step}", kind.measured),
-    ]
-
-
-def _list_idle_times(kind: StepKind) -> list[list[str]]:
-    """Where the time of each rank went in the measured step."""
-    predicted = kind.predicted
-    if predicted is None or kind.measured is None:
-        return []
-    return time_rows_of(predicted, kind.measured)
-
-
 def _draw_curves(rows: Sequence[StepRow]) -> list[tuple[str, tuple[Series, ...]]]:
-    train_loss = curve("train", rows, lambda row: row.loss)
-    held_out_loss = curve("held out", rows, lambda row: row.evaluation)
-    norm = curve("before clipping", rows, lambda row: row.norm)
-    speed = curve("speed", rows, lambda row: row.speed)
-    rate = curve("rate", rows, lambda row: row.rate)
+    def curve(name: str, value: Callable[[StepRow], float | None]) -> Series:
+        """One figure of every step that has it."""
+        points = [(row.step, value(row)) for row in rows]
+        known = [(step, point) for step, point in points if point is not None]
+        steps, values = zip(*known, strict=True) if known else ((), ())
+        return Series(name, steps, values)
+
+    losses = (
+        curve("train", lambda row: row.loss),
+        curve("held out", lambda row: row.evaluation),
+    )
     return [
-        (LOSS, (train_loss, held_out_loss)),
-        ("norm of the gradients", (norm,)),
-        ("tokens per second", (speed,)),
-        ("learning rate", (rate,)),
+        (LOSS, losses),
+        ("norm of the gradients", (curve("before clipping", lambda row: row.norm),)),
+        ("tokens per second", (curve("speed", lambda row: row.speed),)),
+        ("learning rate", (curve("rate", lambda row: row.rate),)),
     ]
-
-
-def curve(
-    name: str, rows: Sequence[StepRow], value: Callable[[StepRow], float | None]
-) -> Series:
-    """Return one figure of every step that has it."""
-    steps = []
-    values = []
-    for row in rows:
-        point = value(row)
-        if point is not None:
-            steps.append(row.step)
-            values.append(point)
-    return Series(name, tuple(steps), tuple(values))
 
 
 def _list_differences(kind: StepKind) -> list[str]:
     """The actions whose time was furthest from the prediction."""
-    predicted = kind.predicted
-    if predicted is None or kind.measured is None:
-        return []
     lines = []
-    for one in largest_differences(predicted, kind.measured):
-        expected = write_time(one.expected)
-        actual = write_time(one.actual)
-        lines.append(
-            f"{one.action} on rank {one.rank}: predicted {expected}, took {actual}"
-        )
+    for predicted, measured in kind.timelines:
+        for one in largest_differences(predicted, measured):
+            times = (
+                f"predicted {write_time(one.expected)}, took {write_time(one.actual)}"
+            )
+            lines.append(f"{one.action} on rank {one.rank}: {times}")
     return lines
 
 
@@ -400,3 +375,42 @@ def _list_ranks(summary: Summary) -> list[str]:
             )
         lines.append(line)
     return lines
+
+
+# ---------------------------------------------------------------- predicted like a run
+def predict_like_run(folder: Path, plan: Plan, price: Price) -> Timeline:
+    """Predict a pass of a plan on the machine of a run and with its batch, by the price of the run's own profile.
+
+    The run's own plan gets the prediction that its report shows.
+    """
+    alone = replace(plan, rotation=(), full=None)
+    if (folder / CONFIG_FILE).is_file():
+        config = read_config(folder / CONFIG_FILE)
+        known = known_forecast(folder, config, alone)
+        if known is not None:
+            return known.timeline
+        alone = _with_rows(alone, config)
+    processors = price.profile.processors if price.profile is not None else None
+    evaluator = Evaluator(price.for_plan(alone).cost, processors=processors)
+    return evaluator.timeline(plan.schedule)
+
+
+def _with_rows(plan: Plan, config: Config) -> Plan:
+    """Divide the batch of a run among the micro-batches of a plan that does not say how many rows they have."""
+    microbatches = len(plan.schedule.microbatches)
+    passages = microbatches * config.mesh.shard * config.run.accumulate
+    if "rows" in plan.facts or config.data.batch % passages:
+        return plan
+    rows = config.data.batch // passages
+    return replace(plan, why=(*plan.why, ("rows", rows)))
+
+
+def in_measured_units(timeline: Timeline) -> Timeline:
+    """Return a timeline in seconds whose memory counts micro-batches, as a measured one does."""
+    counted = simulate(timeline.schedule, UnitCost())
+    return replace(
+        timeline,
+        activations=counted.activations,
+        weights=counted.weights,
+        units=MEASURED_UNITS,
+    )

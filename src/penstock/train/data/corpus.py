@@ -54,7 +54,7 @@ from penstock.train.data.tokenizer import TokenArray, Tokenizer, tokenizer_of
 from penstock.view.numbers import short
 
 
-class Ticket(NamedTuple):
+class SequenceRef(NamedTuple):
     """A sequence to read, and how often all sequences were read before."""
 
     sequence: int
@@ -79,9 +79,11 @@ class Corpus:
     typed: bool = False  # whether rows have two segments, whose tokens differ in type
     bytes_per_token: float | None = None  # of text; None if nobody has counted
 
-    def ticket(self, position: int, seed: int) -> Ticket:
+    def sequence_at(self, position: int, seed: int) -> SequenceRef:
         """Return which sequence comes at a position, in which epoch."""
-        return Ticket(shuffled(position, self.trained, seed), position // self.trained)
+        return SequenceRef(
+            shuffled(position, self.trained, seed), position // self.trained
+        )
 
     @property
     def token_count(self) -> int:
@@ -286,15 +288,15 @@ class MixedCorpus(Corpus):
         """The tokens of all sources."""
         return sum(source.token_count for source in self.sources)
 
-    def ticket(self, position: int, seed: int) -> Ticket:
+    def sequence_at(self, position: int, seed: int) -> SequenceRef:
         """Return which sequence comes at a position, in which epoch of its source."""
         block, place = divmod(position, BLOCK)
         sources, ranks = _block_order(seed, block, self.quotas)
         number = int(sources[place])
         drawn = block * self.quotas[number] + int(ranks[place])
-        own = self.sources[number].ticket(drawn, seed)
+        own = self.sources[number].sequence_at(drawn, seed)
         first = sum(source.trained for source in self.sources[:number])
-        return Ticket(first + own.sequence, own.epoch)
+        return SequenceRef(first + own.sequence, own.epoch)
 
     def sequence(self, number: int) -> TokenArray:
         """Return a sequence and the token after it."""

@@ -30,15 +30,15 @@ from penstock.plan.slices import equal_work_cuts
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.chat import BEGINS, LEARNED, SECOND
-from penstock.train.data.corpus import Corpus, Ticket
+from penstock.train.data.corpus import Corpus, SequenceRef
 from penstock.train.data.masking import Masking
 
 LoaderState: TypeAlias = dict[str, int | str]
-FILLER = Ticket(-1)  # a row that does not count
+FILLER = SequenceRef(-1)  # a row that does not count
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class BatchShape:
     """How a step is divided: `passes` through a pipeline of `microbatches` of `rows` rows each."""
 
     rows: int
@@ -103,13 +103,13 @@ class Rows(NamedTuple):
         return int((self.labels != IGNORED_LABEL).sum())
 
 
-def read_rows(corpus: Corpus, tickets: Sequence[Ticket], seed: int) -> Rows:
+def read_rows(corpus: Corpus, sequences: Sequence[SequenceRef], seed: int) -> Rows:
     """Read sequences. A filler has the tokens of the first one held out, and no labels that count.
 
     A sequence has one more token than it uses: the label of its last one.
     """
-    fillers = [ticket == FILLER for ticket in tickets]
-    numbers = [corpus.trained if one == FILLER else one.sequence for one in tickets]
+    fillers = [one == FILLER for one in sequences]
+    numbers = [corpus.trained if one == FILLER else one.sequence for one in sequences]
     tokens = _stack(corpus.sequence, numbers, corpus.length)
     learned = starts = types = None
     if corpus.end is not None:
@@ -124,7 +124,7 @@ def read_rows(corpus: Corpus, tickets: Sequence[Ticket], seed: int) -> Rows:
             types = ((marks & int(SECOND)) > 0).long()
     labels = shift_labels(tokens, starts)
     if corpus.masking is not None:
-        tokens, labels = _mask(corpus.masking, tokens, tickets, seed)
+        tokens, labels = _mask(corpus.masking, tokens, sequences, seed)
     elif learned is not None:
         labels[:, :-1].masked_fill_(~learned[:, 1:], IGNORED_LABEL)
     labels[fillers] = IGNORED_LABEL
@@ -145,15 +145,15 @@ def _stack(
 
 
 def _mask(
-    masking: Masking, tokens: Tensor, tickets: Sequence[Ticket], seed: int
+    masking: Masking, tokens: Tensor, sequences: Sequence[SequenceRef], seed: int
 ) -> tuple[Tensor, Tensor]:
     """Sequences as a model sees them, and as labels the words that it has to guess."""
     seen = tokens.clone()
     labels = torch.full_like(tokens, IGNORED_LABEL)
-    for row, ticket in enumerate(tickets):
-        if ticket != FILLER:
+    for row, one in enumerate(sequences):
+        if one != FILLER:
             words = tokens[row, :-1]
-            masked, chosen = masking.mask(words.numpy(), seed, *ticket)
+            masked, chosen = masking.mask(words.numpy(), seed, *one)
             seen[row, :-1] = torch.from_numpy(masked)
             labels[row, :-1] = words.where(torch.from_numpy(chosen), IGNORED_LABEL)
     return seen, labels
@@ -179,13 +179,13 @@ class Loader:
     def __init__(
         self,
         corpus: Corpus,
-        deal: Deal,
+        shape: BatchShape,
         seed: int,
         device: torch.device | None = None,
         cutter: DocumentCutter | None = None,
     ) -> None:
         self.corpus = corpus
-        self.deal = deal
+        self.shape = shape
         self.cutter = cutter
         self.seed = seed
         self.device = device or torch.device("cpu")
@@ -204,16 +204,16 @@ class Loader:
         assert self.prepared is not None
         _, batches = self.prepared
         self.prepared = None
-        self.seen += self.deal.sequences
+        self.seen += self.shape.sequences
         return batches
 
     def prepare(self) -> None:
         """Read the batches of the next step already, while a GPU still computes another one."""
         if self.prepared is not None and self.prepared[0] == self.seen:
             return
-        places = range(self.seen, self.seen + self.deal.sequences)
-        tickets = [self.corpus.ticket(place, self.seed) for place in places]
-        self.prepared = (self.seen, self._batches(tickets))
+        places = range(self.seen, self.seen + self.shape.sequences)
+        sequences = [self.corpus.sequence_at(place, self.seed) for place in places]
+        self.prepared = (self.seen, self._batches(sequences))
 
     def evaluation(self, batches: int) -> list[Batch]:
         """Return passes over held-out sequences, as many as `batches` steps have, or all.
@@ -224,40 +224,40 @@ class Loader:
         """
         first = self.corpus.trained
         numbers = range(first, first + self.examined(batches))
-        return self._batches([Ticket(number) for number in numbers])
+        return self._batches([SequenceRef(number) for number in numbers])
 
     def examined(self, batches: int) -> int:
         """Count the held-out sequences that an evaluation of `batches` batches reads."""
-        return min(batches * self.deal.sequences, self.corpus.held_out)
+        return min(batches * self.shape.sequences, self.corpus.held_out)
 
-    def _batches(self, tickets: list[Ticket]) -> list[Batch]:
+    def _batches(self, sequences: list[SequenceRef]) -> list[Batch]:
         """Batches of these sequences, one per pass; a loss is divided by the labels of all of them, on all shards."""
-        labels = len(tickets) * self.corpus.length
-        each = self.deal.each
-        every = each * self.deal.shards
-        tickets = tickets + [FILLER] * (-len(tickets) % every)
-        first = self.deal.shard * each
+        labels = len(sequences) * self.corpus.length
+        each = self.shape.each
+        every = each * self.shape.shards
+        sequences = sequences + [FILLER] * (-len(sequences) % every)
+        first = self.shape.shard * each
         batches = [
-            self._batch(tickets[begin : begin + each])
-            for begin in range(first, len(tickets), every)
+            self._batch(sequences[begin : begin + each])
+            for begin in range(first, len(sequences), every)
         ]
         if not self.corpus.even:
             labels = sum(sum(batch.counts) for batch in batches)
-            for place, ticket in enumerate(tickets):
-                if place // each % self.deal.shards != self.deal.shard:
-                    labels += read_rows(self.corpus, [ticket], self.seed).counted
+            for place, one in enumerate(sequences):
+                if place // each % self.shape.shards != self.shape.shard:
+                    labels += read_rows(self.corpus, [one], self.seed).counted
         return [replace(batch, valid=max(labels, 1)) for batch in batches]
 
-    def _batch(self, tickets: list[Ticket]) -> Batch:
+    def _batch(self, sequences: list[SequenceRef]) -> Batch:
         """One pass of this shard. Micro-batches that this rank does not read have only a shape."""
-        rows = self.deal.rows
-        numbers = range(self.deal.microbatches)
-        wanted = numbers if self.deal.wanted is None else sorted(self.deal.wanted)
+        rows = self.shape.rows
+        numbers = range(self.shape.microbatches)
+        wanted = numbers if self.shape.wanted is None else sorted(self.shape.wanted)
         places = [number * rows + row for number in wanted for row in range(rows)]
         if self.corpus.even:
-            tickets = [tickets[place] for place in places]
-            places = list(range(len(tickets)))
-        read = read_rows(self.corpus, tickets, self.seed)
+            sequences = [sequences[place] for place in places]
+            places = list(range(len(sequences)))
+        read = read_rows(self.corpus, sequences, self.seed)
         columns = torch.stack([one for one in read[:3] if one is not None])
         moved = self._move(columns[:, places])
         found = zip(*(torch.split(column, rows) for column in moved), strict=True)
