@@ -261,10 +261,10 @@ def theirs(name: str) -> dict[str, object]:
     model = kind.from_config(config).eval()
     parts = split(model, even_partition(layer_count(model), 2))
     part = parts[0]
-    pieces = part.anatomy.pieces
+    pieces = part.layout.pieces
     assert pieces is not None
     for key in ("width", "embed", "layers", "head", "everywhere", "unsliceable"):
-        found[f"anatomy {key}"] = getattr(part.anatomy, key)
+        found[f"anatomy {key}"] = getattr(part.layout, key)
     for key in ("base", "before", "layers", "after", "outside", "cached", "tuples"):
         found[f"pieces {key}"] = getattr(pieces, key)
     found["encoding"] = None if pieces.encoding is None else asdict(pieces.encoding)

@@ -433,6 +433,6 @@ def test_slices_of_transformers_run_uncompiled():
 def forbidden_to_compile(part: nn.Module) -> nn.Module:
     """Compiles a part, but forbids its layers to call what was compiled. (Its head sees whole tensors only.)"""
     part = compiled(part)
-    for path in part.anatomy.layers[part.begin : part.end]:
+    for path in part.layout.layers[part.begin : part.end]:
         compiled_call(part.get_submodule(path)).run = None
     return part

@@ -31,7 +31,7 @@ from penstock.models.decoder import (
 )
 from penstock.models.family import count_parameters
 from penstock.models.hf import small_config
-from penstock.models.split import find_anatomy
+from penstock.models.split import find_layout
 from penstock.plan.space import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
@@ -370,7 +370,7 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
         read_sizes(tmp_path)
     odd = transformers.Qwen3Config(**{**SIZES, "num_key_value_heads": 3})
     with pytest.raises(PenstockError, match="do the sizes in its config fit together"):
-        find_anatomy(decoder_blueprint(decoder_of(odd)))
+        find_layout(decoder_blueprint(decoder_of(odd)))
     with pytest.raises(
         ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
     ):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 from penstock.families import BertConfig, GPTConfig, ParameterCounts
 from penstock.models.hf import BUILDING, Encoding, config_value, small_config
-from penstock.models.split import find_anatomy, tied_names
+from penstock.models.split import find_layout, tied_names
 
 # The features of an MLP, by the names that configs have for them; `hidden_dim` is DistilBERT's.
 INNER_NAMES = ("moe_intermediate_size", "intermediate_size", "hidden_dim", "n_inner")
@@ -189,7 +189,7 @@ def config_differences(recorded: str, sizes: DecoderConfig) -> list[str]:
 def _encoding_of(sizes: EncoderConfig) -> Encoding:
     """How an encoder takes its words, read off a small model of its class."""
     try:
-        pieces = find_anatomy(_small_model(sizes)).pieces
+        pieces = find_layout(_small_model(sizes)).pieces
     except PenstockError:
         raise
     except Exception as error:
@@ -376,14 +376,14 @@ def any_layer(name: str) -> str:
 def count_decoder(sizes: DecoderConfig) -> ParameterCounts:
     """Count the parameters of a decoder without giving it memory; those of a layer are the mean of all layers."""
     model = decoder_blueprint(sizes)
-    anatomy = find_anatomy(model)
-    embed = _numel(model, anatomy.embed)
-    layers = _numel(model, anatomy.layers)
-    head = _numel(model, anatomy.head)
+    layout = find_layout(model)
+    embed = _numel(model, layout.embed)
+    layers = _numel(model, layout.layers)
+    head = _numel(model, layout.head)
     total = sum(parameter.numel() for parameter in model.parameters())
     used = _share_of_experts(model.config)
     matrices = 0.0
-    for path in anatomy.layers:
+    for path in layout.layers:
         for name, parameter in model.get_submodule(path).named_parameters():
             if parameter.dim() >= 2:
                 is_of_experts = "experts" in name.split(".")

@@ -33,7 +33,7 @@ from penstock.errors import PenstockError
 BUILDING = threading.RLock()
 
 
-# ---------------------------------------------------------------- anatomy
+# ---------------------------------------------------------------- layout
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """How an encoder, whose words see both ways, takes its words."""
@@ -58,13 +58,13 @@ class Pieces:
     tuples: bool = False  # whether layers return tuples; the hidden state comes first
     encoding: Encoding | None = None  # of an encoder; None for a decoder
     # What a model of transformers' own modules consists of (`penstock.models.hf_trial`).
-    stock: frozenset[Any] = field(default=frozenset(), repr=False)
+    theirs: frozenset[Any] = field(default=frozenset(), repr=False)
 
-    def anatomy(self, config: Any, unsliceable: str = "") -> Anatomy:
+    def layout(self, config: Any, unsliceable: str = "") -> ModelLayout:
         """The names of all pieces in the whole model."""
         inside = f"{self.base}."
         layers = range(config.num_hidden_layers)
-        return Anatomy(
+        return ModelLayout(
             config.hidden_size,
             tuple(inside + path for path in self.before),
             tuple(f"{inside}{self.layers}.{number}" for number in layers),
@@ -76,7 +76,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
+class ModelLayout:
     """The names of a model's pieces."""
 
     width: int

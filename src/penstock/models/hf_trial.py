@@ -47,8 +47,8 @@ from torch import Tensor, nn
 from penstock.errors import PenstockError
 from penstock.models.hf import (
     BUILDING,
-    Anatomy,
     Encoding,
+    ModelLayout,
     Pieces,
     find_pieces,
     small_config,
@@ -144,8 +144,8 @@ def first_line(error: Exception) -> str:
 
 
 # ---------------------------------------------------------------- the trial of a class
-def tried_anatomy(model: nn.Module) -> Anatomy:
-    """Return the anatomy of a Hugging Face model, after a trial of its class and config."""
+def tried_layout(model: nn.Module) -> ModelLayout:
+    """Return the layout of a Hugging Face model, after a trial of its class and config."""
     # This refuses what no trial needs to show.
     encodes = find_pieces(model).encoding is not None
     config: Any = model.config
@@ -170,9 +170,9 @@ def tried_anatomy(model: nn.Module) -> Anatomy:
         cached=not found.unsliceable,
         tuples=found.tuples,
         encoding=found.encoding,
-        stock=found.stock,
+        theirs=found.theirs,
     )
-    return pieces.anatomy(config, found.unsliceable)
+    return pieces.layout(config, found.unsliceable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Findings:
     tuples: bool = False  # whether its layers return tuples
     called: tuple[str, ...] = ()  # modules of its base model, as its forward calls them
     encoding: Encoding | None = None  # of an encoder
-    stock: Stock = frozenset()  # what its modules are
+    theirs: TheirTraits = frozenset()  # what its modules are
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +255,8 @@ def _try_small_model(model: Any, tokens: Tensor) -> Findings:
         if encoding.types:
             types = torch.randint(0, model.config.type_vocab_size, tokens.shape)
     fault = fault or _fault_of_parts(_Small(model, pieces, tokens, types))
-    stock = stock_of(model, pieces)
-    return Findings(fault, unsliceable, tuples, called, pieces.encoding, stock)
+    theirs = their_traits(model, pieces)
+    return Findings(fault, unsliceable, tuples, called, pieces.encoding, theirs)
 
 
 Call: TypeAlias = tuple[tuple[Any, ...], object]  # what a module is given, and returns
@@ -496,14 +496,14 @@ class Trait(NamedTuple):
     hooked: bool
 
 
-Stock: TypeAlias = frozenset[tuple[str, Trait]]  # traits, by the name of the piece
-Own: TypeAlias = dict[str, Trait]  # what is not stock, by its path in the whole model
+TheirTraits: TypeAlias = frozenset[tuple[str, Trait]]  # with the name of the piece
+Own: TypeAlias = dict[str, Trait]  # what is not theirs, by its path in the whole model
 
 
 def _traits(
     model: nn.Module, pieces: Pieces, portion: Portion
 ) -> Iterator[tuple[str, str, Trait]]:
-    """The traits of all modules of a part, each with the name of its piece in a stock, and with its path."""
+    """The traits of all modules of a part, each with the name of its piece in all models, and its path."""
     for name, path in _paths(pieces, portion):
         for inner, one in model.get_submodule(path).named_modules():
             words = ("*" if word.isdigit() else word for word in inner.split("."))
@@ -515,7 +515,7 @@ def _traits(
             yield name, f"{path}.{inner}".removesuffix("."), trait
 
 
-def stock_of(model: nn.Module, pieces: Pieces) -> Stock:
+def their_traits(model: nn.Module, pieces: Pieces) -> TheirTraits:
     """The traits of a model as transformers makes it. All layers have the name of their list."""
     count = len(list(model.get_submodule(f"{pieces.base}.{pieces.layers}").children()))
     everything = Portion(range(count), True, True)
@@ -529,12 +529,12 @@ def own_modules(part: nn.Module, pieces: Pieces, portion: Portion) -> Own:
     return {
         path: trait
         for name, path, trait in _traits(part, pieces, portion)
-        if (name, trait) not in pieces.stock
+        if (name, trait) not in pieces.theirs
     }
 
 
 def _paths(pieces: Pieces, portion: Portion) -> Iterator[tuple[str, str]]:
-    """The name in a stock, and the path in the model, of each piece of a part."""
+    """The name in all models, and the path in this one, of each piece of a part."""
     for number in portion.layers:
         yield pieces.layers, f"{pieces.base}.{pieces.layers}.{number}"
     before = pieces.before if portion.first else ()

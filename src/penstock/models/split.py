@@ -86,8 +86,8 @@ def draw_weights(model: nn.Module, std: float = 0.02) -> None:
             nn.init.zeros_(module.weight.data[module.padding_idx])
 
 
-def find_anatomy(model: nn.Module) -> hf.Anatomy:
-    """Return the anatomy of one of our models, a part with all layers, or a Hugging Face model.
+def find_layout(model: nn.Module) -> hf.ModelLayout:
+    """Return the layout of one of our models, a part with all layers, or a Hugging Face model.
 
     Refuses any other model.
     """
@@ -96,9 +96,9 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
             raise ShapeError(
                 f"cannot split the part with layers {model.begin}:{model.end}: it is not a whole model"
             )
-        return model.anatomy
+        return model.layout
     if not isinstance(model, Stack):
-        return hf_trial.tried_anatomy(model)
+        return hf_trial.tried_layout(model)
     if not type(model).forward.__module__.startswith(OURS):
         raise PenstockError(
             f"cannot split this {type(model).__name__}: it overrides forward, and parts would not run that\n"
@@ -106,7 +106,7 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
         )
     layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
     rotary = ("rotary",) if hasattr(model, "rotary") else ()
-    return hf.Anatomy(
+    return hf.ModelLayout(
         model.width,
         ("embed",),
         layers,
@@ -147,12 +147,12 @@ def _optional(piece: Slice | None) -> tuple[Slice, ...]:
 
 def model_width(model: nn.Module) -> int:
     """Return the number of features of the hidden state between two parts."""
-    return find_anatomy(model).width
+    return find_layout(model).width
 
 
 def layer_count(model: nn.Module) -> int:
     """Return the number of layers, which a partition must add up to."""
-    return len(find_anatomy(model).layers)
+    return len(find_layout(model).layers)
 
 
 # ---------------------------------------------------------------- the parts
@@ -164,13 +164,13 @@ class Part(nn.Module):
 
     def __init__(
         self,
-        anatomy: hf.Anatomy,
+        layout: hf.ModelLayout,
         layers: tuple[int, int],
         ends: tuple[bool, bool],
         tied: dict[str, str],
     ):
         super().__init__()
-        self.anatomy = anatomy
+        self.layout = layout
         self.begin, self.end = layers
         self.first, self.last = ends
         self.tied = tied
@@ -186,14 +186,14 @@ class Part(nn.Module):
     @property
     def paths(self) -> tuple[str, ...]:
         """The names of the pieces that have weights, in the order they run."""
-        embed = self.anatomy.embed if self.first else ()
-        head = self.anatomy.head if self.last else ()
-        return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
+        embed = self.layout.embed if self.first else ()
+        head = self.layout.head if self.last else ()
+        return (*embed, *self.layout.layers[self.begin : self.end], *head)
 
     @property
     def hidden_width(self) -> int:
         """The number of features of the hidden state that it returns, of shape (rows, tokens, features)."""
-        return self.anatomy.width
+        return self.layout.width
 
     @property
     def pieces_to_compile(self) -> list[nn.Module]:
@@ -204,9 +204,9 @@ class Part(nn.Module):
         """
         paths = list(self.paths)
         if self.runner is None:
-            paths += self.anatomy.everywhere
+            paths += self.layout.everywhere
         elif self.first:
-            paths = [path for path in paths if path not in self.anatomy.embed]
+            paths = [path for path in paths if path not in self.layout.embed]
         pieces = map(self.get_submodule, paths)
         return [piece for piece in pieces if not isinstance(piece, nn.Embedding)]
 
@@ -217,8 +217,8 @@ class Part(nn.Module):
 
     def _unsliceable_class(self) -> str:
         """The same, by the class of the model and the options of its layers."""
-        if self.anatomy.unsliceable:
-            return self.anatomy.unsliceable
+        if self.layout.unsliceable:
+            return self.layout.unsliceable
         for layer in self._layers():
             if getattr(layer, "gradient_checkpointing", False):
                 return hf_part.CHECKPOINTED
@@ -242,7 +242,7 @@ class Part(nn.Module):
     @property
     def remembers_lengths(self) -> bool:
         """Whether the length of one sequence changes what the part computes for another."""
-        modules = map(self.get_submodule, self.anatomy.everywhere)
+        modules = map(self.get_submodule, self.layout.everywhere)
         return any(map(hf_part.remembers_lengths, modules))
 
     def refuse_lengths(self, lengths: Sequence[int]) -> None:
@@ -252,7 +252,7 @@ class Part(nn.Module):
         longest document if rows are packed. A part also checks what it runs, but a
         replica sees only some of the micro-batches.
         """
-        for path in self.anatomy.everywhere:
+        for path in self.layout.everywhere:
             hf_part.refuse_lengths(self.get_submodule(path), lengths)
 
     @property
@@ -261,7 +261,7 @@ class Part(nn.Module):
 
         An embedding may ask for `types`, and every part of a Hugging Face encoder for an `attention_mask`.
         """
-        pieces = self.anatomy.pieces
+        pieces = self.layout.pieces
         if pieces is not None and pieces.encoding is not None:
             types = ("types",) if self.first and pieces.encoding.types else ()
             return (*types, "attention_mask")
@@ -321,14 +321,14 @@ class Part(nn.Module):
         return hidden
 
     def _layers(self) -> list[nn.Module]:
-        paths = self.anatomy.layers[self.begin : self.end]
+        paths = self.layout.layers[self.begin : self.end]
         return [self.get_submodule(path) for path in paths]
 
     def _refuse_slice(self, piece: Slice) -> None:
         """Refuse a slice, or packed documents, if the part cannot run them."""
-        pieces = self.anatomy.pieces
+        pieces = self.layout.pieces
         packs = pieces is None or pieces.encoding is not None
-        whole = not piece.partial and (packs or not self.anatomy.unsliceable)
+        whole = not piece.partial and (packs or not self.layout.unsliceable)
         if whole and piece.carry.starts is None:
             return
         reason = "" if whole else self._unsliceable_class()
@@ -350,7 +350,7 @@ class Part(nn.Module):
 
     def whole_buffers(self) -> dict[str, Tensor]:
         """Return its buffers by their names in the whole model, without those that every part has a copy of."""
-        copies = tuple(f"{path}." for path in self.anatomy.everywhere)
+        copies = tuple(f"{path}." for path in self.layout.everywhere)
         return {
             self.tied_buffers.get(name, name): x
             for name, x in self.named_buffers()
@@ -389,17 +389,17 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
     embed  0 1 2 │ 3 4 │ 5 6 7  head
           part 0    1       2
     """
-    anatomy = find_anatomy(model)
-    _check(tuple(partition), len(anatomy.layers))
-    pieces = (*anatomy.layers, *anatomy.embed, *anatomy.head)
-    hf_trial.refuse_own_calls(model, pieces, copied=anatomy.everywhere)
+    layout = find_layout(model)
+    _check(tuple(partition), len(layout.layers))
+    pieces = (*layout.layers, *layout.embed, *layout.head)
+    hf_trial.refuse_own_calls(model, pieces, copied=layout.everywhere)
     tied = tied_names(model)
     tied_buffers = _further_names(model.named_buffers(remove_duplicate=False))
     bounds = pairwise(accumulate(partition, initial=0))
     parts = []
     for index, layers in enumerate(bounds):
         ends = (index == 0, index == len(partition) - 1)
-        part = Part(anatomy, layers, ends, tied)
+        part = Part(layout, layers, ends, tied)
         part.tied_buffers = tied_buffers
         _fill(part, model)
         parts.append(part)
@@ -462,10 +462,10 @@ def _fill(part: Part, model: nn.Module) -> None:
     """
     for path in part.paths:
         hf_part.graft(part, path, model.get_submodule(path))
-    for path in part.anatomy.everywhere:
+    for path in part.layout.everywhere:
         hf_part.graft(part, path, copy.deepcopy(model.get_submodule(path)))
     part.training = model.training
-    pieces = part.anatomy.pieces
+    pieces = part.layout.pieces
     if pieces is not None:
         source = (
             model.runner.model if isinstance(model, Part) and model.runner else model

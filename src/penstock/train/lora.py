@@ -33,7 +33,7 @@ from penstock.errors import ConfigError, RunError
 from penstock.models import BertConfig, DecoderConfig, EncoderConfig, GPTConfig
 from penstock.models.decoder import weightless
 from penstock.models.layer import Dropout
-from penstock.models.split import find_anatomy
+from penstock.models.split import find_layout
 from penstock.runtime import cut_share, local_share
 from penstock.train.hub import their_matrix, their_rows
 from penstock.train.weights import (
@@ -82,7 +82,7 @@ def target_paths(model: nn.Module, sizes: Sizes, lora: LoraConfig) -> list[str]:
     found = []
     used: set[str] = set()
     leaves: set[str] = set()
-    for layer in find_anatomy(model).layers:
+    for layer in find_layout(model).layers:
         for inner, module in model.get_submodule(layer).named_modules():
             if not is_matrix(module):
                 continue

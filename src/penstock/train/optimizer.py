@@ -47,7 +47,7 @@ from penstock.config import (
     names_own_code,
 )
 from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_name
-from penstock.models.split import Part, find_anatomy
+from penstock.models.split import Part, find_layout
 from penstock.runtime import Comm, local_share
 from penstock.runtime.gradients import scale_down
 from penstock.torch_internals import norms_of_all
@@ -380,7 +380,7 @@ class _Count:
 def _count(settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig) -> list[_Count]:
     """Count the parameters of the layers, and those of embedding and head."""
     model = adapted_blueprint(sizes, lora)
-    paths = tuple(f"{path}." for path in find_anatomy(model).layers)
+    paths = tuple(f"{path}." for path in find_layout(model).layers)
     counts = [_Count(), _Count()]
     for name, parameter in model.named_parameters():
         count = counts[0 if name.startswith(paths) else 1]
@@ -423,7 +423,7 @@ def layer_parameters(parts: Iterable[Part]) -> frozenset[str]:
     """Return the names of the parameters of layers: not those of embedding, head and last norm."""
     found: set[str] = set()
     for part in parts:
-        paths = tuple(f"{path}." for path in part.anatomy.layers)
+        paths = tuple(f"{path}." for path in part.layout.layers)
         found |= {name for name in part.whole_names() if name.startswith(paths)}
     return frozenset(found)
 

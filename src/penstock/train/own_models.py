@@ -93,9 +93,9 @@ def is_sliceable(sizes: AnyModelConfig) -> bool:
     if isinstance(sizes, LlamaConfig | GPTConfig | BertConfig):
         return not isinstance(sizes, BertConfig)
     from penstock.models import decoder_blueprint  # noqa: PLC0415  # torch
-    from penstock.models.split import find_anatomy  # noqa: PLC0415  # torch
+    from penstock.models.split import find_layout  # noqa: PLC0415  # torch
 
-    return not find_anatomy(decoder_blueprint(sizes)).unsliceable
+    return not find_layout(decoder_blueprint(sizes)).unsliceable
 
 
 def limits_of(sizes: AnyModelConfig, limits: Limits) -> Limits:

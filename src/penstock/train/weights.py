@@ -400,7 +400,7 @@ class MeshPlace:
         if self.mesh["tensor"].size() > 1:
             share_layers(part, self.mesh["tensor"])
         if self.mesh["shard"].size() > 1:
-            paths = part.anatomy.layers[part.begin : part.end]
+            paths = part.layout.layers[part.begin : part.end]
             layers = [part.get_submodule(path) for path in paths]
             shard_layers(part, layers, self.mesh["shard"])
 

@@ -46,7 +46,7 @@ from penstock.models import (
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.family import family_of, flops_per_token
 from penstock.models.layer import recompute_inside
-from penstock.models.split import find_anatomy
+from penstock.models.split import find_layout
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import (
@@ -381,7 +381,7 @@ def _adapt(model: nn.Module, request: ProfileRequest) -> None:
     if isinstance(sizes, Path):
         sizes = read_decoder(sizes)
     adapt(model, sizes, request.lora, empty=False)
-    layers = tuple(f"{path}." for path in find_anatomy(model).layers)
+    layers = tuple(f"{path}." for path in find_layout(model).layers)
     for name, parameter in model.named_parameters():
         if not name.startswith(layers):
             parameter.requires_grad_()
