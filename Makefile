@@ -104,6 +104,9 @@ fuzz: $(READY) ## compare CASES random pipelines with unsplit models: of Hugging
 chaos: $(READY) ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
 	$(PY) tests/chaos.py --steps $(STEPS) --seed $(SEED)
 
+mutants: $(COMPILED) ## put known faults into a copy of the package, and see that the tests catch them; ONLY=verify takes some
+	$(PY) tests/mutants.py --only '$(ONLY)'
+
 check: $(READY) ## run ruff, mypy and the test of the import graph
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -127,4 +130,4 @@ $(VENV)/.docs: $(VENV)/.ready
 clean: ## remove everything that the other targets made
 	rm -rf $(VENV) $(OUT) build runs
 
-.PHONY: help setup demo figures test test-gpu durations test-integrations fuzz chaos check bench docs clean
+.PHONY: help setup demo figures test test-gpu durations test-integrations fuzz chaos mutants check bench docs clean
