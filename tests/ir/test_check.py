@@ -122,6 +122,13 @@ def test_an_order_that_can_never_run_shows_its_circle():
     assert caret_is_under(error, "1F1")
 
 
+def test_a_rank_waits_for_the_next_action_of_one_that_waits_for_it():
+    stages = (Stage(0, 0), Stage(1, 1), Stage(0, 2))
+    error = refused("2F0 0F0 2B0 0B0", "1F0 1B0", stages=stages, microbatches=WHOLE[:1])
+    assert "rank 0 waits at 2F0 for 1F0\n" in str(error)
+    assert "rank 1 waits at 1F0 for 0F0, which rank 0 runs after 2F0" in str(error)
+
+
 def test_a_backward_before_its_own_forward_is_a_circle_of_one():
     error = refused(LANES[0], LANES[1], "2B0 2F0 2F1 2B1")
     assert "rank 2 waits at 2B0 for 2F0, which rank 2 runs after 2B0" in str(error)

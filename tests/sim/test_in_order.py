@@ -111,12 +111,12 @@ def test_buffers_that_make_no_sense_are_refused(points, said):
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
-def test_more_channels_are_never_slower_and_free_links_never_faster(name, shape):
+def test_two_channels_are_quicker_than_one_and_free_links_never_slower(name, shape):
     schedule = schedule_of(name, shape)
     cost = UnitCost(comm=0.25)
     one = simulate_in_order(schedule, cost, channels=1).makespan
     two = simulate_in_order(schedule, cost, channels=2).makespan
-    assert simulate(schedule, cost).makespan <= two <= one
+    assert simulate(schedule, cost).makespan <= two < one
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
