@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,6 +78,14 @@ FROZEN = (
     "all but the head",
     "a layer",
     "half",
+)
+EMBEDDINGS = (
+    *("model.embed", "transformer.wte", "transformer.wpe"),
+    "gpt_neox.embed",
+)
+HEADS = (
+    *("lm_head", "embed_out", "model.norm", "transformer.ln_f"),
+    "gpt_neox.final",
 )
 FLOAT64 = 1e-10  # tolerance for sums in another order
 # Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers.
@@ -413,36 +421,24 @@ def whole_model_of(case: Case) -> nn.Module:
 
 
 def freeze(model: nn.Module, case: Case) -> None:
-    """Return the parameters to freeze. A tied head is frozen with its embedding."""
+    """Freeze the parameters that a case names. A tied head is frozen with its embedding."""
+    if not case.frozen:
+        return
     parts = split(model, case.partition)
-    last = len(parts) - 1
     inside = {id(p): part for part, one in enumerate(parts) for p in one.parameters()}
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        part, head = (
-            inside[id(parameter)],
-            name.startswith(
-                (
-                    *("lm_head", "embed_out", "model.norm", "transformer.ln_f"),
-                    "gpt_neox.final",
-                )
-            ),
-        )
+        part, head = inside[id(parameter)], name.startswith(HEADS)
         chosen = {
-            "embedding": name.startswith(
-                (
-                    *("model.embed", "transformer.wte", "transformer.wpe"),
-                    "gpt_neox.embed",
-                )
-            ),
+            "embedding": name.startswith(EMBEDDINGS),
             "head": head,
             "norms": "norm" in name or ".ln_" in name,
             "first part": part == 0,
-            "last part": part == last,
+            "last part": part == len(parts) - 1,
             "all but the head": not head,
             "a layer": ".0." in name,
             "half": number % 2 == 0,
         }
-        if case.frozen and chosen[case.frozen]:
+        if chosen[case.frozen]:
             parameter.requires_grad_(False)
 
 
@@ -654,25 +650,46 @@ def difference(
     for ours, theirs in zip(losses, expected[0], strict=True):
         if not math.isclose(ours, theirs, rel_tol=limit, abs_tol=limit):
             return f"the loss is {ours!r}, not {theirs!r}"
-    largest = max((float(one.abs().max()) for one in expected[1].values()), default=0.0)
+    if not gradients:
+        return ""
+    names = {place: place.split(":")[2] for place in gradients}  # rank, part and name
+    missing = expected[1].keys() - names.values()
+    names |= {name: name for name in missing}
+    theirs = {
+        place: expected[1][name] for place, name in names.items() if name in expected[1]
+    }
+    text = difference_of_tensors(names, gradients, theirs, limit)
+    return f"the gradient of {text}" if text else ""
+
+
+def difference_of_tensors(
+    names: Iterable[str],
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    limit: float,
+) -> str:
+    """Describe the worst tensor; a missing one counts as zeros."""
+    zero = torch.zeros((), dtype=torch.float64)
+    largest = max(map(size_of, theirs.values()), default=0.0)
     worst, where = 0.0, ""
-    held = {name.split(":")[2] for name in gradients}
-    for name, gradient in gradients.items():
-        other = expected[1].get(name.split(":")[2])
-        far = float((gradient - (0 if other is None else other)).abs().max())
-        worst, where = max(
-            (worst, where), (far if math.isfinite(far) else math.inf, name)
-        )
-    for name in (expected[1].keys() - held) if gradients else ():
-        worst, where = max(
-            (worst, where),
-            (float(expected[1][name].abs().max()), f"{name}, which has no gradient"),
-        )
-    if worst > limit * max(1.0, largest):
-        return (
-            f"the gradient of {where} is off by {worst:.3g}, of at most {largest:.3g}"
-        )
-    return ""
+    for name in names:
+        mine, other = ours.get(name, zero), theirs.get(name, zero)
+        far = math.inf
+        if mine.shape == other.shape or not (mine.dim() and other.dim()):
+            far = size_of(mine.to(torch.complex128) - other)
+        if not far <= worst:
+            worst, where = far, name
+    if worst <= limit * max(1.0, largest):
+        return ""
+    return f"{where} is off by {worst:.3g}, of at most {largest:.3g}"
+
+
+def size_of(x: Tensor) -> float:
+    """The largest number of a tensor; infinity if one is not finite."""
+    if not x.numel():
+        return 0.0
+    size = float(x.abs().max())
+    return size if math.isfinite(size) else math.inf
 
 
 # ---------------------------------------------------------------- many

@@ -31,7 +31,7 @@ import transformers
 from torch import Tensor, nn
 
 from again_tape import Again
-from fuzz import Verdict, along, draw_schedule
+from fuzz import Verdict, along, difference_of_tensors, draw_schedule
 from fuzz_kinds import (
     CLASSES,
     DRESSES,
@@ -857,33 +857,6 @@ def difference_of_modules(
             if text:
                 return f"the {what} of {text} on rank {rank}"
     return ""
-
-
-def difference_of_tensors(
-    names: Any, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], limit: float
-) -> str:
-    """Describe the worst tensor; a missing one counts as zeros."""
-    zero = torch.zeros((), dtype=torch.float64)
-    largest = max((size_of(one) for one in theirs.values()), default=0.0)
-    worst, where = 0.0, ""
-    for name in names:
-        mine, other = ours.get(name, zero), theirs.get(name, zero)
-        far = math.inf
-        if mine.shape == other.shape or not (mine.dim() and other.dim()):
-            far = size_of(mine.to(torch.complex128) - other)
-        if not far <= worst:
-            worst, where = far, name
-    if worst <= limit * max(1.0, largest):
-        return ""
-    return f"{where} is off by {worst:.3g}, of at most {largest:.3g}"
-
-
-def size_of(x: Tensor) -> float:
-    """The largest number of a tensor; infinity if one is not finite."""
-    if not x.numel():
-        return 0.0
-    size = float(x.abs().max())
-    return size if math.isfinite(size) else math.inf
 
 
 def changed_batch(before: Sequence[Batch], after: Sequence[Batch]) -> str:
