@@ -281,9 +281,7 @@ def test_no_more_activations_live_than_the_simulator_predicts(name):
 
     results = run_threads(3, work, patience=300)
     predicted = simulate(schedule, UnitCost())
-    assert results[0].timeline.peak_activations == pytest.approx(
-        predicted.peak_activations
-    )
+    assert results[0].timeline.activations == pytest.approx(predicted.activations)
     for rank in range(3):
         mine = [n for n, s in enumerate(schedule.stages) if s.rank == rank]
         assert all(stages[n].alive == 0 for n in mine)
@@ -317,6 +315,40 @@ def test_a_split_backward_leaves_every_linear_weight_to_w():
         torch.equal(p.grad, e)
         for p, e in zip(block.parameters(), expected, strict=True)
     )
+
+
+def ledger_after_i(layer: nn.Linear, common: tuple[nn.Parameter, ...] = ()) -> Ledger:
+    """Run a forward and an I of a linear layer; return what is left to W."""
+    make_deferrable(layer)
+    ledger = Ledger(frozenset(map(id, common)))
+    record_in(ledger)
+    y = layer(torch.ones(5, 4))
+    record_in(None)
+    ledger.begin_backward()
+    y.sum().backward()
+    return ledger
+
+
+def test_a_frozen_bias_beside_a_trained_weight_gets_no_gradient():
+    layer = nn.Linear(4, 3)
+    layer.bias.requires_grad_(False)
+    ledger_after_i(layer).settle()
+    assert torch.equal(layer.weight.grad, torch.full((3, 4), 5.0))
+    assert layer.bias.grad is None
+
+
+def test_a_hook_on_a_weight_sees_its_gradient_in_a_split_backward():
+    layer = nn.Linear(4, 3)
+    layer.weight.register_hook(lambda gradient: 0.5 * gradient)
+    ledger_after_i(layer).settle()
+    assert torch.equal(layer.weight.grad, torch.full((3, 4), 2.5))
+
+
+def test_autograd_adds_up_the_gradient_of_a_weight_that_threads_share():
+    """It locks what it adds to; work that is left to W does not."""
+    layer = nn.Linear(4, 3)
+    assert not ledger_after_i(layer, (layer.weight,)).due
+    assert layer.weight.grad is not None
 
 
 def product_flops(_: torch.Size, a: torch.Size, b: torch.Size, **beside: object) -> int:

@@ -17,6 +17,7 @@ from penstock.models import shift_labels, token_loss
 from penstock.models.attention import attend
 from penstock.models.slice import Slice
 from penstock.runtime import run_threads
+from penstock.runtime.gradients import square_norm
 
 pytestmark = pytest.mark.numerics
 
@@ -305,6 +306,12 @@ def test_a_batch_is_made_of_tensors():
             pipeline.predict(x.numpy())
 
     run_threads(1, work)
+
+
+def test_the_norm_of_large_gradients_is_no_infinity():
+    large = torch.full((4,), 1e20)
+    assert float(square_norm(large)) == pytest.approx(4e40)
+    assert float(square_norm(large.fill_(6e4).half())) == pytest.approx(4 * 6e4**2)
 
 
 def test_clipping_counts_both_parts_of_complex_gradients():

@@ -166,6 +166,22 @@ def test_several_steps_can_share_one_sum(planned, mean):
     assert_same(trained(schedule, model, batches, plans, True, mean), theirs)
 
 
+def test_a_failed_step_gives_up_gradients_that_are_not_summed_yet():
+    schedule = make("1f1b", ranks=1, microbatches=1, copies=2)
+
+    def work(comm):
+        mine = {comm.rank: split(llama(1), (1,))[0]}
+        executor = Executor(lower(schedule), mine, comm, token_loss)
+        executor.step(data(2), sums=False)
+        assert executor.gradients.local
+        mine[comm.rank].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            executor.step(data(2))
+        assert not executor.gradients.local
+
+    run_threads(2, work)
+
+
 def test_a_plan_for_other_ranks_is_refused():
     schedule = make("1f1b", ranks=2, microbatches=2, copies=2)
     plans = (even_sum((0,), (0, 1)),)

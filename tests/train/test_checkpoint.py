@@ -176,15 +176,16 @@ def test_a_copy_is_saved_not_what_training_makes_of_it_meanwhile(tmp_path):
 def test_a_checkpoint_is_on_the_disk_when_its_save_ends(tmp_path, monkeypatch):
     synced = []
     own = os.fsync
+    final = tmp_path / "step-00000005"
 
     def note(handle: int) -> None:
-        synced.append(os.fstat(handle).st_ino)
+        synced.append((os.fstat(handle).st_ino, final.exists()))
         own(handle)
 
     monkeypatch.setattr(os, "fsync", note)
-    path = save_all(tmp_path, 5)
-    files = [path / checkpoint.NOTE, tmp_path]  # its note, then the name of its folder
-    assert synced[-2:] == [file.stat().st_ino for file in files]
+    assert save_all(tmp_path, 5) == final
+    note_of, folder = (one.stat().st_ino for one in (final / checkpoint.NOTE, tmp_path))
+    assert synced[-2:] == [(note_of, False), (folder, True)]  # then it has its name
 
 
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
