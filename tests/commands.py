@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,18 +99,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def torchrun(
-    folder: Path,
-    words: list[str],
-    environment: Mapping[str, str],
-    network: str = "",
-    disk: tuple[Path, Path] | None = None,
-) -> Command:
-    """Start torchrun with these arguments. It and its workers are forks."""
-    script = Path(__file__).parent / "torchrun.py"
-    return Command(
-        folder, words, environment, script=script, network=network, disk=disk
-    )
+# Starts torchrun with these arguments, as `Command` does. It and its workers are forks.
+torchrun = partial(Command, script=Path(__file__).parent / "torchrun.py")
 
 
 def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
@@ -140,9 +131,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
         time.sleep(0.01)
 
 
-def wait_for(folder: Path, steps: int, seconds: float = 600.0) -> None:
+def wait_for(folder: Path, steps: int) -> None:
     """Wait until the run in this folder has trained `steps` steps."""
-    deadline = time.monotonic() + seconds
-    while len(read_rows(folder)) < steps:
-        assert time.monotonic() < deadline, "the run does not train"
-        time.sleep(0.02)
+    wait_until(lambda: len(read_rows(folder)) >= steps)

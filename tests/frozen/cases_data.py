@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow
 import tokenizers
 import torch
-from cases_models import said
+from freeze import said
 from pyarrow import parquet
 from torch import Tensor
 

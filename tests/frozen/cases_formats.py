@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+
+from freeze import hashed, said
 
 from penstock import UnitCost, make, simulate
 from penstock.cost import Cluster
@@ -215,20 +216,12 @@ def cases() -> dict[str, Callable[[], object]]:
 # ---------------------------------------------------------------- broken files
 def refusals(load: Loader, texts: Iterator[str]) -> list[str]:
     """What each text is refused with: the first ones in full."""
-    said = [outcome(load, text) for text in texts]
-    refused = sorted({one for one in said if one}, key=hashed)
+    errors = [NOT_PARSED.sub("", said(partial(load, text), "")) for text in texts]
+    refused = sorted({one for one in errors if one}, key=hashed)
     step = max(1, len(refused) // SHOWN)
     shown = refused[::step][:SHOWN]
-    return [f"{len(said)} texts, {len(refused)} errors", *shown, hashed("|".join(said))]
-
-
-def outcome(load: Loader, text: str) -> str:
-    """The error for a text; empty if it is accepted."""
-    try:
-        load(text)
-    except PenstockError as error:
-        return f"{type(error).__name__}: {NOT_PARSED.sub('', str(error))}"
-    return ""
+    counts = f"{len(errors)} texts, {len(refused)} errors"
+    return [counts, *shown, hashed("|".join(errors))]
 
 
 def json_texts(page: dict[str, Any]) -> Iterator[str]:
@@ -394,7 +387,3 @@ def drawings() -> dict[str, str]:
     front = Front(tuple(dots), ("one", "two"), *scales, "memory", "step", 2.5e9)
     found["front"] = hashed(front_figure(front, dots[:3]))
     return found
-
-
-def hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -12,10 +11,10 @@ from typing import Any
 
 import torch
 import transformers
+from freeze import hashed, said
 from torch import Tensor, nn
 
 from hugging_face import bert_sizes, decoder_sizes, gpt2_sizes
-from penstock.errors import PenstockError
 from penstock.models import (
     GPT,
     Bert,
@@ -388,16 +387,3 @@ def made(config: Callable[[], Any], change: Callable[[Any], object] = id) -> Any
 
 def refused(build: Callable[[], Any], partition: tuple[int, ...] = (2, 2)) -> str:
     return said(lambda: split(build(), partition))
-
-
-def said(call: Callable[[], object]) -> str:
-    """The class and the text of an error."""
-    try:
-        call()
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-def hashed(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ fault as a sentence, or an empty string.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -18,6 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+
+from penstock.errors import PenstockError
 
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -58,6 +61,21 @@ def plain(answer: object) -> object:
     return json.loads(json.dumps(answer))
 
 
+# ---------------------------------------------------------------- what cases share
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def said(call: Callable[[], object], accepted: str = "accepted") -> str:
+    """The class and the text of an error."""
+    try:
+        call()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return accepted
+
+
+# ---------------------------------------------------------------- comparing
 def differences(
     frozen: object, now: object, tolerance: float, where: str = ""
 ) -> list[str]:
