@@ -473,9 +473,12 @@ def test_a_step_that_nobody_has_committed_is_done_again():
     assert decision.plan.schedule.ranks == 3
 
 
-def test_a_part_that_is_lost_with_its_only_holder_sends_all_back_to_the_checkpoint():
+@pytest.mark.parametrize("saved", [-1, 3])
+def test_a_part_that_is_lost_with_its_only_holder_sends_all_back_to_the_checkpoint(
+    saved,
+):
     reports = {n: Report(n, 4, FIGURES, parts=(0,)) for n in (0, 2)}
-    decision = decide(Situation(TWO_COPIES, reports, 2, False))
+    decision = decide(Situation(TWO_COPIES, reports, 2, False, saved=lambda: saved))
     assert (decision.keep, decision.resume) == (False, True)
     assert decision.plan.schedule.parts == 2
 
@@ -498,7 +501,17 @@ def test_an_interrupted_checkpoint_is_saved_again():
     reports = {
         n: Report(n, 4, FIGURES, saving=n == 2, parts=(n % 2,)) for n in range(3)
     }
-    assert decide(Situation(TWO_COPIES, reports, 2, False)).save
+    decision = decide(Situation(TWO_COPIES, reports, 2, False))
+    assert (decision.save, decision.handover.figures) == (True, FIGURES)
+
+
+@pytest.mark.parametrize("late", [None, 2])
+def test_a_step_is_closed_again_if_one_worker_has_not_done_so(late):
+    reports = {
+        n: Report(n, 4, FIGURES, parts=(n % 2,), closed=n != late) for n in range(3)
+    }
+    decision = decide(Situation(TWO_COPIES, reports, 2, False))
+    assert decision.close == (late is not None)
 
 
 def test_reports_and_decisions_come_back_from_json_as_they_were():
