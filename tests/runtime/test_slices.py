@@ -410,6 +410,19 @@ def test_gradients_of_keys_are_summed_in_one_buffer():
     assert leaves[0].grad.unique().tolist() == [5.0]
 
 
+def test_gradients_of_keys_in_half_precision_are_summed_in_float32():
+    """The first token gets 256 + 1 + 1, of which bfloat16 would forget the ones."""
+    carry, owner = Carry(3), object()
+    pieces = [carry.open(place, place + 1) for place in range(3)]
+    leaves = [torch.ones(1, 1, 1, dtype=torch.bfloat16) for _ in pieces]
+    outs = []
+    for piece, x in zip(pieces, leaves, strict=True):
+        outs.append(piece.extend(owner, "k", x.requires_grad_(), dim=1))
+    for out, scale in zip(reversed(outs), (256.0, 1.0, 1.0), strict=True):
+        (out * scale).sum().backward()
+    assert leaves[0].grad.item() == 258.0
+
+
 # ---------------------------------------------------------------- order and left-overs
 def test_a_forward_out_of_order_raises():
     carry = Carry(8)

@@ -9,7 +9,7 @@ import pytest
 
 from penstock import ModelCost, Network, PartCost, UnitCost, lower, make, simulate
 from penstock.cost import NoisyCost, Seconds
-from penstock.cost.network import BufferedMessage
+from penstock.cost.network import BufferedMessage, busy_seconds
 from penstock.errors import ShapeError
 from penstock.ir import Schedule
 from penstock.ir.action import Action, Op
@@ -75,6 +75,14 @@ def test_buffers_let_a_sender_go_on_and_shorten_late_receives():
     assert start[Action(Op.B, 0, first.microbatch)] == 7.5
     assert start[Action(Op.B, 0, second.microbatch)] == 10.0
     assert timeline.makespan == 12.0
+
+
+def test_a_message_that_no_buffer_can_hold_keeps_its_sender():
+    buffers = [BufferedMessage(1.0, 0.1, 0.2), BufferedMessage(3.0, np.inf, 0.6)]
+    sizes = np.array([1.0, 2.0, 3.0, 4.0])
+    send, receive = busy_seconds(buffers, sizes, hop=np.ones(4))
+    assert send.tolist() == [0.1, np.inf, np.inf, np.inf]
+    assert receive == pytest.approx([0.2, 0.4, 0.6, 1.0])
 
 
 @pytest.mark.parametrize("channels", [1, 2])

@@ -105,11 +105,11 @@ def test_memory_equals_the_count_of_a_ledger():
         cost = random_cost(rng, schedule.ranks, schedule.parts, serial=False)
         timeline = simulate(schedule, cost)
         for rank, lane in enumerate(schedule.lanes):
-            held, most = 0.0, 0.0
+            held, levels = 0.0, []
             for action in lane:
                 if action.op is Op.F:
                     held += cost.bytes(schedule, action).held
-                most = max(most, held)
+                levels.append(held)
                 if action.op in (Op.B, Op.I):
                     held -= cost.bytes(schedule, action).held
                 if action.op is Op.I:
@@ -117,6 +117,8 @@ def test_memory_equals_the_count_of_a_ledger():
                 if action.op is Op.W:
                     held -= cost.bytes(schedule, action).kept
             assert held == pytest.approx(0.0, abs=1e-9)
+            assert timeline.activations[timeline.lane(rank)] == pytest.approx(levels)
+            most = max(levels, default=0.0)
             assert timeline.peak_activations[rank] == pytest.approx(most)
 
 

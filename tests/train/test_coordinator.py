@@ -210,6 +210,16 @@ def test_workers_that_leave_hear_of_one_that_is_lost_on_the_way_out(tmp_path):
     )
 
 
+def test_a_worker_that_is_lost_after_its_report_is_in_no_further_generation(tmp_path):
+    coordinator = coordinator_of(tmp_path, "reported")
+    dead = SimpleNamespace(pid=0, kill=lambda: None, close=lambda: None)
+    coordinator.workers = {n: Worker(n, dead) for n in range(3)}
+    coordinator.reports = {n: Report(n) for n in range(2)}
+    coordinator.break_generation("")
+    coordinator.lose(coordinator.workers[1], "was killed by SIGKILL")
+    assert list(coordinator.reports) == [0]
+
+
 class Clock:
     """A clock for the launcher that shows what a test sets."""
 

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
@@ -34,6 +36,7 @@ from penstock.train.history import (
 )
 from penstock.train.job import Job
 from penstock.train.placement import Placement
+from penstock.train.rank_weights import pack_gradients, unpack_gradients
 from trainings import SMALL, job_of, losses, train
 
 STEPS = 4
@@ -520,6 +523,14 @@ def test_reports_and_decisions_come_back_from_json_as_they_were():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 3)}
     decision = decide(Situation(TWO_COPIES, reports, 9, False))
     assert load_decision(decision.dump()) == decision
+
+
+def test_a_mirror_has_no_gradient_where_its_part_has_none():
+    ours, theirs = ([nn.Parameter(torch.ones(2)) for _ in range(2)] for _ in range(2))
+    ours[1].grad = torch.full((2,), 3.0)
+    unpack_gradients(pack_gradients(ours), theirs)
+    assert theirs[0].grad is None
+    assert torch.equal(theirs[1].grad, ours[1].grad)
 
 
 # ---------------------------------------------------------------- who is elastic

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.config import MeshConfig, ModelConfig, OptimizerConfig, ParameterGroup
 from penstock.errors import ConfigError, PenstockError, RunError
@@ -19,6 +20,7 @@ from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.loop import Trainer
 from penstock.train.optimizer import (
+    Optimizer,
     check_groups,
     check_optimizer,
     find_slots,
@@ -198,6 +200,14 @@ def test_groups_have_their_own_rate_and_decay_and_frozen_ones_stay(tmp_path):
     # Thawed parameters begin with new state.
     thawed = apply_changes(job.config, ["optimizer.groups=[]", "run.steps=3"])
     assert len(train(replace(job, config=thawed, resume=True))) == 3
+
+
+def test_matrices_decay_and_vectors_do_not():
+    matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
+    named = {"up.weight": matrix, "up.bias": vector}
+    (kind,) = Optimizer(named, OptimizerConfig(decay=0.2)).kinds
+    decays = [(group["weight_decay"], group["params"]) for group in kind.param_groups]
+    assert decays == [(0.2, [matrix]), (0.0, [vector])]
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
