@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 from again_tape import Again
 from penstock import lower, make
 from penstock.ir.lane import Do, lane_turns
 from penstock.models import split, token_loss
-from penstock.runtime import Executor, run_threads
+from penstock.runtime import Executor, batch_of, run_threads
 from penstock.runtime.comm.thread import ThreadComm
 from penstock.runtime.executor import RunOptions
 from penstock.runtime.passed_values import Feedback, quantize, restore
@@ -156,3 +157,34 @@ def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_e
     ]
     assert kept == [set(), *gradients[1:]]
     assert len(kept[1]) == 4
+
+
+class Fork(nn.Linear):
+    """Passes two tensors on."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.sin()
+
+
+class Join(nn.Linear):
+    """Takes both."""
+
+    def forward(self, x, other):
+        return super().forward(x + other)
+
+
+def test_each_of_several_tensors_has_rounding_errors_of_its_own():
+    schedule = make("1f1b", ranks=2, microbatches=1)
+    x = torch.ones(2, 3, 4)
+
+    def work(comm):
+        stage = (Fork, Join)[comm.rank](4, 4)
+        loss = nn.MSELoss(reduction="sum")
+        executor = Executor(
+            lower(schedule), {comm.rank: stage}, comm, loss, messages=torch.int8
+        )
+        executor.step(batch_of([x], [x]))
+        return {place for _, place in executor.feedback.lost}
+
+    assert run_threads(2, work) == [set(), {0, 1}]

@@ -15,9 +15,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from commands import called
+from penstock.config import LoraConfig
 from penstock.errors import FileError, RunError
 from penstock.formats.config_toml import apply_changes
 from penstock.runtime import run_threads
@@ -40,8 +42,9 @@ from penstock.train.checkpoints.checkpoint import (
 from penstock.train.hub import read_sizes
 from penstock.train.job import settle_tokenizer
 from penstock.train.loop import Trainer
-from penstock.train.weights import draw_parameters, hold_whole
-from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
+from penstock.train.lora import Adapter, merge
+from penstock.train.weights import draw_parameters, hold_whole, sizes_of
+from trainings import SMALL, VOCAB, apart, corpus, job_of, losses, outcomes, train
 
 SOME = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 FEWER = {"a": SOME["a"]}
@@ -504,6 +507,14 @@ def _begun(job, comm):
     trainer = Trainer(job, comm)
     trainer.begin()
     return dict(trainer.holding.parameters)
+
+
+def test_an_export_adds_adapters_as_strongly_as_they_were_trained():
+    parameters = {"up.weight": nn.Parameter(torch.zeros(3, 2))}
+    ones = Adapter("up", down=torch.ones(4, 2), up=torch.ones(3, 4))
+    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.tokens)
+    merge(parameters, [ones], sizes, LoraConfig(rank=4, alpha=8))
+    assert parameters["up.weight"].unique().tolist() == [4 * 8 / 4]
 
 
 def test_an_export_does_not_overwrite(tmp_path):
