@@ -27,46 +27,22 @@ from penstock.runtime.comm.comm import NCCL
 from penstock.runtime.process.mps import shared_gpu_backend
 
 
-class CpuModule:
-    """What torchtitan asks the module of its device for, on a CPU."""
-
-    @staticmethod
-    def set_device(device: Any) -> None:
-        pass
-
-    @staticmethod
-    def device_count() -> int:
-        return 1
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def get_device_name(device: Any = None) -> str:
-        return "cpu"
-
-    @staticmethod
-    def get_device_properties(device: Any = None) -> Any:
-        return SimpleNamespace(total_memory=1 << 30, name="cpu")
-
-    @staticmethod
-    def memory_stats(device: Any = None) -> dict[str, int]:
-        return {}
-
-    @staticmethod
-    def reset_peak_memory_stats() -> None:
-        pass
-
-    @staticmethod
-    def empty_cache() -> None:
-        pass
-
-    @staticmethod
-    def synchronize() -> None:
-        pass
+def answering(answer: Any) -> Any:
+    return lambda *given, **named: answer
 
 
+# What torchtitan asks the module of its device for, on a CPU.
+CPU_MODULE = SimpleNamespace(
+    set_device=answering(None),
+    device_count=answering(1),
+    current_device=answering(0),
+    get_device_name=answering("cpu"),
+    get_device_properties=answering(SimpleNamespace(total_memory=1 << 30, name="cpu")),
+    memory_stats=answering({}),
+    reset_peak_memory_stats=answering(None),
+    empty_cache=answering(None),
+    synchronize=answering(None),
+)
 ON_GPU = torch.cuda.is_available() and shared_gpu_backend() == NCCL
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 BACKEND = NCCL if ON_GPU else "gloo"
@@ -77,7 +53,7 @@ CHUNKS = (
 if not ON_GPU:
     # Told before any other module of torchtitan asks which device it has.
     utils.device_type = "cpu"
-    utils.device_module = CpuModule
+    utils.device_module = CPU_MODULE
 warnings.filterwarnings("ignore", message="DTensor random operators")
 
 # ruff: noqa: E402
