@@ -168,9 +168,10 @@ def test_several_steps_can_share_one_sum(planned, mean):
 
 def test_a_failed_step_gives_up_gradients_that_are_not_summed_yet():
     schedule = make("1f1b", ranks=1, microbatches=1, copies=2)
+    model = llama(1)
 
     def work(comm):
-        mine = {comm.rank: split(llama(1), (1,))[0]}
+        mine = {comm.rank: split(copy.deepcopy(model), (1,))[0]}
         executor = Executor(lower(schedule), mine, comm, token_loss)
         executor.step(data(2), sums=False)
         assert executor.gradients.local
