@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from penstock.runtime.executor import RunOptions
 from penstock.runtime.replicas import Tied
 from penstock.schedules.transforms import slice_tokens
 from pipelines import own_stages
+from process_workers import Trick, Tricky, blunder, sleep
 
 WORDS, WIDTH, TOKENS = 97, 64, 64
 
@@ -122,40 +121,11 @@ def error_of(
 
 
 # ---------------------------------------------------------------- ranks that go wrong
-def sleep(_: Tensor) -> None:
-    time.sleep(600)
-
-
-def blunder(_: Tensor) -> None:
-    raise IndexError("out of cheese")
-
-
 def die(_: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-TRICKS: dict[str, Callable[[Tensor], None]] = {
-    "sleep": sleep,
-    "raise": blunder,
-    "kill": die,
-}
-
-
-class Tricky(nn.Module):
-    """A part that goes wrong in its fifth forward."""
-
-    hidden_width = WIDTH  # as the part says
-
-    def __init__(self, part: nn.Module, trick: Callable[[Tensor], None]) -> None:
-        super().__init__()
-        self.part, self.trick, self.calls = part, trick, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            self.trick(x)
-        y: Tensor = self.part(x)
-        return y
+TRICKS: dict[str, Trick] = {"sleep": sleep, "raise": blunder, "kill": die}
 
 
 def goes_wrong(comm: Comm, how: str) -> None:
@@ -167,7 +137,8 @@ def goes_wrong(comm: Comm, how: str) -> None:
     )
     part: nn.Module = split(Llama(sizes).cuda(), [1] * comm.ranks)[comm.rank]
     if comm.rank == 1:
-        part = Tricky(part, TRICKS[how])
+        part = Tricky(part, TRICKS[how], call=5)
+        part.hidden_width = WIDTH  # as it said itself
     executor = Executor(lower(schedule), {comm.rank: part}, comm, token_loss)
     tokens = [torch.randint(0, WORDS, (2, TOKENS), device="cuda") for _ in range(4)]
     with watching(executor, silence=4.0):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from penstock import Schedule, make
 from penstock.integrations.torch_pipelining import torch_runtime, torch_stages
-from penstock.ir import lower
-from penstock.runtime import Executor, ProcessComm, batch_of
-from penstock.runtime.replicas import groups_of
-from process_workers import WORDS, loss_of, model_of, part_of
+from penstock.runtime import ProcessComm, batch_of
+from process_workers import WORDS, executor_of, loss_of, model_of, part_of
 
 ROWS, TOKENS = 2, 5
 Comparison = tuple[str, float, float]  # the case, the worst loss and the worst gradient
@@ -62,16 +61,8 @@ def data_of(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, WORDS, size, generator=draw)
 
 
-def run_ours(
-    comm: ProcessComm, schedule: Schedule, model: torch.nn.Module
-) -> list[float]:
-    stages = {
-        number: part_of(model, stage.part)
-        for number, stage in enumerate(schedule.stages)
-        if stage.rank == comm.rank
-    }
-    comm.prepare(groups_of(schedule))
-    executor = Executor(lower(schedule), stages, comm, loss_of)
+def run_ours(comm: ProcessComm, schedule: Schedule, model: nn.Module) -> list[float]:
+    executor = executor_of(schedule, comm, model)
     losses = []
     for step in range(2):
         x, y = data_of(len(schedule.microbatches), step)
@@ -80,20 +71,18 @@ def run_ours(
     return losses
 
 
-def run_torch(
-    comm: ProcessComm, schedule: Schedule, model: torch.nn.Module
-) -> list[float]:
-    """Steps of torch's runtime; the losses are known on the rank of the last stage."""
+def stage_of(part: nn.Module, number: int, parts: int, group: Any = None) -> Any:
+    """A part as a stage of torch's runtime."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, while it is imported
         from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
+    return PipelineStage(part, number, parts, torch.device("cpu"), group=group)
+
+
+def run_torch(comm: ProcessComm, schedule: Schedule, model: nn.Module) -> list[float]:
+    """Steps of torch's runtime; the losses are known on the rank of the last stage."""
     numbers = torch_stages(schedule, comm.rank)
-    stages = [
-        PipelineStage(
-            part_of(model, number), number, schedule.parts, torch.device("cpu")
-        )
-        for number in numbers
-    ]
+    stages = [stage_of(part_of(model, n), n, schedule.parts) for n in numbers]
     valid = len(schedule.microbatches) * ROWS * TOKENS
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -115,9 +104,6 @@ def run_torch(
 # ---------------------------------------------------------------- stages under FSDP2
 def run_sharded(comm: ProcessComm) -> float:
     """Two steps of a pipeline of one rank whose stages all processes shard; return the worst gradient."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, while it is imported
-        from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
     schedule = make("interleaved", ranks=1, microbatches=2, chunks=2)
     whole = model_of(schedule.parts)
     own = copy.deepcopy(whole)
@@ -126,10 +112,8 @@ def run_sharded(comm: ProcessComm) -> float:
     parts = [part_of(own, number) for number in torch_stages(schedule, 0)]
     for part in parts:
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
-    stages = [
-        PipelineStage(part, n, len(parts), torch.device("cpu"), group=groups[comm.rank])
-        for n, part in enumerate(parts)
-    ]
+    own_group = groups[comm.rank]
+    stages = [stage_of(one, n, len(parts), own_group) for n, one in enumerate(parts)]
     runtime = torch_runtime(schedule, stages, loss_of, scale_grads=False)
     inputs = [data_of(2, rank)[0] for rank in range(comm.ranks)]
     for _ in range(2):

@@ -23,6 +23,7 @@ from penstock.runtime.process import launch
 from penstock.runtime.process.launch import after_first, finish, init, spawn
 from penstock.runtime.process.watchdog import ALARM_SIGNAL, watching
 from penstock.runtime.replicas import groups_of
+from pipelines import own_stages
 
 WORDS, WIDTH = 17, 8
 Trick = Callable[[Tensor], None]
@@ -42,15 +43,15 @@ class Block(nn.Module):
 
 
 class Tricky(nn.Module):
-    """A part that fails in a chosen way in its third forward."""
+    """A part that fails in a chosen way in one of its forwards."""
 
-    def __init__(self, part: nn.Module, trick: Trick) -> None:
+    def __init__(self, part: nn.Module, trick: Trick, call: int = 3) -> None:
         super().__init__()
-        self.part, self.trick, self.calls = part, trick, 0
+        self.part, self.trick, self.call, self.calls = part, trick, call, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if self.calls == 3:
+        if self.calls == self.call:
             self.trick(x)
         return self.part(x)
 
@@ -109,11 +110,8 @@ def executor_of(
     model: nn.Sequential,
     trick: Trick | None = None,
 ) -> Executor:
-    stages = {
-        n: part_of(model, s.part)
-        for n, s in enumerate(schedule.stages)
-        if s.rank == comm.rank
-    }
+    parts = [part_of(model, part) for part in range(schedule.parts)]
+    stages = own_stages(schedule, parts, comm.rank)
     if trick is not None:
         stages = {n: Tricky(module, trick) for n, module in stages.items()}
     comm.prepare(groups_of(schedule))

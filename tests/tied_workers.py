@@ -17,6 +17,7 @@ from penstock.models import (
     token_loss,
 )
 from penstock.runtime import Batch, Comm, Executor, cut_batch
+from pipelines import own_stages
 
 STEPS = 3
 
@@ -62,9 +63,7 @@ def train(
     """
     model = gpt2() if model is None else copy.deepcopy(model)
     parts = split(model, even_partition(layer_count(model), schedule.parts))
-    mine = {
-        n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank
-    }
+    mine = own_stages(schedule, parts, comm.rank)
     executor = Executor(lower(schedule), mine, comm, token_loss)
     trained = dict.fromkeys(p for part in mine.values() for p in part.parameters())
     optimizer = torch.optim.SGD(list(trained), lr=0.5)

@@ -76,6 +76,7 @@ def answer_of(
     each: Callable[[int], dict[str, Any]] = lambda rank: {},
     loss: Callable[..., Tensor] = token_loss,
     sums: tuple[bool, ...] = (),
+    partition: tuple[int, ...] = (),
     **options: Any,
 ) -> Answer:
     """Losses of steps and of an evaluation, and a sum and a norm of the gradients of each stage."""
@@ -83,7 +84,7 @@ def answer_of(
     program = lower(schedule)
 
     def work(comm: Any) -> tuple[list[float], dict[str, list[float]]]:
-        parts = split(copies[comm.rank], layers_of(schedule))
+        parts = split(copies[comm.rank], partition or layers_of(schedule))
         mine = own_stages(schedule, parts, comm.rank)
         executor = Executor(program, mine, comm, loss, **options, **each(comm.rank))
         losses = []
@@ -115,10 +116,16 @@ def in_short(module: nn.Module) -> list[float]:
 
 
 # ---------------------------------------------------------------- the registry
+def of_llama(
+    schedule: Schedule, seeds: tuple[int, ...] = (0,), **options: Any
+) -> Answer:
+    """The answer of a Llama with a batch of each seed."""
+    batches = [data(len(schedule.microbatches), seed=seed) for seed in seeds]
+    return answer_of(schedule, llama(sum(layers_of(schedule))), batches, **options)
+
+
 def plain(name: str) -> Answer:
-    schedule = small(name)
-    model = llama(sum(layers_of(schedule)))
-    return answer_of(schedule, model, [data(len(schedule.microbatches))])
+    return of_llama(small(name))
 
 
 def cut_and_split(schedule: Schedule) -> Schedule:
@@ -128,32 +135,18 @@ def cut_and_split(schedule: Schedule) -> Schedule:
 
 
 def sliced_split(name: str) -> Answer:
-    schedule = cut_and_split(small(name))
-    model = llama(sum(layers_of(schedule)))
-    return answer_of(schedule, model, [data(len(schedule.microbatches))])
+    return of_llama(cut_and_split(small(name)))
 
 
 def recomputed(name: str) -> Answer:
-    schedule = small(name)
-    model = llama(sum(layers_of(schedule)))
-    batch = data(len(schedule.microbatches))
-    return answer_of(schedule, model, [batch, batch], recompute=ALL)
+    return of_llama(small(name), seeds=(0, 0), recompute=ALL)
 
 
 def paths(seed: int) -> Answer:
     schedule = random_schedule(np.random.default_rng(seed), ends=True)
-    model = llama(schedule.parts)
-    copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
     batch = data(len(schedule.microbatches), tokens=20, seed=seed)
-
-    def work(comm: Any) -> tuple[list[float], dict[str, list[float]]]:
-        parts = split(copies[comm.rank], (1,) * schedule.parts)
-        mine = own_stages(schedule, parts, comm.rank)
-        executor = Executor(lower(schedule), mine, comm, token_loss)
-        losses = [executor.step(batch).loss, executor.evaluate(batch)]
-        return losses, {f"stage {n}": in_short(part) for n, part in mine.items()}
-
-    return joined(run_threads(schedule.ranks, work, patience=120))
+    partition = (1,) * schedule.parts
+    return answer_of(schedule, llama(schedule.parts), [batch], partition=partition)
 
 
 # ---------------------------------------------------------------- kinds of models and batches
@@ -178,11 +171,8 @@ def packed(name: str) -> Answer:
     starts = tuple(
         document_starts(torch.tensor([3, 4])).expand(*x.shape) for x in batch.inputs
     )
-    return answer_of(schedule, llama(2), [with_starts(batch, starts)])
-
-
-def with_starts(batch: Batch, starts: tuple[Tensor, ...]) -> Batch:
-    return Batch(batch.inputs, batch.labels, batch.valid, starts)
+    batch = Batch(batch.inputs, batch.labels, batch.valid, starts)
+    return answer_of(schedule, llama(2), [batch])
 
 
 def copies_in_two_steps() -> Answer:
@@ -193,16 +183,11 @@ def copies_in_two_steps() -> Answer:
 
 def mean_of_visits() -> Answer:
     schedule = small("skip", ranks=3, microbatches=4)
-    model = llama(sum(layers_of(schedule)))
-    batch = data(len(schedule.microbatches))
-    return answer_of(schedule, model, [batch], options=RunOptions(mean=Mean.VISITS))
+    return of_llama(schedule, options=RunOptions(mean=Mean.VISITS))
 
 
 def recorded(name: str) -> Answer:
-    schedule = small(name)
-    model = llama(sum(layers_of(schedule)))
-    batches = [data(len(schedule.microbatches), seed=seed) for seed in (0, 1)]
-    return answer_of(schedule, model, batches, each=lambda rank: {"tape": Again()})
+    return of_llama(small(name), (0, 1), each=lambda rank: {"tape": Again()})
 
 
 # ---------------------------------------------------------------- modules of one's own

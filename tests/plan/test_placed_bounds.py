@@ -22,7 +22,7 @@ from penstock.plan.pricing import Machines, ProfilePricing
 from penstock.plan.search import rank_pipeline, survey_pipeline
 from penstock.plan.space import Limits, StagePlacement
 from penstock.plan.space_bound import (
-    CellLoad,
+    DivisionLoad,
     Hop,
     PlacedBound,
     PlacedLayers,
@@ -204,7 +204,7 @@ def test_a_recomputed_stage_needs_room_for_one_slice_and_the_inputs_of_all():
     times = least_block_times(profile, slices=4, split=True, granularity=32)
     # Inputs take 128 bytes, and the layer builds 4 more bytes of each token of a slice again: 128 for the shortest.
     for memory, cuts in ((250.0, ()), (260.0, (0, 32, 64, 96, 128))):
-        load = CellLoad(1, 1, Hop(0.0, 0.0), copies=1, memory=memory)
+        load = DivisionLoad(1, 1, Hop(0.0, 0.0), copies=1, memory=memory)
         bound = PlacedBound(PlacedLayers([Stage(0, 0)], (1,)), times, profile, load)
         fitting = np.flatnonzero(bound.fitting_classes())
         assert fitting.tolist() == ([times.class_of(cuts)] if cuts else [])
