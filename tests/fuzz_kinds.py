@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -438,43 +439,20 @@ def scaled(value: Any, share: float = 0.9) -> Any:
     return value
 
 
-def hook_forward(draft: Draft) -> None:
-    chosen = draft.one_of(draft.modules)
-    chosen.register_forward_hook(lambda _, __, out: scaled(out))
+def to_one(
+    find: Callable[[Draft], list[Any]], change: Callable[[Any], object], **more: Any
+) -> Kind:
+    """A kind that changes one of some things of a model, if it has any."""
+
+    def apply(draft: Draft) -> None:
+        found = find(draft)
+        if found:
+            change(draft.one_of(found))
+
+    return Kind(apply, **more)
 
 
-def hook_forward_kwargs(draft: Draft) -> None:
-    chosen = draft.one_of(draft.modules)
-    chosen.register_forward_hook(
-        lambda _, __, ___, out: scaled(out), with_kwargs=True, prepend=True
-    )
-
-
-def hook_input(draft: Draft) -> None:
-    chosen = draft.one_of(draft.modules)
-    chosen.register_forward_pre_hook(lambda _, args: scaled(args))
-
-
-def hook_gradient(draft: Draft) -> None:
-    chosen = draft.one_of(draft.modules)
-    chosen.register_full_backward_hook(lambda _, grads, __: scaled(grads))
-
-
-def hook_output_gradient(draft: Draft) -> None:
-    chosen = draft.one_of(draft.modules)
-    chosen.register_full_backward_pre_hook(lambda _, grads: scaled(grads))
-
-
-def hook_count(draft: Draft) -> None:
-    """Counts the calls of any module in a buffer of it."""
-    chosen = draft.one_of(draft.modules)
-    chosen.register_buffer("hooked", torch.zeros((), dtype=torch.long))
-
-    def count(module: Any, _: object, __: object) -> None:
-        if module.training:
-            module.hooked += 1
-
-    chosen.register_forward_hook(count)
+modules_of, layers_of, linears_of = map(attrgetter, ("modules", "layers", "linears"))
 
 
 def weights_of(draft: Draft) -> list[nn.Parameter]:
@@ -482,29 +460,30 @@ def weights_of(draft: Draft) -> list[nn.Parameter]:
     return [p for p in found if p.requires_grad]
 
 
-def hook_weight(draft: Draft) -> None:
-    weights = weights_of(draft)
-    if weights:
-        draft.one_of(weights).register_hook(lambda grad: 0.5 * grad)
+def real_weights_of(draft: Draft) -> list[nn.Parameter]:
+    return [p for p in weights_of(draft) if not p.is_complex()]
 
 
-def hook_weight_clipped(draft: Draft) -> None:
-    weights = [p for p in weights_of(draft) if not p.is_complex()]
-    if weights:
-        draft.one_of(weights).register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+def count_calls(module: nn.Module) -> None:
+    """Counts the calls of any module in a buffer of it."""
+    module.register_buffer("hooked", torch.zeros((), dtype=torch.long))
+
+    def count(module: Any, _: object, __: object) -> None:
+        if module.training:
+            module.hooked += 1
+
+    module.register_forward_hook(count)
 
 
-def hook_weight_after(draft: Draft) -> None:
+def look_at_gradients(weight: nn.Parameter) -> None:
     """Looks at every gradient when it has been added."""
     seen: list[Tensor] = []
-    weights = weights_of(draft)
-    if weights:
-        draft.one_of(weights).register_post_accumulate_grad_hook(
-            lambda one: seen.append(one.grad.detach().norm())
-        )
+    weight.register_post_accumulate_grad_hook(
+        lambda one: seen.append(one.grad.detach().norm())
+    )
 
 
-def step_in_backward(draft: Draft) -> None:
+def step_in_backward(weight: nn.Parameter) -> None:
     """Takes the step of an optimizer as soon as a gradient is there, and forgets the gradient."""
 
     def update(one: Any) -> None:
@@ -512,9 +491,7 @@ def step_in_backward(draft: Draft) -> None:
             one.sub_(one.grad, alpha=0.1)
         one.grad = None
 
-    weights = weights_of(draft)
-    if weights:
-        draft.one_of(weights).register_post_accumulate_grad_hook(update)
+    weight.register_post_accumulate_grad_hook(update)
 
 
 class Symmetric(nn.Module):
@@ -522,33 +499,18 @@ class Symmetric(nn.Module):
         return weight + 0.1 * weight.flip(0)
 
 
-def parametrized(draft: Draft) -> None:
-    if draft.linears:
-        chosen = draft.one_of(draft.linears)
-        parametrize.register_parametrization(chosen, "weight", Symmetric())
+def make_symmetric(linear: nn.Linear) -> None:
+    parametrize.register_parametrization(linear, "weight", Symmetric())
 
 
-def spectral(draft: Draft) -> None:
-    if draft.linears:
-        parametrizations.spectral_norm(draft.one_of(draft.linears))
-
-
-def weight_norm(draft: Draft) -> None:
-    if draft.linears:
-        parametrizations.weight_norm(draft.one_of(draft.linears))
-
-
-def patched(draft: Draft) -> None:
-    """Replaces the forward of one linear layer, as adapters do."""
-    if not draft.linears:
-        return
-    chosen = draft.one_of(draft.linears)
-    plain = type(chosen).forward
+def patch(linear: nn.Linear) -> None:
+    """Replaces the forward of a linear layer, as adapters do."""
+    plain = type(linear).forward
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         return plain(self, x) + 0.1 * plain(self, x).sin()
 
-    chosen.forward = MethodType(forward, chosen)
+    linear.forward = MethodType(forward, linear)
 
 
 def patched_mixing(draft: Draft) -> None:
@@ -636,15 +598,6 @@ def same_layer(draft: Draft) -> None:
         draft.layers[draft.one_of(plain)] = draft.layers[draft.one_of(plain)]
 
 
-def some_eval(draft: Draft) -> None:
-    """Switches some layer to the mode of `eval()`, as in fine-tuning with fixed norms."""
-    draft.one_of(draft.layers).eval()
-
-
-def frozen(draft: Draft) -> None:
-    draft.one_of(draft.modules).requires_grad_(False)
-
-
 def lazy(draft: Draft) -> nn.Module:
     return nn.LazyBatchNorm1d()
 
@@ -703,7 +656,9 @@ KINDS: dict[str, Kind] = {
     ),
     "codebook": piece(codebook, **REMEMBERS),
     "number of calls": piece(lambda d: Warms(), hidden=True, **REMEMBERS),
-    "spectral norm": Kind(spectral, ordered=True, hidden=True),
+    "spectral norm": to_one(
+        linears_of, parametrizations.spectral_norm, ordered=True, hidden=True
+    ),
     "lazy norm": piece(lambda d: Features(lazy(d)), refused=True, **REMEMBERS),
     # autograd functions and autograd inside a forward
     "reversed gradient": piece(function_piece(_Reverse, 0.3)),
@@ -745,23 +700,44 @@ KINDS: dict[str, Kind] = {
     "mean of all tokens": piece(lambda d: Mixes(d.linear(), by_mean), whole=True),
     "patched to mix": Kind(patched_mixing, lists=False, whole=True),
     # hooks
-    "forward hook": Kind(hook_forward),
-    "forward hook with names": Kind(hook_forward_kwargs),
-    "forward pre-hook": Kind(hook_input),
-    "backward hook": Kind(hook_gradient),
-    "backward pre-hook": Kind(hook_output_gradient),
-    "counting hook": Kind(hook_count, hidden=True),
-    "weight hook": Kind(hook_weight),
-    "clipping weight hook": Kind(hook_weight_clipped, hidden=True),
-    "hook after a gradient": Kind(hook_weight_after),
-    "step in the backward": Kind(step_in_backward, hidden=True, refused=True),
+    "forward hook": to_one(
+        modules_of, lambda m: m.register_forward_hook(lambda _, __, y: scaled(y))
+    ),
+    "forward hook with names": to_one(
+        modules_of,
+        lambda m: m.register_forward_hook(
+            lambda _, __, ___, y: scaled(y), with_kwargs=True, prepend=True
+        ),
+    ),
+    "forward pre-hook": to_one(
+        modules_of, lambda m: m.register_forward_pre_hook(lambda _, x: scaled(x))
+    ),
+    "backward hook": to_one(
+        modules_of, lambda m: m.register_full_backward_hook(lambda _, g, __: scaled(g))
+    ),
+    "backward pre-hook": to_one(
+        modules_of, lambda m: m.register_full_backward_pre_hook(lambda _, g: scaled(g))
+    ),
+    "counting hook": to_one(modules_of, count_calls, hidden=True),
+    "weight hook": to_one(weights_of, lambda w: w.register_hook(lambda g: 0.5 * g)),
+    "clipping weight hook": to_one(
+        real_weights_of,
+        lambda w: w.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+        hidden=True,
+    ),
+    "hook after a gradient": to_one(weights_of, look_at_gradients),
+    "step in the backward": to_one(
+        weights_of, step_in_backward, hidden=True, refused=True
+    ),
     # other weights and forwards
-    "parametrized": Kind(parametrized),
-    "weight norm": Kind(weight_norm),
-    "patched forward": Kind(patched),
+    "parametrized": to_one(linears_of, make_symmetric),
+    "weight norm": to_one(linears_of, parametrizations.weight_norm),
+    "patched forward": to_one(linears_of, patch),
     "adapter": Kind(adapter),
-    "frozen": Kind(frozen),
-    "partly in eval": Kind(some_eval),
+    "frozen": to_one(modules_of, lambda m: m.requires_grad_(False)),
+    "partly in eval": to_one(
+        layers_of, nn.Module.eval
+    ),  # as in fine-tuning with fixed norms
     "layers swapped": Kind(shallower, lists=False),
     # shared modules
     "shared weight": Kind(same_weight),
