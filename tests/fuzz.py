@@ -173,20 +173,8 @@ def draw_case(seed: int) -> Case:
         "steps": str(steps),
     }
     return Case(
-        seed,
-        family,
-        settings,
-        kernel,
-        schedule,
-        partition,
-        lengths,
-        packed,
-        recompute,
-        frozen,
-        dropout,
-        checkpointing,
-        steps,
-        marks,
+        *(seed, family, settings, kernel, schedule, partition, lengths, packed),
+        *(recompute, frozen, dropout, checkpointing, steps, marks),
     )
 
 
@@ -225,9 +213,9 @@ def draw_schedule(rng: np.random.Generator, ranks: int | None) -> tuple[str, Sch
     )
     if rng.random() < 0.3:
         schedule = split_backward(schedule)
-    return name, replicate(
-        schedule, 2
-    ) if schedule.ranks < 3 and not ranks and rng.random() < 0.25 else schedule
+    if schedule.ranks < 3 and not ranks and rng.random() < 0.25:
+        schedule = replicate(schedule, 2)
+    return name, schedule
 
 
 def draw_cuts(rng: np.random.Generator, slices: int) -> tuple[int, ...]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 
 import branching_workers as branching
+from nccl_workers import error_of
 from penstock import Pipeline, lower, make
-from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
-from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
-from pipelines import own_stages
+from penstock.models import Llama, LlamaConfig, split, token_loss
+from penstock.runtime import Comm, Executor, batch_of, watching
 
 CASES = (
     ("1f1b", {}),
@@ -27,46 +25,11 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
 
     If `recorded`, actions are CUDA graphs.
     """
-    torch.manual_seed(0)
-    layers = 4 * comm.ranks
-    whole = Llama(
-        LlamaConfig(vocab=97, width=64, layers=layers, heads=4, kv_heads=2, inner=96)
-    ).cuda()
-    tokens = [
-        torch.randint(0, 97, (2, 64), device="cuda") for _ in range(2 * comm.ranks)
-    ]
-    batch = batch_of(tokens, tokens)
-    expected = copy.deepcopy(whole)
-    for x in tokens:
-        (token_loss(expected(x), x) / batch.valid).backward()
-    worst: dict[str, float] = {}
+    found = {}
     for name, shape in CASES:
-        schedule = make(name, ranks=comm.ranks, microbatches=len(tokens), **shape)
-        parts = split(copy.deepcopy(whole), [layers // schedule.parts] * schedule.parts)
-        mine = own_stages(schedule, parts, comm.rank)
-        executor = Executor(
-            lower(schedule),
-            mine,
-            comm,
-            token_loss,
-            tape=CudaTape() if recorded else None,
-        )
-        for _ in range(3):
-            for part in mine.values():
-                part.zero_grad()
-            result = executor.step(batch, timed=True)
-            assert result.loss > 0
-        assert result.timeline is not None
-        worst[name] = 0.0
-        for part in mine.values():
-            for key, parameter in part_parameters(part).items():
-                other = expected.get_parameter(key).grad
-                assert parameter.grad is not None
-                assert other is not None
-                worst[name] = max(
-                    worst[name], float((parameter.grad - other).norm() / other.norm())
-                )
-    return worst
+        schedule = make(name, ranks=comm.ranks, microbatches=2 * comm.ranks, **shape)
+        found[name] = error_of(comm, schedule, recorded)
+    return found
 
 
 def passes_several_tensors(comm: Comm, recorded: bool = True) -> dict[str, float]:

@@ -62,8 +62,8 @@ def error_of(
     comm: Comm,
     schedule: Schedule,
     recorded: bool,
-    messages: torch.dtype | None,
-    tied: bool,
+    messages: torch.dtype | None = None,
+    tied: bool = False,
 ) -> float:
     """The worst relative error of a gradient of this rank, after three steps."""
     torch.manual_seed(0)
@@ -107,7 +107,9 @@ def error_of(
     with watching(executor):
         for _ in range(3):
             mine.zero_grad()
-            assert executor.step(batch, timed=True).loss > 0
+            result = executor.step(batch, timed=True)
+            assert result.loss > 0
+    assert result.timeline is not None
     worst = 0.0
     for part in stages.values():
         for key, parameter in part_parameters(part).items():

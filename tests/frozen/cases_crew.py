@@ -189,27 +189,23 @@ def launcher_texts() -> object:
         coordinator = Coordinator(nobody, run, TWO_COPIES, settings, False, said.append)
         coordinator.own_workers = 4
         coordinator.workers = {n: Worker(n, Alive()) for n in range(4)}  # type: ignore[arg-type]
-        coordinator.reports = {n: Report(n) for n in range(4)}
-        coordinator.broken_at = 0.0
-        coordinator.begin_generation()
-        del coordinator.workers[0]
+
+        def go_on(*reports: Report) -> None:
+            coordinator.reports = {one.worker: one for one in reports}
+            for lost in coordinator.workers.keys() - coordinator.reports.keys():
+                del coordinator.workers[lost]
+            coordinator.broken_at = 0.0
+            coordinator.begin_generation()
+
+        go_on(*map(Report, range(4)))
         coordinator.losses = ["worker 0 was killed by SIGKILL"]
-        coordinator.reports = {
-            n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)
-        }
-        coordinator.broken_at = 0.0
-        coordinator.begin_generation()
+        go_on(*(Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2, 3)))
         seats = coordinator.decision.seat_of if coordinator.decision is not None else {}
         coordinator.changed_paces = ["worker 1 is as fast as before again"]
-        coordinator.reports = {n: Report(n, 5, FIGURES, parts=(1,)) for n in (1,)}
-        coordinator.reports |= {n: Report(n, 5, FIGURES, parts=(0,)) for n in (2, 3)}
-        coordinator.broken_at = 0.0
-        coordinator.begin_generation()
-        del coordinator.workers[1]
+        parts = {1: (1,), 2: (0,), 3: (0,)}
+        go_on(*(Report(n, 5, FIGURES, parts=own) for n, own in parts.items()))
         coordinator.losses = ["worker 1 ended with exit code 1 before it could say why"]
-        coordinator.reports = {n: Report(n, 6, FIGURES, parts=(0,)) for n in (2, 3)}
-        coordinator.broken_at = 0.0
-        coordinator.begin_generation()
+        go_on(*(Report(n, 6, FIGURES, parts=(0,)) for n in (2, 3)))
         coordinator.write_event()
         events = [
             [e.step, e.event, e.text, e.members, e.speed, e.limit, e.back]

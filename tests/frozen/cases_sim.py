@@ -165,6 +165,11 @@ COSTS: dict[str, Callable[[Schedule], Cost]] = {
     "placed": placed(recomputed=0.5),
     "placed on uneven ranks": placed(speeds=SPEEDS, recompute=(1,)),
 }
+COLUMNS = (
+    *("seconds", "gain", "loss", "bytes", "link"),
+    *("latency", "wire", "send", "receive", "pause"),
+)
+USES = ("weights", "activations", "more", "messages", "sums")
 IN_FULL = ("1f1b", "zb-v", "skip", "hanayo:slices=2,split", "zb-h1:slices=3,copies=3")
 
 
@@ -211,26 +216,9 @@ def costs_of(cost: Callable[[Schedule], Cost]) -> object:
         asked = columns(schedule, cost(schedule))
         use = device_memory(schedule, cost(schedule))
         found[name] = {
-            "columns": {
-                word: weighed(getattr(asked, word))
-                for word in [
-                    "seconds",
-                    "gain",
-                    "loss",
-                    "bytes",
-                    "link",
-                    "latency",
-                    "wire",
-                    "send",
-                    "receive",
-                    "pause",
-                ]
-            },
+            "columns": {word: weighed(getattr(asked, word)) for word in COLUMNS},
             "switch": asked.switch,
-            "memory": [
-                weighed(getattr(use, word))
-                for word in ["weights", "activations", "more", "messages", "sums"]
-            ],
+            "memory": [weighed(getattr(use, word)) for word in USES],
             "updates": cost(schedule).updates(schedule),
         }
     return found
@@ -263,34 +251,26 @@ def gradient_sums() -> object:
             parts = model_cost(2).parts
             cost = ModelCost(parts, links, tokens=16)
             quickest = PlannedSumsCost(cost)
-            timeline = simulate(schedule, quickest)
-            plans = plan_sums(timeline, quickest)
+            plans = plan_sums(simulate(schedule, quickest), quickest)
             rings = plan_rings(schedule, cost)
             found[f"{name} {copies}"] = {
-                "ends": [one.end for one in timeline.sums],
-                "ring ends": [one.end for one in simulate(schedule, cost).sums],
-                "plans": [
-                    [
-                        plan.name,
-                        plan.kind.value,
-                        plan.ranks,
-                        plan.shares,
-                        plan.groups,
-                        plan.whole,
-                    ]
-                    for plan in plans
-                ],
+                "ends": ends_of_sums(schedule, quickest),
+                "ring ends": ends_of_sums(schedule, cost),
+                "plans": [facts_of(plan) for plan in plans],
                 "rings": [[plan.name, plan.ranks] for plan in rings],
-                "given ends": [
-                    one.end
-                    for one in simulate(schedule, GivenSumsCost(cost, plans)).sums
-                ],
-                "given rings": [
-                    one.end
-                    for one in simulate(schedule, GivenSumsCost(cost, rings)).sums
-                ],
+                "given ends": ends_of_sums(schedule, GivenSumsCost(cost, plans)),
+                "given rings": ends_of_sums(schedule, GivenSumsCost(cost, rings)),
             }
     return found
+
+
+def ends_of_sums(schedule: Schedule, cost: Cost) -> list[float]:
+    return [one.end for one in simulate(schedule, cost).sums]
+
+
+def facts_of(plan: SumPlan) -> list[object]:
+    kind = plan.kind.value
+    return [plan.name, kind, plan.ranks, plan.shares, plan.groups, plan.whole]
 
 
 def shared() -> object:
