@@ -79,14 +79,8 @@ FROZEN = (
     "a layer",
     "half",
 )
-EMBEDDINGS = (
-    *("model.embed", "transformer.wte", "transformer.wpe"),
-    "gpt_neox.embed",
-)
-HEADS = (
-    *("lm_head", "embed_out", "model.norm", "transformer.ln_f"),
-    "gpt_neox.final",
-)
+EMBEDDINGS = ("model.embed", "transformer.wte", "transformer.wpe", "gpt_neox.embed")
+HEADS = ("lm_head", "embed_out", "model.norm", "transformer.ln_f", "gpt_neox.final")
 FLOAT64 = 1e-10  # tolerance for sums in another order
 # Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers.
 FLOAT32 = 64 * 2.0**-24

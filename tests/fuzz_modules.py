@@ -361,19 +361,14 @@ class RandomLayer(nn.Module):
         super().__init__()
 
         def linear(outputs: int = WIDTH) -> nn.Linear:
-            made = nn.Linear(WIDTH, outputs, dtype=torch.float64)
-            for parameter in made.parameters():
-                drawn = torch.randn(parameter.shape, generator=draw)
-                parameter.data.copy_(0.6 * drawn)
-            return made
+            return drawn(nn.Linear(WIDTH, outputs, dtype=torch.float64), draw)
 
         self.spec, self.first = spec, first
         self.alike = spec.alike and not first and not last
         self.note: Callable[[Tensor], None] = add_loss
         self.embed = nn.Embedding(WORDS, WIDTH, dtype=torch.float64) if first else None
         if self.embed is not None:
-            drawn = torch.randn(WORDS, WIDTH, generator=draw)
-            self.embed.weight.data.copy_(drawn)
+            drawn(self.embed, draw, scale=1.0)
         self.each = nn.ModuleList(linear() for _ in range(spec.takes))
         self.side = nn.ModuleDict({name: linear() for name in spec.asks})
         self.more = nn.ModuleList(linear() for _ in spec.dresses[1:])
@@ -471,11 +466,14 @@ def build_layer(
     """Build one layer."""
     if not spec.bare:
         return RandomLayer(spec, first, last, draw)
-    made = BARE[spec.bare]()
-    for parameter in made.parameters():
-        drawn = torch.randn(parameter.shape, generator=draw)
-        parameter.data.copy_(0.6 * drawn)
-    return made
+    return drawn(BARE[spec.bare](), draw)
+
+
+def drawn(module: nn.Module, draw: torch.Generator, scale: float = 0.6) -> nn.Module:
+    """A module whose parameters a generator has drawn."""
+    for parameter in module.parameters():
+        parameter.data.copy_(scale * torch.randn(parameter.shape, generator=draw))
+    return module
 
 
 @lru_cache(maxsize=32)
