@@ -63,7 +63,7 @@ figures: $(READY) ## plan, simulate and draw schedules; the figures are in out/
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
 # Let Python keep its bytecode, or every process compiles all files anew.
-test test-gpu durations: export PYTHONDONTWRITEBYTECODE :=
+test test-gpu durations mutants: export PYTHONDONTWRITEBYTECODE :=
 # Other plugins of pytest that a machine may have would warn, and warnings are errors.
 test test-gpu durations: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 PYTEST := $(PY) -m pytest --part $(or $(PART),1/1)
