@@ -49,7 +49,7 @@ from penstock.train.elastic import PartTransfer
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import read_sizes
 from penstock.train.lora import adapt, describe_adapters
-from penstock.train.optimizer import describe_optimizer, settle_rate
+from penstock.train.optimizer import describe_optimizer, frozen_names, settle_rate
 from penstock.train.own_models import sizes_of, vocab_of
 from penstock.train.weights import Sizes
 
@@ -87,12 +87,15 @@ class Job:
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
     def adapt(self, model: nn.Module) -> None:
-        """Give a model without memory the dropout, the adapters and the recomputation of the run."""
+        """Give a model without memory the dropout, adapters, recomputation and frozen weights of the run."""
         if self.config.model.dropout:
             set_dropout(model, self.config.model.dropout)
         recompute_inside(model, self.config.run.recomputed_inside)
         if self.adapts:
             adapt(model, self.sizes, self.config.lora)
+        names = [name for name, _ in model.named_parameters()]
+        for name in frozen_names(names, self.config.optimizer):
+            model.get_parameter(name).requires_grad_(False)
 
     @property
     def adapts(self) -> bool:

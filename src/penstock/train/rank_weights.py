@@ -51,20 +51,19 @@ from penstock.train.elastic import PartTransfer
 from penstock.train.history import StepFigures
 from penstock.train.job import Job
 from penstock.train.lora import (
-    adapted_blueprint,
     base_parameters,
     draw_adapters,
     is_adapter,
 )
 from penstock.train.optimizer import (
     Optimizer,
-    frozen_names,
     is_unused,
     layer_parameters,
 )
 from penstock.train.weights import (
     Holding,
     blank_parameters,
+    blueprint,
     copy_weights,
     draw_parameters,
 )
@@ -376,10 +375,10 @@ class RankWeights:
             if number in old:
                 kept[number] = old[number]
                 continue
-            model = adapted_blueprint(job.sizes, job.config.lora)
+            model = blueprint(job.sizes)
+            job.adapt(model)
             part = split(model, job.partition)[number]
-            frozen = frozen_names(part_parameters(part), job.config.optimizer)
-            blank = blank_parameters(part, frozen, device)
+            blank = blank_parameters(part, device)
             matrices = layer_parameters([part])
             kept[number] = Mirror(blank, matrices, job.config.optimizer)
         return Mirrors(job.mirrors, self.comm, held, kept)

@@ -45,7 +45,6 @@ from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.loader import BatchShape, DocumentCutter, Loader, wanted_by
 from penstock.train.job import Job
-from penstock.train.optimizer import frozen_names
 from penstock.train.placement import precision_on
 from penstock.train.rank_weights import RankWeights
 from penstock.train.step_paths import StepPaths, sum_messages_of
@@ -152,7 +151,6 @@ def set_up_rank(
         place,
         frozenset().union(*map(visited_parts, schedules)),
         kept,
-        lambda names: frozen_names(names, config.optimizer),
         job.adapt,
     )
     compiles = is_compiling(config, device)

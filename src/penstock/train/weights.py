@@ -27,8 +27,9 @@ Copies of the pipeline that keep all weights are more ranks of the schedule (`sc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -120,17 +121,15 @@ def hold(
     device: torch.device | None = None,
     place: MeshPlace | None = None,
     trained_parts: frozenset[int] | None = None,
-    kept: Mapping[int, Part] | None = None,
-    frozen: Callable[[Iterable[str]], Collection[str]] = lambda names: (),
-    adapt: Callable[[nn.Module], None] | None = None,
+    kept: Mapping[int, Part] = MappingProxyType({}),
+    prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
     They have memory for their weights, but the weights are not filled yet. The parts that
     will be trained are those that the schedule visits, unless they are given. Parts that this
-    process has `kept` from an earlier plan are taken as they are, with their weights. Of the
-    names of all parameters, `frozen` returns those that do not train. `adapt` changes the model
-    before it is split (`penstock.train.lora`).
+    process has `kept` from an earlier plan are taken as they are, with their weights. `prepare`
+    changes the model before it is split: it adds adapters and freezes parameters.
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -138,21 +137,18 @@ def hold(
             f"but the schedule has {schedule.parts}"
         )
     model = blueprint(sizes)
-    if adapt is not None:
-        adapt(model)
+    prepare(model)
     # List the names before the split, while tied parameters are still one.
     names = tuple(name for name, _ in model.named_parameters())
-    resting = frozen(names)
-    for name in resting:
-        model.get_parameter(name).requires_grad_(False)
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
     for number in mine:
-        if kept is not None and number in kept:
+        if number in kept:
             parts[number] = kept[number]
             continue
-        _arrange(parts[number], place, resting)
+        if place is not None:
+            place.arrange(parts[number])
         give_memory(parts[number], device or torch.device("cpu"))
     held: dict[str, nn.Parameter] = {}
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -182,40 +178,13 @@ def hold(
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
 
 
-def _arrange(part: Part, place: MeshPlace | None, frozen: Collection[str]) -> None:
-    """Reduce a part to the share of this process; what is frozen stays so in new parameters."""
-    if place is None:
-        return
-    place.arrange(part)
-    for name, parameter in part_parameters(part).items():
-        if name in frozen:
-            parameter.requires_grad_(False)
-
-
-def blank_parameters(
-    part: Part, frozen: Collection[str], device: torch.device
-) -> dict[str, nn.Parameter]:
+def blank_parameters(part: Part, device: torch.device) -> dict[str, nn.Parameter]:
     """Return parameters like those of a part that has no memory; they are not filled yet."""
     blank = {}
     for name, one in part_parameters(part).items():
         empty = torch.empty(one.shape, dtype=one.dtype, device=device)
-        blank[name] = nn.Parameter(
-            empty, requires_grad=one.requires_grad and name not in frozen
-        )
+        blank[name] = nn.Parameter(empty, requires_grad=one.requires_grad)
     return blank
-
-
-def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:
-    """Return the parameters of a rank that no micro-batch uses in a step with this schedule."""
-    visited = visited_parts(schedule)
-    used: set[str] = set()
-    for name, tie in holding.tied.items():
-        if visited.intersection(tie.parts):
-            used.add(name)
-    for stage, module in holding.stages.items():
-        if schedule.stages[stage].part in visited:
-            used |= part_parameters(module).keys()
-    return [one for name, one in holding.parameters.items() if name not in used]
 
 
 def drop_unvisited_gradients(holding: Holding, schedule: Schedule) -> None:
@@ -224,8 +193,17 @@ def drop_unvisited_gradients(holding: Holding, schedule: Schedule) -> None:
     The sum over the replicas of such a part has left zeros as its gradients, and most
     optimizers would still move and decay its weights.
     """
-    for parameter in unvisited_parameters(holding, schedule):
-        parameter.grad = None
+    visited = visited_parts(schedule)
+    used: set[str] = set()
+    for name, tie in holding.tied.items():
+        if visited.intersection(tie.parts):
+            used.add(name)
+    for stage, module in holding.stages.items():
+        if schedule.stages[stage].part in visited:
+            used |= part_parameters(module).keys()
+    for name, parameter in holding.parameters.items():
+        if name not in used:
+            parameter.grad = None
 
 
 def attach_parameters(holding: Holding) -> None:
@@ -276,13 +254,13 @@ def draw_parameters(holding: Holding, seed: int) -> None:
         _draw_decoder(holding, holding.sizes, seed)
         return
     # As in Hugging Face's Bert, the vector of padding begins at zero, also where a head is tied to it.
-    padding = None
+    zero_rows = {}
     if isinstance(holding.sizes, BertConfig) and holding.sizes.padding is not None:
-        padding = ("embed.tokens.weight", holding.sizes.padding)
+        zero_rows["embed.tokens.weight"] = holding.sizes.padding
     drawn: set[str] = set()
     for part in holding.stages.values():
         for path, module in part.named_modules():
-            drawn |= _draw_module(part, path, module, seed, padding)
+            drawn |= _draw_module(part, path, module, seed, zero_rows)
     assert drawn == set(holding.parameters), drawn ^ set(holding.parameters)
 
 
@@ -306,7 +284,7 @@ def _draw_module(
     path: str,
     module: nn.Module,
     seed: int,
-    padding: tuple[str, int] | None = None,
+    zero_rows: Mapping[str, int],
 ) -> set[str]:
     """Fill the parameters of one module, and return their names in the whole model."""
     names = {}
@@ -315,24 +293,14 @@ def _draw_module(
         names[leaf] = part.tied.get(name, name)
     if isinstance(module, nn.Linear | nn.Embedding):
         for leaf, name in names.items():
-            row = padding[1] if padding is not None and padding[0] == name else None
-            _fill(getattr(module, leaf), name, seed, leaf == "weight", row)
+            parameter = getattr(module, leaf)
+            if leaf == "weight":
+                _draw(parameter, name, seed, INITIAL_STD, zero_rows.get(name))
+            else:
+                nn.init.zeros_(parameter)
     elif names:
         module.reset_parameters()  # type: ignore[operator]  # Norms have nothing to draw.
     return set(names.values())
-
-
-def _fill(
-    parameter: nn.Parameter,
-    name: str,
-    seed: int,
-    matrix: bool,
-    zero_row: int | None = None,
-) -> None:
-    if matrix:
-        _draw(parameter, name, seed, INITIAL_STD, zero_row)
-    else:
-        nn.init.zeros_(parameter)
 
 
 def _draw(
@@ -352,13 +320,9 @@ def _draw(
 
 def generator_of(seed: int, name: str) -> torch.Generator:
     """Return the random numbers of one parameter, which do not depend on who holds it."""
-    return torch.Generator().manual_seed(_seed_of(seed, name))
-
-
-def _seed_of(seed: int, name: str) -> int:
-    """A seed of 63 bits for one parameter."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    own_seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits
+    return torch.Generator().manual_seed(own_seed)
 
 
 def copy_weights(holding: Holding, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -394,15 +358,20 @@ class MeshPlace:
         return self.pipeline.rank == 0 and self.tensor == 0
 
     def arrange(self, part: Part) -> None:
-        """Reduce a part to the share of this process."""
+        """Reduce a part to the share of this process; what is frozen stays so in new parameters."""
         if self.mesh is None:
             return
+        whole = part_parameters(part)
+        frozen = [name for name, one in whole.items() if not one.requires_grad]
         if self.mesh["tensor"].size() > 1:
             share_layers(part, self.mesh["tensor"])
         if self.mesh["shard"].size() > 1:
             paths = part.layout.layers[part.begin : part.end]
             layers = [part.get_submodule(path) for path in paths]
             shard_layers(part, layers, self.mesh["shard"])
+        shares = part_parameters(part)
+        for name in frozen:
+            shares[name].requires_grad_(False)
 
     def counts(self, parameter: nn.Parameter) -> bool:
         """Whether no other process counts and saves the same numbers of a parameter.
