@@ -72,11 +72,9 @@ class RemoteFiles(Protocol):
 
     def put(self, path: Path) -> None:
         """Bring this rank's files of an unfinished checkpoint there; raise OSError if it fails."""
-        ...
 
     def fetch(self, folder: Path) -> None:
         """Copy all checkpoints from there into a folder."""
-        ...
 
 
 # ---------------------------------------------------------------- saving
@@ -374,7 +372,7 @@ def sweep(folder: Path, step: int | None = None) -> None:
     With `step`, those of later steps stay.
     """
     for left in folder.glob(f"{STEP_PREFIX}*{SAVING}"):
-        number = left.name.removeprefix(STEP_PREFIX).removesuffix(SAVING)
+        number = left.stem.removeprefix(STEP_PREFIX)
         if step is None or not number.isdigit() or int(number) <= step:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -392,12 +390,11 @@ def step_of(path: Path) -> int:
 
 def newest(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first, damaged ones included."""
-    checkpoints = {}
+    checkpoints = []
     for path in folder.glob(f"{STEP_PREFIX}*"):
-        number = path.name.removeprefix(STEP_PREFIX)
-        if number.isdigit() and path.is_dir():
-            checkpoints[path] = int(number)
-    return sorted(checkpoints, key=lambda path: checkpoints[path], reverse=True)
+        if path.name.removeprefix(STEP_PREFIX).isdigit() and path.is_dir():
+            checkpoints.append(path)
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
 def good_step(folder: Path) -> int:
@@ -446,10 +443,9 @@ def faults(
     except FileError as error:
         return {NOTE: str(error).removeprefix(f"{NOTE} ")}
     files = facts["files"]
-    judge = size_fault if quick else file_fault
 
     def fault_of(name: str) -> str:
-        fault = judge(path / name, files[name])
+        fault = file_fault(path / name, files[name], quick)
         return fault + saved_where(facts, name) if fault == MISSING else fault
 
     mine = sorted(files)[rank::ranks]
@@ -471,26 +467,21 @@ def tensor_faults(path: Path, names: Collection[str]) -> dict[str, str]:
     return {"it": f"has no {missing[0]}{others}"}
 
 
-def file_fault(file: Path, known: Fingerprint) -> str:
-    """Return what is wrong with a file of a checkpoint; empty if it is intact. Nothing else decides that."""
-    fault = size_fault(file, known)
-    if fault:
-        return fault
-    try:
-        return "" if _fingerprint(file) == known else "does not have its checksum"
-    except OSError as error:  # The disk may be damaged, too.
-        return f"cannot be read: {error.strerror or error}"
+def file_fault(file: Path, known: Fingerprint, quick: bool = False) -> str:
+    """Return what is wrong with a file of a checkpoint; empty if it is intact. Nothing else decides that.
 
-
-def size_fault(file: Path, known: Fingerprint) -> str:
-    """Like `file_fault`, but only by the size, which is quick."""
+    A `quick` look knows a file by its size alone.
+    """
     try:
         size = file.stat().st_size
+        if size != known["bytes"]:
+            return f"has {size} bytes, not {known['bytes']}"
+        intact = quick or _fingerprint(file) == known
     except FileNotFoundError:
         return MISSING
-    except OSError as error:
+    except OSError as error:  # The disk may be damaged, too.
         return f"cannot be read: {error.strerror or error}"
-    return "" if size == known["bytes"] else f"has {size} bytes, not {known['bytes']}"
+    return "" if intact else "does not have its checksum"
 
 
 def saved_where(facts: CheckpointFacts, name: str) -> str:

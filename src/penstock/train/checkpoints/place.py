@@ -52,19 +52,15 @@ class Storage(Protocol):
     @property
     def place(self) -> str:
         """What messages call it."""
-        ...
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, the newest first."""
-        ...
 
     def read_note(self, step: int) -> bytes:
         """Return the description of a checkpoint; raise FileNotFoundError if there is none."""
-        ...
 
     def fetch_file(self, step: int, name: str, target: Path) -> None:
         """Copy a file of a checkpoint; raise FileNotFoundError if the storage lacks it."""
-        ...
 
 
 def fetch_newest(storage: Storage, folder: Path) -> Path | None:

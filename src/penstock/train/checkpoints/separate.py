@@ -49,7 +49,6 @@ from penstock.train.checkpoints.checkpoint import (
     publish,
     read_facts,
     saved_where,
-    size_fault,
     step_name,
     step_of,
     sweep,
@@ -131,7 +130,7 @@ def take_inventory(folder: Path) -> Iterable[tuple[int, Inventory]]:
         files = {**facts["files"], NOTE: _note_fingerprint(note)}
         faults, saved = {}, {}
         for name, known in files.items():
-            fault = size_fault(path / name, known)
+            fault = file_fault(path / name, known, quick=True)
             if fault:
                 faults[name] = fault
                 saved[name] = saved_where(facts, name)
