@@ -131,9 +131,7 @@ def test_other_ranks_go_on_as_one_process_would(name, options, build, tmp_path):
 
 def test_the_state_of_every_optimizer_is_known_before_its_first_step():
     for name, kind in known_optimizers().items():
-        slots = find_slots(
-            lambda few, kind=kind: kind(few, lr=0.1), 2, torch.device("cpu")
-        )
+        slots = find_slots(kind, OptimizerConfig(name=name, rate=0.1))
         parameter = torch.nn.Parameter(torch.ones(4, 6))
         parameter.grad = torch.ones_like(parameter)
         optimizer = kind([parameter], lr=0.1)

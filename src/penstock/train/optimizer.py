@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -139,7 +140,7 @@ def check_optimizer(settings: OptimizerConfig, mesh: MeshConfig) -> None:
         return  # Torch's own defaults need no trial, which would import its compiler.
     try:
         for one in classes_of(settings):
-            find_slots(build_with(one, settings), 2, torch.device("cpu"))
+            find_slots(one, settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"torch.optim.{settings.name} refuses optimizer.options: {error}"
@@ -165,22 +166,11 @@ def _check_option(key: str, kind: OptimizerClass, accepted: Collection[str]) -> 
         )
 
 
-def build_with(kind: OptimizerClass, settings: OptimizerConfig) -> Build:
-    """Return a function that makes an optimizer of a few parameters."""
-
-    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(parameters, **arguments_of(kind, settings))
-
-    return build
-
-
 # ---------------------------------------------------------------- groups by pattern
 def group_of(name: str, settings: OptimizerConfig) -> ParameterGroup | None:
     """Return the first group that matches the name of a parameter; None if there is none."""
-    for group in settings.groups:
-        if fnmatchcase(name, group.match):
-            return group
-    return None
+    matching = (one for one in settings.groups if fnmatchcase(name, one.match))
+    return next(matching, None)
 
 
 def frozen_names(names: Iterable[str], settings: OptimizerConfig) -> frozenset[str]:
@@ -271,18 +261,21 @@ class Optimizer:
             return ()
         place = number, parameter.dim()
         if place not in self.slots_by_shape:
-            build = build_with(self.classes[number], self.settings)
             self.slots_by_shape[place] = find_slots(
-                build, parameter.dim(), parameter.device
+                self.classes[number], self.settings, parameter.dim(), parameter.device
             )
         return self.slots_by_shape[place]
 
     def filled_state(self, parameter: nn.Parameter) -> list[tuple[Slot, Tensor]]:
         """Return the state of a parameter, with zeros before its first step."""
         slots = self.slots_of(parameter)
-        if not slots:
-            return []
-        return list(filled(slots, self.state_of(parameter), parameter))
+        state = self.state_of(parameter) if slots else {}
+        filled: list[tuple[Slot, Tensor]] = []
+        for slot in slots:
+            value = state.get(slot.name)
+            known = slot.blank(parameter) if value is None else value.detach()
+            filled.append((slot, known))
+        return filled
 
     def load_state(self, parameter: nn.Parameter, state: State) -> None:
         """Go on with the state of a checkpoint or of another process."""
@@ -333,9 +326,6 @@ class ParameterNumbers:
     ends_trained: float = 1.0
 
 
-ADAMW_NUMBERS = ParameterNumbers()
-
-
 def parameter_numbers(
     settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig | None = None
 ) -> ParameterNumbers:
@@ -350,12 +340,14 @@ def parameter_numbers(
     adapts = lora is not None and lora.rank > 0
     if not adapts and not any(group.frozen for group in settings.groups):
         return ParameterNumbers(2 + state[0], 2 + state[1])
+    counts = _count(settings, sizes, lora or LoraConfig())
     numbers = []
     shares = []
-    for place, count in enumerate(_count(settings, sizes, lora or LoraConfig())):
-        shares.append(count.trained / count.model)
-        held = count.model + count.adapters + count.trained * (1 + state[place])
-        numbers.append(held / count.model)
+    for place, states in enumerate(state):
+        model, trained = counts[place, "model"], counts[place, "trained"]
+        shares.append(trained / model)
+        held = model + counts[place, "adapters"] + trained * (1 + states)
+        numbers.append(held / model)
     return ParameterNumbers(*numbers, *shares)
 
 
@@ -363,33 +355,24 @@ def _state_numbers(
     kind: OptimizerClass, settings: OptimizerConfig, width: int
 ) -> float:
     """Numbers of state for each number of a square matrix of this width."""
-    slots = find_slots(build_with(kind, settings), 2, torch.device("cpu"))
+    slots = find_slots(kind, settings)
     total = sum(slot.numbers((width, width)) for slot in slots if not slot.is_number)
     return total / width**2
 
 
-@dataclass(slots=True)
-class _Count:
-    """Parameters of some modules."""
-
-    model: int = 0  # those of the model without adapters
-    adapters: int = 0
-    trained: int = 0
-
-
-def _count(settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig) -> list[_Count]:
-    """Count the parameters of the layers, and those of embedding and head."""
+def _count(
+    settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig
+) -> Counter[tuple[int, str]]:
+    """Count the parameters of the layers (0), and those of embedding and head (1): all, adapters, and trained ones."""
     model = adapted_blueprint(sizes, lora)
     paths = tuple(f"{path}." for path in find_layout(model).layers)
-    counts = [_Count(), _Count()]
+    counts: Counter[tuple[int, str]] = Counter()
     for name, parameter in model.named_parameters():
-        count = counts[0 if name.startswith(paths) else 1]
-        if is_adapter(name):
-            count.adapters += parameter.numel()
-        else:
-            count.model += parameter.numel()
+        place = 0 if name.startswith(paths) else 1
+        owner = "adapters" if is_adapter(name) else "model"
+        counts[place, owner] += parameter.numel()
         if parameter.requires_grad and not frozen_names([name], settings):
-            count.trained += parameter.numel()
+            counts[place, "trained"] += parameter.numel()
     return counts
 
 
@@ -398,8 +381,7 @@ def describe_optimizer(settings: OptimizerConfig) -> dict[str, Any]:
     """Describe what a checkpoint has of the optimizer."""
     slots = []
     for kind in classes_of(settings):
-        found = find_slots(build_with(kind, settings), 2, torch.device("cpu"))
-        slots += [slot.name for slot in found]
+        slots += [slot.name for slot in find_slots(kind, settings)]
     return {"name": settings.name, "state": slots}
 
 
@@ -516,7 +498,6 @@ class Gradients:
         scale_down(gradients, norm, most)
 
 
-Build: TypeAlias = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 State: TypeAlias = dict[str, Tensor]
 PROBE_SHAPE = (2, 3, 5, 7, 11)
 COUNTER = "step"  # most optimizers count the steps of each parameter
@@ -556,12 +537,17 @@ class Slot:
         return total
 
 
-def find_slots(build: Build, dimensions: int, device: torch.device) -> tuple[Slot, ...]:
+def find_slots(
+    kind: OptimizerClass,
+    settings: OptimizerConfig,
+    dimensions: int = 2,
+    device: torch.device | None = None,
+) -> tuple[Slot, ...]:
     """Return the state that an optimizer keeps of parameters with this many dimensions."""
     shape = PROBE_SHAPE[:dimensions]
-    probe = nn.Parameter(torch.ones(shape, device=device))
+    probe = nn.Parameter(torch.ones(shape, device=device or torch.device("cpu")))
     probe.grad = torch.ones_like(probe)
-    optimizer = build([probe])
+    optimizer = kind([probe], **arguments_of(kind, settings))
     optimizer.step()
     slots = []
     for name, value in sorted(optimizer.state[probe].items()):
@@ -586,15 +572,6 @@ def _dimensions(value: object, shape: tuple[int, ...]) -> tuple[bool, ...] | Non
     if any(size not in (1, whole) for size, whole in pairs):
         return None
     return tuple(size == whole for size, whole in pairs)
-
-
-def filled(
-    slots: tuple[Slot, ...], state: Mapping[str, Tensor | None], parameter: Tensor
-) -> Iterator[tuple[Slot, Tensor]]:
-    """Yield the state of a parameter, with zeros for what it does not have yet."""
-    for slot in slots:
-        value = state.get(slot.name)
-        yield slot, slot.blank(parameter) if value is None else value.detach()
 
 
 def is_unused(state: Mapping[str, Tensor]) -> bool:
@@ -680,10 +657,6 @@ def _suitable_rate(config: Config) -> tuple[float, str]:
 Course = Callable[[int, int, OptimizerConfig], float]
 
 
-def _constant(step: int, steps: int, settings: OptimizerConfig) -> float:
-    return 1.0
-
-
 def _linear(step: int, steps: int, settings: OptimizerConfig) -> float:
     return _between(1 - _share_done(step, steps, settings), settings)
 
@@ -705,7 +678,7 @@ def _inverse_sqrt(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 
 COURSES: dict[str, Course] = {
-    "constant": _constant,
+    "constant": lambda step, steps, settings: 1.0,
     "linear": _linear,
     "cosine": _cosine,
     "wsd": _wsd,
