@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def _download(folder: Path) -> str:
 # ---------------------------------------------------------------- sizes
 def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
     """Read the sizes of the model in a folder that a key of the config names; raise if we have no such model."""
-    file = folder / "config.json"
+    file = folder / CONFIG
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -105,14 +106,13 @@ def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
             "  load the model with transformers, call model.dequantize() and save it with save_pretrained"
         )
     family = content.get("model_type")
+    readers: dict[object, Callable[[dict[str, Any]], Sizes | None]] = {
+        "llama": _llama,
+        "gpt2": _gpt,
+        "bert": partial(_bert, file),
+    }
     try:
-        ours: Sizes | None = None
-        if family == "llama":
-            ours = _llama(content)
-        elif family == "gpt2":
-            ours = _gpt(content)
-        elif family == "bert":
-            ours = _bert(content, file)
+        ours = readers[family](content) if family in readers else None
     except KeyError as error:
         raise FileError(f"{file} does not have {error}") from None
     except (
@@ -169,7 +169,7 @@ def _gpt(content: dict[str, Any]) -> GPTConfig | None:
     )
 
 
-def _bert(content: dict[str, Any], file: Path) -> BertConfig | None:
+def _bert(file: Path, content: dict[str, Any]) -> BertConfig | None:
     """The sizes of our own Bert; None if it has another activation."""
     if content.get("hidden_act", "gelu") != "gelu":
         return None
@@ -197,21 +197,10 @@ OwnSizes = LlamaConfig | GPTConfig | BertConfig
 
 def config_json(sizes: OwnSizes) -> dict[str, object]:
     """Return the config.json of one of our models for transformers."""
-    plain: dict[str, object] = {
-        "dtype": "float32",
-        "tie_word_embeddings": sizes.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    keys, own = _their_words(sizes)
-    named = {theirs: getattr(sizes, ours) for ours, theirs in keys.items()}
-    return plain | named | own
-
-
-def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
-    """Transformers' names of our sizes, and what else its config.json says of such a model."""
+    own: dict[str, object]
     if isinstance(sizes, BertConfig):
-        return BERT_KEYS, {
+        keys = BERT_KEYS
+        own = {
             "architectures": ["BertForMaskedLM"],
             "model_type": "bert",
             "hidden_act": "gelu",
@@ -219,8 +208,9 @@ def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
             "attention_probs_dropout_prob": 0.0,
             "hidden_dropout_prob": 0.0,
         }
-    if isinstance(sizes, GPTConfig):
-        return GPT2_KEYS, {
+    elif isinstance(sizes, GPTConfig):
+        keys = GPT2_KEYS
+        own = {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             "n_inner": sizes.inner,
@@ -230,19 +220,26 @@ def _their_words(sizes: OwnSizes) -> tuple[dict[str, str], dict[str, object]]:
             "embd_pdrop": 0.0,
             "resid_pdrop": 0.0,
         }
-    return LLAMA_KEYS, {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_key_value_heads": sizes.kv_heads,
-        "rope_theta": sizes.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": sizes.theta},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+    else:
+        keys = LLAMA_KEYS
+        own = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_key_value_heads": sizes.kv_heads,
+            "rope_theta": sizes.theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": sizes.theta},
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+        }
+    return {
+        "dtype": "float32",
+        "tie_word_embeddings": sizes.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **{theirs: getattr(sizes, ours) for ours, theirs in keys.items()},
+        **own,
     }
-
-
-# ---------------------------------------------------------------- tokenizer
 
 
 # ---------------------------------------------------------------- weights
@@ -367,8 +364,15 @@ def write_model(
     """Write a model that `transformers` loads into a folder."""
     if isinstance(sizes, DecoderConfig):
         _write_decoder(folder, weights, sizes)
-    else:
-        _write_own_model(folder, weights, sizes, dtype)
+        return
+    states = family_of(sizes).to_hf(weights, sizes)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in states.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    content = config_json(sizes) | {"dtype": dtype}
+    _write_config(folder, content)
 
 
 def write_tokenizer(folder: Path, tokenizer: str) -> None:
@@ -377,22 +381,9 @@ def write_tokenizer(folder: Path, tokenizer: str) -> None:
         shutil.copyfile(tokenizer, folder / TOKENIZER)
 
 
-def _write_own_model(
-    folder: Path,
-    weights: Mapping[str, Tensor],
-    sizes: OwnSizes,
-    dtype: str,
-) -> None:
-    states = family_of(sizes).to_hf(weights, sizes)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in states.items()},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(
-        json.dumps(config_json(sizes) | {"dtype": dtype}, indent=2) + "\n",
-        encoding="utf-8",
-    )
+def _write_config(folder: Path, content: Mapping[str, object]) -> None:
+    text = json.dumps(content, indent=2) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def _write_decoder(
@@ -430,9 +421,7 @@ def keep_origin(source: Path, run: Path) -> None:
     """Copy what an export will need from a Hugging Face folder into the folder of a run."""
     kept = run / ORIGIN_FOLDER
     kept.mkdir(parents=True, exist_ok=True)
-    for name in (*MODEL_FILES, *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, kept / name)
+    _copy((*MODEL_FILES, *TOKENIZER_FILES), source, kept)
 
 
 def find_origin(path: Path) -> Path | None:
@@ -446,9 +435,13 @@ def find_origin(path: Path) -> Path | None:
 
 def give_back(origin: Path, folder: Path, dtype: str) -> None:
     """Write what the original had into an export, unless training has replaced it."""
-    (folder / CONFIG).write_text(
-        json.dumps(_config(origin / CONFIG, dtype), indent=2) + "\n", encoding="utf-8"
-    )
+    file = origin / CONFIG
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"cannot read {file}: {error}") from None
+    key = "torch_dtype" if "torch_dtype" in content else "dtype"
+    _write_config(folder, {**content, key: dtype})
     _copy([name for name in MODEL_FILES if name != CONFIG], origin, folder)
     give_back_tokenizer(origin, folder)
 
@@ -463,16 +456,6 @@ def _copy(names: Iterable[str], origin: Path, folder: Path) -> None:
     for name in names:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
-
-
-def _config(file: Path, dtype: str) -> dict[str, Any]:
-    """The original config.json with the type of the exported weights."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileError(f"cannot read {file}: {error}") from None
-    key = "torch_dtype" if "torch_dtype" in content else "dtype"
-    return {**content, key: dtype}
 
 
 def _same_tokenizer(origin: Path, folder: Path) -> bool:
