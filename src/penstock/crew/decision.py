@@ -50,7 +50,7 @@ from penstock.train.elastic import (
     step_length,
 )
 from penstock.train.history import StepFigures
-from penstock.train.rank_weights import Handover, Transfers
+from penstock.train.rank_weights import Handover
 
 NoteKind = Literal[
     "alive",
@@ -157,9 +157,8 @@ class Decision:
         if not self.keep:
             return None
         figures = self.figures if self.close else None
-        transfers = Transfers(self.transfers)
         return Handover(
-            self.step, self.seen, figures, transfers, self.save, self.restores
+            self.step, self.seen, figures, self.transfers, self.save, self.restores
         )
 
     def dump(self) -> str:

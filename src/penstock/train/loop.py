@@ -49,7 +49,7 @@ from penstock.train.job import (
 )
 from penstock.train.lora import check_same_adapters
 from penstock.train.optimizer import Gradients, check_same_optimizer, factor_at, rate_at
-from penstock.train.rank_weights import CrewChange, Handover, RankWeights, Transfers
+from penstock.train.rank_weights import CrewChange, Handover, RankWeights, transfer
 from penstock.train.setup import (
     Evaluator,
     StepExecutors,
@@ -92,7 +92,6 @@ class Trainer:
         self.before = before.weights if before is not None else None
         self.handover = handover
         self.setup = set_up_rank(job, comm, schedules, self.device, self.before)
-        self.place = self.setup.place
         self.loader = self.setup.loader(schedules)
         executors = [self.setup.executor(schedule) for schedule in schedules]
         self.executors = StepExecutors(executors, self.paths)
@@ -155,7 +154,7 @@ class Trainer:
         else:
             self.fill()
             states = self.weights.part_states
-            Transfers(self.job.mirrors).run(self.comm, states, states)
+            transfer(self.job.mirrors, self.comm, states, states)
         self.weights.settle()
         self.begun = True
 
@@ -308,7 +307,9 @@ class Trainer:
         self.weights.mirrors.start()
         if self.device.type == "cuda" and self.step + 1 < self.job.config.run.steps:
             self.loader.prepare()
-        loss = sum(result.loss for result in results) if self.place.speaks else 0.0
+        loss = (
+            sum(result.loss for result in results) if self.setup.place.speaks else 0.0
+        )
         self.weights.mirrors.collect()
         timeline = results[-1].timeline
         if timeline is None:

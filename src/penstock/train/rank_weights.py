@@ -34,14 +34,13 @@ that moment.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from penstock.config import OptimizerConfig
 from penstock.models import Part, part_parameters, split
 from penstock.runtime import Comm, local_share, share_offset
 from penstock.runtime.comm.comm import Arriving, Pending
@@ -69,12 +68,14 @@ from penstock.train.weights import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PartState:
     """The weights of a part in the memory of this process, and the optimizer that has their state."""
 
     parameters: Mapping[str, nn.Parameter]  # by their names in the whole model
     optimizer: Optimizer
+    # Of a mirror: what it has received for a step that is not committed yet.
+    gradients: Tensor | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights and the optimizer state, by name; state that is missing is made."""
@@ -92,32 +93,29 @@ class PartState:
             mine.copy_(theirs)
 
 
-@dataclass(frozen=True, slots=True)
-class Transfers:
-    """The transfers of a generation, which all ranks carry out together."""
+def transfer(
+    wanted: Iterable[PartTransfer],
+    comm: Comm,
+    known: dict[int, PartState],
+    targets: Mapping[int, PartState],
+) -> None:
+    """Send parts that this rank knows, and receive others into its targets; it knows them then.
 
-    wanted: Sequence[PartTransfer]
-
-    def run(
-        self,
-        comm: Comm,
-        known: dict[int, PartState],
-        targets: Mapping[int, PartState],
-    ) -> None:
-        """Send parts that this rank knows, and receive others into its targets; it knows them then."""
-        sends = []
-        for part, source, target in self.wanted:
-            if comm.rank == source:
-                tensors = list(known[part].tensors())
-                sends += [comm.send(one.contiguous(), target) for one in tensors]
-            elif comm.rank == target:
-                for tensor in targets[part].tensors():
-                    shape = tuple(tensor.shape)
-                    arriving = comm.receive(shape, tensor.dtype, source)
-                    tensor.copy_(arriving.wait())
-                known[part] = targets[part]
-        for send in sends:
-            send.wait()
+    All ranks carry out the transfers of a generation together.
+    """
+    sends = []
+    for part, source, target in wanted:
+        if comm.rank == source:
+            tensors = list(known[part].tensors())
+            sends += [comm.send(one.contiguous(), target) for one in tensors]
+        elif comm.rank == target:
+            for tensor in targets[part].tensors():
+                shape = tuple(tensor.shape)
+                arriving = comm.receive(shape, tensor.dtype, source)
+                tensor.copy_(arriving.wait())
+            known[part] = targets[part]
+    for send in sends:
+        send.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ class Handover:
     step: int  # steps done
     seen: int  # sequences of those steps, and of earlier runs
     figures: StepFigures | None  # of the last step, if it is still to be closed
-    transfers: Transfers
+    transfers: tuple[PartTransfer, ...]  # parts that ranks get from others
     save: bool = False  # whether a checkpoint was interrupted
     # Ranks that read a part from the checkpoint of this step, because its holder is lost.
     restores: tuple[tuple[int, int], ...] = ()
@@ -151,35 +149,6 @@ def state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[Ten
         optimizer.load_state(parameter, state)
 
 
-class Mirror:
-    """A copy of a part's weights, with an optimizer of its own."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        matrices: Collection[str],
-        settings: OptimizerConfig,
-    ) -> None:
-        self.parameters = parameters
-        self.optimizer = Optimizer(parameters, settings, matrices=matrices)
-        self.trained = trained_of(parameters)
-        self.gradients: Tensor | None = None  # of a step that is not committed yet
-
-    @property
-    def state(self) -> PartState:
-        """What another holder of the part gets."""
-        return PartState(self.parameters, self.optimizer)
-
-    def update(self, factor: float, norm: float, most: float) -> None:
-        """Make the step whose gradients have arrived, just as the holder of the part does."""
-        assert self.gradients is not None
-        unpack_gradients(self.gradients, self.trained)
-        gradients = [one.grad for one in self.trained if one.grad is not None]
-        if most:
-            scale_down(gradients, norm, most)
-        self.optimizer.step(factor)
-
-
 class Mirrors:
     """What one rank does for mirrors: sends the gradients of its parts, and keeps mirrors of others.
 
@@ -192,12 +161,12 @@ class Mirrors:
         wanted: Iterable[PartTransfer],
         comm: Comm,
         held: Mapping[int, Mapping[str, nn.Parameter]],
-        kept: Mapping[int, Mirror],
+        kept: Mapping[int, PartState],
     ) -> None:
         self.comm = comm
         self.kept = kept
         self.outgoing: list[tuple[Sequence[nn.Parameter], int]] = []
-        self.incoming: list[tuple[Mirror, int]] = []
+        self.incoming: list[tuple[PartState, int]] = []
         for part, source, target in wanted:
             if source == comm.rank:
                 self.outgoing.append((trained_of(held[part]), target))
@@ -227,7 +196,7 @@ class Mirrors:
             self.sends.append(self.comm.send(message, target))
             self.sent_bytes += message.nbytes
         for mirror, source in self.incoming:
-            size, dtype = message_of(mirror.trained)
+            size, dtype = message_of(trained_of(mirror.parameters))
             self.arriving.append(self.comm.receive((size,), dtype, source))
         self.seconds += time.perf_counter() - began
 
@@ -240,11 +209,16 @@ class Mirrors:
         self.seconds += time.perf_counter() - began
 
     def update(self, factor: float, norm: float, most: float) -> None:
-        """Make the step on all mirrors, with the rates and the norm of the whole model."""
+        """Make the step on all mirrors, just as the holders of the parts do, with the norm of the whole model."""
         began = time.perf_counter()
         for mirror, _ in self.incoming:
-            mirror.update(factor, norm, most)
+            trained = trained_of(mirror.parameters)
             assert mirror.gradients is not None
+            unpack_gradients(mirror.gradients, trained)
+            if most:
+                present = [one.grad for one in trained if one.grad is not None]
+                scale_down(present, norm, most)
+            mirror.optimizer.step(factor)
             self.comm.give_back(mirror.gradients)
             mirror.gradients = None
         self.seconds += time.perf_counter() - began
@@ -335,21 +309,15 @@ class RankWeights:
         return {number: part for number, part in self.parts.items() if number in known}
 
     @property
-    def filled_mirrors(self) -> dict[int, Mirror]:
+    def filled_mirrors(self) -> dict[int, PartState]:
         """The mirrors, without those that a broken handover has not filled."""
-        kept = {}
-        for number, mirror in self.mirrors.kept.items():
-            state = self.known.get(number)
-            if state is not None and state.optimizer is mirror.optimizer:
-                kept[number] = mirror
-        return kept
+        kept = self.mirrors.kept.items()
+        return {number: one for number, one in kept if self.known.get(number) is one}
 
     @property
     def part_states(self) -> dict[int, PartState]:
         """The parts that this process is to know: those that it trains, and its mirrors."""
-        states = {}
-        for number, mirror in self.mirrors.kept.items():
-            states[number] = mirror.state
+        states = dict(self.mirrors.kept)
         for number, part in self.parts.items():
             states[number] = PartState(part_parameters(part), self.optimizer)
         return states
@@ -380,7 +348,8 @@ class RankWeights:
             part = split(model, job.partition)[number]
             blank = blank_parameters(part, device)
             matrices = layer_parameters([part])
-            kept[number] = Mirror(blank, matrices, job.config.optimizer)
+            optimizer = Optimizer(blank, job.config.optimizer, matrices=matrices)
+            kept[number] = PartState(blank, optimizer)
         return Mirrors(job.mirrors, self.comm, held, kept)
 
     # ------------------------------------------------------------ filling
@@ -462,7 +431,7 @@ class RankWeights:
             path = self.job.checkpoints / step_name(handover.step)
             self.read_part(path, targets[number])
             self.known[number] = targets[number]
-        handover.transfers.run(self.comm, self.known, targets)
+        transfer(handover.transfers, self.comm, self.known, targets)
 
     def settle(self) -> None:
         """Know only the parts of this generation, which must be filled."""
@@ -475,7 +444,7 @@ class RankWeights:
         for name, parameter in self.holding.parameters.items():
             if self.job.adapts and not is_adapter(name):
                 continue
-            if not self._saves(name):
+            if name not in self.holding.owned or not local_share(parameter).numel():
                 continue
             tensors[name] = parameter.detach()
             for slot, value in self.optimizer.filled_state(parameter):
@@ -485,9 +454,3 @@ class RankWeights:
                 tensor = value.reshape(1) if slot.is_number else value
                 tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = tensor
         return tensors
-
-    def _saves(self, name: str) -> bool:
-        """Whether this process saves a parameter: it owns it and has numbers of it."""
-        if name not in self.holding.owned:
-            return False
-        return local_share(self.holding.parameters[name]).numel() > 0
