@@ -18,13 +18,17 @@ The rules:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.config import AUTO, Config, precision_of
 from penstock.errors import ConfigError, RunError
-
-if TYPE_CHECKING:
-    from penstock.runtime.process.machine import Machine
+from penstock.runtime.process.machine import (
+    Machine,
+    avoid_broken_amx,
+    count_launched,
+    count_neighbours,
+    local_processes,
+    look_at_machine,
+)
 
 CPU_BACKEND = "gloo"
 MAX_CROWD = 4  # processes for each processor while the pieces of a model are timed
@@ -83,12 +87,6 @@ class Placement:
 
 def decide_placement(config: Config, processes: int) -> Placement:
     """Decide where the processes of a run compute."""
-    from penstock.runtime.process.machine import (  # noqa: PLC0415  # needs torch
-        count_neighbours,
-        local_processes,
-        look_at_machine,
-    )
-
     machine = look_at_machine()
     neighbours = count_neighbours(processes)
     if config.run.workers:  # The others join from other machines.
@@ -106,15 +104,11 @@ def decide_placement(config: Config, processes: int) -> Placement:
 
 def launched_placement(config: Config) -> Placement:
     """The placement of a run whose processes a launcher has already started."""
-    from penstock.runtime.process.machine import count_launched  # noqa: PLC0415
-
     return decide_placement(config, count_launched())
 
 
 def uses_gpus(config: Config) -> bool:
     """Whether a run may use GPUs: there is one, and the config allows it."""
-    from penstock.runtime.process.machine import look_at_machine  # noqa: PLC0415
-
     return config.run.device != "cpu" and look_at_machine().gpus > 0
 
 
@@ -129,16 +123,12 @@ def precision_on(config: Config, device: str) -> str:
 
 def prepare_cpu(config: Config) -> None:
     """Disable AMX if a run computes in bfloat16 on a CPU that advertises it but cannot run it."""
-    from penstock.runtime.process.machine import avoid_broken_amx  # noqa: PLC0415
-
     if config.run.precision == "bfloat16" and not uses_gpus(config):
         avoid_broken_amx()
 
 
 def check_gpu_exists(config: Config) -> None:
     """Raise RunError if a config needs a GPU and torch sees none."""
-    from penstock.runtime.process.machine import look_at_machine  # noqa: PLC0415
-
     if look_at_machine().gpus:
         return
     if config.run.device == "cuda":
