@@ -36,11 +36,18 @@ from penstock.plan.space import Limits
 from penstock.runtime import run_threads
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
-from penstock.train.before.start import check_training, model_limits
+from penstock.train.before.start import check_training
 from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights, write_model
-from penstock.train.job import check_same_model, describe_model, job_of, settle_model
+from penstock.train.job import (
+    check_same_model,
+    describe_model,
+    job_of,
+    model_sizes,
+    settle_model,
+)
+from penstock.train.own_models import limits_of
 from penstock.train.weights import copy_weights, draw_parameters, hold_whole
 
 SIZES = decoder_sizes(256, width=32, inner=48, max_position_embeddings=64, **NO_MARKS)
@@ -130,7 +137,8 @@ def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path)
     sizes.save_pretrained(tmp_path)
     config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
     config = replace(config, data=replace(config.data, tokens=64))
-    assert model_limits(config, Limits(slices=8)) == Limits(slices=slices)
+    found = limits_of(model_sizes(config), Limits(slices=8))
+    assert found == Limits(slices=slices)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def read_rows(folder: Path) -> list[StepRow]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(_row(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             if number < len(lines):
                 raise FileError(
                     f"{folder / METRICS}:{number}: this line is not a step of a run"
@@ -215,12 +215,9 @@ def read_rows(folder: Path) -> list[StepRow]:
     return rows
 
 
-def _row(content: object) -> StepRow:
-    if not isinstance(content, dict):
-        raise TypeError("a step is an object")
-    for value in content.values():
-        if not isinstance(value, int | float):
-            raise TypeError("a figure must be a number")
+def _row(content: dict[str, Any]) -> StepRow:
+    if not all(isinstance(value, int | float) for value in content.values()):
+        raise TypeError("a figure must be a number")
     return StepRow(**content)
 
 
@@ -319,9 +316,9 @@ def _json_list(
 
 def _read_sum(fields: Sequence[Any]) -> Sum:
     """A sum of gradients, as it was written."""
-    name, ranks, start, end, size, cause = fields
-    numbers = (float(start), float(end), float(size))
-    return Sum(str(name), tuple(map(int, ranks)), *numbers, int(cause))
+    name, ranks, *numbers, cause = fields
+    start, end, size = map(float, numbers)
+    return Sum(str(name), tuple(map(int, ranks)), start, end, size, int(cause))
 
 
 def is_timeline(path: Path) -> bool:

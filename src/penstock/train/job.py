@@ -246,24 +246,18 @@ def settle_tokenizer(config: Config) -> Config:
     if config.data.tokenizer != AUTO:
         return config
     tokenizer = BYTE_TOKENIZER
-    if config.model.folder:
-        tokenizer = _tokenizer_of_folder(
-            Path(config.model.folder), config.model.folder_key
-        )
+    folder = Path(config.model.folder)
+    if config.model.folder and (folder / TOKENIZER).is_file():
+        tokenizer = str(folder / TOKENIZER)
+    elif config.model.folder:
+        vocab = read_sizes(folder, config.model.folder_key).vocab
+        if vocab != ByteTokenizer.vocab:
+            raise ConfigError(
+                f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
+                f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
+                "data.tokenizer=bytes trains it on bytes anyway"
+            )
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
-
-
-def _tokenizer_of_folder(folder: Path, key: str) -> str:
-    if (folder / TOKENIZER).is_file():
-        return str(folder / TOKENIZER)
-    vocab = read_sizes(folder, key).vocab
-    if vocab != ByteTokenizer.vocab:
-        raise ConfigError(
-            f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
-            f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
-            "data.tokenizer=bytes trains it on bytes anyway"
-        )
-    return BYTE_TOKENIZER
 
 
 def checkpoint_facts(
@@ -347,17 +341,18 @@ def check_same_model(path: Path, facts: CheckpointFacts, sizes: Sizes) -> None:
         )
 
 
-def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) -> None:
+def check_resumable(config: Config, folder: Path, corpus: Corpus) -> None:
     """Raise RunError if a run cannot resume from its newest checkpoint.
 
     This happens before the run overwrites any file.
     """
-    for path in newest(checkpoints):
+    sizes = model_sizes(config)
+    for path in newest(folder / CHECKPOINTS_FOLDER):
         try:
             facts = read_facts(path)
         except FileError:
             # It is damaged. The ranks will report that and look for an earlier one.
             continue
         check_same_model(path, facts, sizes)
-        check_same_data(facts.get("data", {}), corpus, seed)
+        check_same_data(facts.get("data", {}), corpus, config.run.seed)
         return

@@ -113,7 +113,7 @@ def work(
     folder: Path,
     resume: bool,
     watch: WatchRow | None = None,
-    open_job: OpenJob | None = None,
+    open_job: OpenJob = job_of,
 ) -> Verdict:
     """Train as the rank that the environment names.
 
@@ -135,9 +135,7 @@ def work(
             _note_restart(folder, trainer, done, time.time() - ended)
 
     try:
-        trainer, stop = _prepare(
-            folder, resume or again, again, watch, open_job or job_of
-        )
+        trainer, stop = _prepare(folder, resume or again, again, watch, open_job)
         verdict = trainer.run(stop, ready)
     except (PeerLostError, StuckError):
         raise
@@ -592,8 +590,7 @@ def run_worker(
     log_to(console, first)
 
     def open_job(folder: Path, config: Config, resume: bool, fresh: bool) -> Job:
-        job = job_of(folder, config, resume, fresh)
-        return replace(job, separate=separate)
+        return replace(job_of(folder, config, resume, fresh), separate=separate)
 
     if not first:
         return work(Path(folder), resume, open_job=open_job)

@@ -45,21 +45,16 @@ def _module(source: str, key: str, name: str) -> ModuleType:
     try:
         if source.endswith(".py"):
             return _load_file(str(Path(source).expanduser().absolute()))
-        return _import(source)
+        here = str(Path.cwd())  # It counts, as it does for `python -m`.
+        if here not in sys.path and "" not in sys.path:
+            sys.path.append(here)
+        return importlib.import_module(source)
     except (ImportError, OSError, SyntaxError) as error:
         missing = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"{key} = {name} cannot be imported: {missing}\n"
             "  write module:name, with a module in the working directory or in PYTHONPATH, or file.py:name"
         ) from None
-
-
-def _import(name: str) -> ModuleType:
-    """Import a module; the working directory counts, as it does for `python -m`."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    return importlib.import_module(name)
 
 
 @lru_cache(maxsize=64)

@@ -100,7 +100,11 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     profile = send_as(profile, config.run.messages)
     link = slowest_sum_link(profile.network)
     gather = gather_seconds(profile, mesh.tensor, mesh.shard, link)
-    profile = profile_of_process(profile, config, processors)
+    ranks_at_once, slowdown = split_processors(processors, mesh.size)
+    if mesh.size > 1:
+        # The actions of a process contain the sums between the processes of its rank. They compute at the same
+        # time, and more slowly where there are fewer processors than processes of a rank.
+        profile = mesh_profile(profile, mesh.tensor, mesh.shard, link, slowdown)
     recompute = set(plan.recompute)
     if config.run.recompute:
         recompute = set(range(schedule.parts))
@@ -112,36 +116,21 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     )
     if plan.sums:
         cost = GivenSumsCost(cost, plan.sums)
-    ranks_at_once, _ = split_processors(processors, mesh.size)
     evaluator = Evaluator(cost, processors=ranks_at_once)
-    timeline = evaluator.timeline(schedule)
+    facts = dict(profile.device)
     return Forecast(
-        timeline,
+        evaluator.timeline(schedule),
         optimizer=evaluator.update(schedule),
         passes=config.run.accumulate,
         tokens=config.data.batch * config.data.tokens,
         processors=processors,
-        launch=float(dict(profile.device).get("launch") or 1.0),
+        launch=float(facts.get("launch") or 1.0),
         gather=gather,
-        recorded=bool(dict(profile.device).get("recorded")),
+        recorded=bool(facts.get("recorded")),
         full=full,
         spread=profile.spread,
-        searched=bool(dict(profile.device).get(SEARCHED)),
+        searched=bool(facts.get(SEARCHED)),
     )
-
-
-def profile_of_process(profile: Profile, config: Config, processors: int) -> Profile:
-    """Reduce a profile to the share of one process, if a rank is several processes.
-
-    Its actions contain the sums between these processes. They compute at the same time, and
-    more slowly where there are fewer processors than processes of a rank.
-    """
-    mesh = config.mesh
-    if mesh.size == 1:
-        return profile
-    _, slowdown = split_processors(processors, mesh.size)
-    link = slowest_sum_link(profile.network)
-    return mesh_profile(profile, mesh.tensor, mesh.shard, link, slowdown)
 
 
 # ---------------------------------------------------------------- measuring

@@ -263,6 +263,7 @@ def measure_rows_of(
             "graphs record the launches of a GPU, but this profile is of a CPU; "
             "leave them out"
         )
+    device = subjects[0].layer.inputs.device
     setup = Setup(
         comm,
         request.links,
@@ -272,17 +273,10 @@ def measure_rows_of(
         statistics.fmean if request.mean else statistics.median,
         CudaTape() if request.graphs else None,
         request.quick,
-        crowd_of(subjects[0].layer.inputs.device, ranks),
+        # Each GPU has a process of its own, or gives several a share.
+        crowd=count_neighbours(ranks) / processors_at_once(device, ranks),
     )
     return measure_rows(subjects, setup)
-
-
-def crowd_of(device: torch.device, ranks: int) -> float:
-    """Return how many of the processes that measure share a processor of this machine.
-
-    Each GPU has a process of its own, or gives several a share.
-    """
-    return count_neighbours(ranks) / processors_at_once(device, ranks)
 
 
 def processors_at_once(device: torch.device, ranks: int) -> int:
@@ -319,9 +313,7 @@ def subjects_by_rows(
     loss = loss_of(COMPILER if request.compiled else "", request.loss_chunk)
     autocast = None if request.autocast is None else _dtype(request.autocast)
     device_facts = _device_facts(device, request, 1 if comm is None else comm.ranks)
-    optimizers = partial(
-        optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
-    )
+    optimizers = partial(optimizers_of, request=request)
     # Keys and values of earlier slices are only for slices, which must be compiled.
     is_whole = request.where == ((request.tokens, 0),)
     prefixes = not middle.unsliceable and not is_whole
@@ -336,36 +328,15 @@ def subjects_by_rows(
             half = request.tokens // 2
             lengths = torch.tensor([half, request.tokens - half], device=device)
             starts = document_starts(lengths).expand(shape)
+        subject = partial(Subject, autocast=autocast, optimizers=optimizers)
+        chunk = chunk_in_use(request.loss_chunk, count * request.tokens, vocab)
         each = Subjects(
-            Subject(
-                embed, words, autocast=autocast, starts=starts, optimizers=optimizers
-            ),
-            Subject(
-                middle,
-                hidden,
-                depth,
-                prefixes=prefixes,
-                autocast=autocast,
-                starts=starts,
-                optimizers=optimizers,
-            ),
-            Subject(
-                head,
-                hidden,
-                loss=loss,
-                labels=labels,
-                autocast=autocast,
-                optimizers=optimizers,
-            ),
+            subject(embed, words, starts=starts),
+            subject(middle, hidden, depth, prefixes=prefixes, starts=starts),
+            subject(head, hidden, loss=loss, labels=labels),
             layers,
             facts,
-            (
-                *device_facts,
-                (
-                    "loss_chunk",
-                    chunk_in_use(request.loss_chunk, count * request.tokens, vocab),
-                ),
-            ),
+            (*device_facts, ("loss_chunk", chunk)),
         )
         subjects.append(each)
     return subjects
@@ -388,17 +359,16 @@ def _adapt(model: nn.Module, request: ProfileRequest) -> None:
 
 
 def optimizers_of(
-    module: nn.Module, settings: OptimizerConfig, adapts: bool = False
+    module: nn.Module, request: ProfileRequest
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers that train a piece of a model, with a rate that changes nothing."""
     assert isinstance(module, Part)
     parameters = part_parameters(module)
-    frozen = frozen_names(parameters, settings)
-    trained = parameters.keys() - frozen
-    if adapts:
+    trained = parameters.keys() - frozen_names(parameters, request.optimizer)
+    if request.lora.rank:
         trained = set(filter(is_adapter, trained))
     matrices = layer_parameters([module])
-    kinds = Optimizer(parameters, settings, trained, matrices).kinds
+    kinds = Optimizer(parameters, request.optimizer, trained, matrices).kinds
     for kind in kinds:
         for group in kind.param_groups:
             group["lr"] = MEASURED_RATE

@@ -251,13 +251,8 @@ def read_run(
     corpus = corpus_of(config, folder, watch)
     validation_of(config, folder)
     if resume:
-        _check_resumable(config, folder, corpus)
+        check_resumable(config, folder, corpus)
     return corpus
-
-
-def _check_resumable(config: Config, folder: Path, corpus: Corpus) -> None:
-    sizes = model_sizes(config)
-    check_resumable(folder / CHECKPOINTS_FOLDER, sizes, corpus, config.run.seed)
 
 
 def prepare_run(
@@ -268,7 +263,7 @@ def prepare_run(
         lock.claim(folder)
     if resume and not under_launcher():  # Its ranks first find out who sees the folder.
         fetch_checkpoint(config, folder)
-        _check_resumable(config, folder, corpus)
+        check_resumable(config, folder, corpus)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
         config = replace(config, schedule=schedule)
@@ -611,11 +606,6 @@ def _few(rows: list[int]) -> list[int]:
     return [rows[0], rows[len(rows) // 2], rows[-1]]
 
 
-def model_limits(config: Config, limits: Limits) -> Limits:
-    """Return the limits without slices, if the model of a config cannot run slice by slice."""
-    return limits_of(model_sizes(config), limits)
-
-
 def workload_limits(workload: Workload, limits: Limits) -> Limits:
     """Return the limits without slices, if there is only one device.
 
@@ -637,7 +627,7 @@ def plan_workload(
         limits = Limits()
         if workload.config is not None:
             skip = workload.config.schedule.skip
-            limits = model_limits(workload.config, Limits(skip=skip))
+            limits = limits_of(model_sizes(workload.config), Limits(skip=skip))
     limits = workload_limits(workload, limits)
     question = profile_question(workload, profiles.at, limits, source)
     landscape = search(question, watch, write_size)

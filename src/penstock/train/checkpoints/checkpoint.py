@@ -390,11 +390,9 @@ def step_of(path: Path) -> int:
 
 def newest(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first, damaged ones included."""
-    checkpoints = []
-    for path in folder.glob(f"{STEP_PREFIX}*"):
-        if path.name.removeprefix(STEP_PREFIX).isdigit() and path.is_dir():
-            checkpoints.append(path)
-    return sorted(checkpoints, key=step_of, reverse=True)
+    found = [path for path in folder.glob(f"{STEP_PREFIX}*") if path.is_dir()]
+    numbered = (path for path in found if path.name.removeprefix(STEP_PREFIX).isdigit())
+    return sorted(numbered, key=step_of, reverse=True)
 
 
 def good_step(folder: Path) -> int:
