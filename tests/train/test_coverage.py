@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import save_all, stop_after, tensors_in
+from test_checkpoint import stop_after, tensors_in
 
 from mesh_workers import trains_along
 from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.config import MeshConfig, ScheduleConfig
-from penstock.errors import RunError, ShapeError
+from penstock.errors import ShapeError
 from penstock.formats import dump_plan
 from penstock.ir import Op, parse_action
 from penstock.runtime import spawn
@@ -26,14 +26,6 @@ from penstock.schedules.transforms import replicate, slice_tokens, split_backwar
 from penstock.train.after.evaluate import perplexity
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import generate_text, open_trained
-from penstock.train.checkpoints.checkpoint import (
-    NOTE,
-    Saver,
-    faults,
-    newest,
-    newest_good,
-    prune,
-)
 from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.job import Job
@@ -221,54 +213,3 @@ def test_a_path_without_embedding_or_head_is_refused(path, tmp_path):
         match=f"goes from part {path[0]} to part {path[-1]}; it must begin with part 0",
     ):
         job(tmp_path, plan_of([(0, 0), (1, 1), (0, 2), (1, 3)], [path]))
-
-
-# ---------------------------------------------------------------- what is kept
-def test_the_last_complete_checkpoint_is_never_dropped(tmp_path):
-    for step in (5, 10, 15, 20):
-        save_all(tmp_path, step)
-    for step in (15, 20):
-        (tmp_path / f"step-{step:08d}" / NOTE).unlink()
-    prune(tmp_path, 1)
-    assert [path.name[-2:] for path in newest(tmp_path)] == ["20", "10"]
-    prune(tmp_path, 1, ["a", "b", "c"])  # none is complete: nothing is special
-    assert [path.name[-2:] for path in newest(tmp_path)] == ["20"]
-
-
-def test_a_rank_that_is_ahead_and_saves_already_is_not_swept_away(tmp_path):
-    first = Saver(tmp_path, 0, 1, 2)
-    first.begin(5, {"a": torch.ones(2)}, {"model": {}, "data": {}})
-    first.thread.join()
-    for step in (4, 6):  # a crash has left one, another rank has begun the other
-        (tmp_path / f"step-{step:08d}.saving").mkdir()
-    first.commit()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-00000005",
-        "step-00000006.saving",
-    ]
-
-
-def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, caplog):
-    path = save_all(tmp_path, 5)
-    assert not faults(path, ["a", "b"], quick=True)
-    assert faults(path, ["a", "lost", "more"], quick=True)
-    assert newest_good(tmp_path, names=["a", "b"]) == path
-    assert newest_good(tmp_path, names=["a", "lost", "more"]) is None
-    assert "it has no lost and 1 other weights" in caplog.text
-
-
-def test_what_to_do_without_a_good_checkpoint_depends_on_whether_there_is_any(tmp_path):
-    resumed = job_of(tmp_path, "1f1b", "run.steps=2", resume=True)
-    with pytest.raises(
-        RunError, match=r"no good checkpoint in .*\n  start without --resume"
-    ):
-        train(resumed)
-    train(replace(resumed, resume=False))
-    (
-        newest(resumed.checkpoints)[0] / NOTE
-    ).unlink()  # to start here would overwrite it, so that is not the advice
-    with pytest.raises(
-        RunError,
-        match=r"all are damaged or lack weights of this model\n  start a new run in another",
-    ):
-        train(resumed)

@@ -18,7 +18,7 @@ from penstock.errors import FileError, PenstockError, RunError
 from penstock.runtime import run_threads
 from penstock.runtime.comm.comm import exchange
 from penstock.train.checkpoints import folders as group
-from penstock.train.checkpoints.checkpoint import NOTE, faults, newest
+from penstock.train.checkpoints.checkpoint import NOTE, Saver, faults, newest
 from penstock.train.checkpoints.folders import (
     PIECE_BYTES,
     FileRelay,
@@ -33,7 +33,6 @@ from penstock.train.checkpoints.place import RemoteCheckpoints
 from penstock.train.checkpoints.separate import (
     Inventory,
     SeparateFolders,
-    SeparateSaver,
     versions_of,
 )
 from penstock.train.history import StepRow, read_rows
@@ -397,8 +396,8 @@ def test_each_machine_needs_room_for_the_files_of_its_own_ranks(tmp_path, monkey
     folders = RunFolders((0, 1), ("a", "b"), places)
 
     def work(comm) -> None:
-        saver = SeparateSaver(tmp_path, comm, folders, 1, (), None)
-        saver.check_room(1, {"x": torch.ones(100)}, comm)
+        saver = Saver(tmp_path, comm, 1, apart=folders)
+        saver.check_room(1, {"x": torch.ones(100)})
 
     run_threads(2, work)
     free[0] = 399

@@ -193,7 +193,7 @@ class ReportingTrainer(Trainer):
         """Save a checkpoint, wait until all workers have, and report it."""
         super().save()
         saved = self.step
-        self.saver.finish(self.comm)
+        self.saver.finish()
         checkpoint = None
         # Ray joins the files of all workers that report some.
         if self.job.keeps_folder(self.comm.rank):

@@ -161,7 +161,7 @@ class EarlyStop:
     def keep(self, step: int, facts: CheckpointFacts) -> None:
         """Save the weights of this step as the best."""
         self.saver.begin(step, self.weights.tensors(), facts)
-        self.saver.finish(self.comm)
+        self.saver.finish()
 
     def take_best(self, step: int) -> None:
         """Go back from a step to the weights of the best evaluation, if the run has kept them."""

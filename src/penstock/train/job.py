@@ -118,11 +118,12 @@ class Job:
     ) -> Saver:
         """Return what saves checkpoints in a folder; only those that the run resumes from are copied elsewhere."""
         copied = folder == self.checkpoints
-        if self.separate is not None:
-            return self.separate.saver(folder, comm, keep, names, copied)
-        leads = comm.rank == self.leader
         files = self.remote_files if copied else None
-        return Saver(folder, comm.rank, comm.ranks, keep, names, leads, files)
+        if self.separate is None:
+            return Saver(folder, comm, keep, names, self.leader, files)
+        storage = self.separate.remote if copied else None
+        apart = self.separate.folders
+        return Saver(folder, comm, keep, names, apart=apart, storage=storage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class Trainer:
             ready()
             try:
                 stopped = self.steps(history, stop)
-                self.saver.finish(self.comm)
+                self.saver.finish()
                 self.saver.check_copy()
                 if self.remote is not None:
                     self.remote.finish()
@@ -419,11 +419,11 @@ class Trainer:
             use = corpus.use(self.loader.seen, self.job.config.run.seed)
             write_use(self.job.folder, use)
         if self.saver.step is not None:
-            self.saver.finish(self.comm)
+            self.saver.finish()
         if self.remote is not None:
             self.remote.wait()  # What it copies might be deleted as soon as the next one is complete.
         tensors = self.weights.tensors()
-        self.saver.check_room(self.step, tensors, self.comm)
+        self.saver.check_room(self.step, tensors)
         self.saver.begin(self.step, tensors, self.facts())
 
     def collect_checkpoint(self) -> None:
@@ -451,7 +451,7 @@ class Trainer:
         """Save the weights before a step whose loss or gradients are not finite, and raise."""
         self.loader.seen -= self.loader.shape.sequences  # This step does not count.
         self.save()
-        self.saver.finish(self.comm)
+        self.saver.finish()
         raise RunError(
             f"in step {self.step + 1} the loss is {loss:g} and the norm of the gradients "
             f"{norm:g}\n  the weights before that step are saved in "

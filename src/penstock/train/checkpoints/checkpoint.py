@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -51,8 +51,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from penstock.errors import FileError, RunError
+from penstock.formats.text import hide_secrets
 from penstock.runtime import Comm, local_share, share_offset
 from penstock.runtime.comm.comm import exchange
+from penstock.train.checkpoints.folders import (
+    RunFolders,
+    failing_together,
+    wait_together,
+)
+
+if TYPE_CHECKING:
+    from penstock.train.checkpoints.place import RemoteCheckpoints
 
 CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
 Fingerprint: TypeAlias = dict[str, int]  # the size and checksum of a file
@@ -60,7 +69,6 @@ CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 NOTE = "checkpoint.json"
 STEP_PREFIX = "step-"
 SAVING = ".saving"  # suffix of a folder that is not complete
-PART = ".part"  # suffix of a file that is not complete
 CHECKPOINT_VERSION = 1
 MISSING = "is missing"  # the fault of a file that is not there
 MAX_READERS = 8  # threads that verify files
@@ -81,48 +89,54 @@ class RemoteFiles(Protocol):
 class Saver:
     """Saves one rank's share of checkpoints in the background.
 
-    `begin` copies the tensors and returns. Call `commit` once all ranks are done. The rank
-    that `leads` then gives the checkpoint its name. With a `remote_files`, this rank's files go there.
+    `begin` copies the tensors and returns. All ranks call `commit` once all are done: then the rank that keeps a
+    folder gives the checkpoint its name there. With `remote_files`, this rank's files go there. If the ranks see
+    folders `apart`, each rank also copies its own files to the storage, if there is one.
     """
 
     def __init__(
         self,
         folder: Path,
-        rank: int,
-        ranks: int,
+        comm: Comm,
         keep: int,
         names: Collection[str] = (),
-        leads: bool | None = None,
+        leader: int = 0,
         remote_files: RemoteFiles | None = None,
+        apart: RunFolders | None = None,
+        storage: RemoteCheckpoints | None = None,
     ) -> None:
-        self.leads = rank == 0 if leads is None else leads
-        self.remote_files = remote_files
         self.folder = folder
-        self.rank = rank
-        self.ranks = ranks
-        self.writers = tuple(range(ranks))  # all ranks whose files get to this folder
-        self.looks = self.leads  # whether this rank says how much room there is
-        self.own_files = f"*-{rank + 1:05d}-of-{ranks:05d}.safetensors"
+        self.comm = comm
         self.keep = keep
         self.names = names  # all parameters of the model
+        self.leads = comm.rank == leader
+        self.keeps = apart.keeps(comm.rank) if apart is not None else self.leads
+        self.remote_files = remote_files
+        self.apart = apart
+        self.storage = storage
+        self.own_files = f"*-{comm.rank + 1:05d}-of-{comm.ranks:05d}.safetensors"
         self.step: int | None = None  # being saved; the same on all ranks
         self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
         self.files: dict[str, Fingerprint] = {}  # that this rank has written
+        self.copy_failure = ""  # of the last checkpoint, on this rank
+        self.not_copied = ""  # on rank 0: why the last checkpoint is not in the storage
         # Called on the rank that leads, with the step and folder of every complete checkpoint.
         self.announce: Callable[[int, Path], None] = lambda step, folder: None
 
-    def check_room(self, step: int, tensors: Mapping[str, Tensor], comm: Comm) -> None:
+    def check_room(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Raise RunError on all ranks if the disk has too little room for what they will write there; all must call it.
 
         The oldest checkpoint does not count as room: it is deleted only after the new one is complete.
         """
         size = sum(local_share(tensor).nbytes for tensor in tensors.values())
-        free = free_bytes(self.folder) if self.looks else None
-        told = exchange(comm, [size, free])
-        need = sum(told[rank][0] for rank in self.writers)
-        rooms = [told[rank][1] for rank in self.writers if told[rank][1] is not None]
+        free = free_bytes(self.folder) if self.keeps else None
+        told = exchange(self.comm, [size, free])
+        if self.apart is not None:
+            told = [told[rank] for rank in self.apart.neighbours(self.comm.rank)]
+        need = sum(size for size, _ in told)
+        rooms = [free for _, free in told if free is not None]
         if rooms and need > rooms[0]:
             raise RunError(
                 f"the checkpoint of step {step} takes {need / 1e9:,.3f} GB, but {self.folder} has room for "
@@ -136,7 +150,7 @@ class Saver:
         assert self.step is None, f"step {self.step} is still being saved"
         self.step = step
         self.facts = facts
-        self.failure = ""
+        self.failure = self.copy_failure = ""
         copies = {}
         corners = {}
         for name, tensor in tensors.items():
@@ -162,32 +176,32 @@ class Saver:
         tensors: dict[str, Tensor],
         corners: dict[str, tuple[int, ...]],
     ) -> None:
-        """Write this rank's file and its fingerprint; runs on a thread."""
+        """Write this rank's file, and bring it where it is wanted; runs on a thread."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if tensors:
-                _save(path, tensors, corners, self.rank, self.ranks)
+                _save(path, tensors, corners, self.comm.rank, self.comm.ranks)
             own = path.glob(self.own_files)
             self.files = {file.name: _fingerprint(file) for file in own}
-            _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(self.files))
-            self.after_writing(path)
+            if self.storage is not None:
+                self._copy(path, self.storage)
             if self.remote_files is not None:
                 self.remote_files.put(path)
                 shutil.rmtree(path)
         except BaseException as error:
             self.failure = f"cannot write {path}: {_text(_cause(error))}"
-            self._discard(path)
+            # The checkpoint will never be complete, and others need the room.
+            for file in path.glob(self.own_files):
+                file.unlink(missing_ok=True)
+            with suppress(OSError):  # Others may have files there.
+                path.rmdir()
 
-    def _discard(self, path: Path) -> None:
-        """Delete what this rank has written of a checkpoint that will never be complete: others need the room."""
-        for file in path.glob(self.own_files):
-            file.unlink(missing_ok=True)
-        (path / f"rank-{self.rank:05d}.json").unlink(missing_ok=True)
-        with suppress(OSError):  # Others may have files there.
-            path.rmdir()
-
-    def after_writing(self, path: Path) -> None:
-        """Do what else is to be done with this rank's files; runs on a thread."""
+    def _copy(self, path: Path, storage: RemoteCheckpoints) -> None:
+        """Copy this rank's files to the storage. A copy that fails is no reason to stop the run."""
+        try:
+            storage.put_files(path, path.stem, self.files)
+        except Exception as error:  # each kind of storage has its own errors
+            self.copy_failure = describe_failure(error)
 
     def done(self) -> bool:
         """Whether this rank's share is written; raise RunError if writing failed."""
@@ -208,29 +222,58 @@ class Saver:
         )
 
     def commit(self) -> Path:
-        """Give the checkpoint its final name and delete old ones, once all ranks are done.
-
-        One rank does it; the others only note it.
-        """
+        """Complete the checkpoint in every folder and in the storage, and delete old ones, once all ranks are done."""
         assert self.step is not None
-        path = self.path
-        final = self.folder / step_name(self.step)
-        if self.leads:
-            try:
-                publish(path, final, self.facts | {"step": self.step})
-                prune(self.folder, self.keep, self.names, self.step)
-            except OSError as error:
-                raise RunError(
-                    f"cannot finish the checkpoint {final}: {error.strerror or error}"
-                ) from None
-        saved = self.step
+        step, path = self.step, self.path
+        final = self.folder / step_name(step)
+        files: dict[str, Fingerprint] = {}
+        places: dict[str, str] = {}
+        failures: list[str] = []
+        told = exchange(self.comm, [self.files, self.copy_failure])
+        for rank, (written, failure) in enumerate(told):
+            files |= written
+            if self.apart is not None:
+                places |= dict.fromkeys(written, self.apart.place(rank))
+            if self.apart is not None and failure:
+                failures.append(f"rank {rank} on {self.apart.hosts[rank]}: {failure}")
+        facts = self.facts | {"step": step}
+        if self.apart is not None:
+            facts["places"] = places
+        hint = f"the checkpoint {final} is not complete; make room, then go on with --resume"
+        with failing_together(self.comm, hint):
+            if self.keeps:
+                publish(path, final, facts, files)
+                whole = None if self.apart is None else final
+                prune(self.folder, self.keep, self.names, step, whole)
         self.step = self.thread = None
         if self.leads:
-            self.announce(saved, final)
+            self._complete_copy(final, failures)
+            self.announce(step, final)
         return final
 
+    def _complete_copy(self, final: Path, failures: list[str]) -> None:
+        """Complete the copy in the storage, if all ranks have copied their files."""
+        if self.storage is None:
+            return
+        if not failures:
+            try:
+                self.storage.complete(final)
+            except Exception as error:  # each kind of storage has its own errors
+                failures = [describe_failure(error)]
+        self.not_copied = failures[0] if failures else ""
+        if failures:
+            _log.warning("cannot copy to %s: %s", self.storage.place, failures[0])
+
     def check_copy(self) -> None:
-        """Raise RunError if the last checkpoint could not be copied; here nothing is copied."""
+        """Raise RunError on all ranks if the last checkpoint is not in the storage."""
+        if self.storage is None:
+            return
+        not_copied = exchange(self.comm, self.not_copied)[0]
+        if not_copied:
+            raise RunError(
+                f"cannot copy the last checkpoint to {self.storage.place}: {not_copied}\n"
+                "  its files are in the folders of the run on all machines"
+            )
 
     def abandon(self) -> None:
         """Give up the checkpoint in progress, which a lost rank can no longer complete."""
@@ -238,19 +281,21 @@ class Saver:
             self.thread.join()
         self.step = self.thread = None
 
-    def finish(self, comm: Comm) -> None:
+    def finish(self) -> None:
         """Wait until the checkpoint in progress is complete; all ranks must call it."""
-        if self.step is not None:
-            self.wait_for_files()
-            self.done()
-            comm.barrier()
-            self.commit()
-        comm.barrier()
+        thread = self.thread
+        if thread is not None:
 
-    def wait_for_files(self) -> None:
-        """Wait until this rank's share is written."""
-        assert self.thread is not None
-        self.thread.join()
+            def ends_within(seconds: float) -> bool:
+                thread.join(seconds)
+                return not thread.is_alive()
+
+            # A storage may be slow on some machines, and the others must not run out of patience.
+            wait_together(self.comm, ends_within)
+            self.done()
+            self.comm.barrier()
+            self.commit()
+        self.comm.barrier()
 
 
 class _Planner(DefaultSavePlanner):
@@ -293,6 +338,11 @@ def _save(
     )
 
 
+def describe_failure(error: Exception) -> str:
+    """The kind and the text of an error of a storage, fit to be shown."""
+    return hide_secrets(f"{type(error).__name__}: {error}")
+
+
 def free_bytes(folder: Path) -> int | None:
     """The room on the disk of a folder, which may not exist yet; None if the system does not say."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -306,23 +356,14 @@ def publish(
     path: Path,
     final: Path,
     facts: CheckpointFacts,
-    known: Mapping[str, Fingerprint] | None = None,
+    files: Mapping[str, Fingerprint],
 ) -> None:
-    """Write checkpoint.json from the notes of all ranks, and rename the folder.
-
-    With `known`, these are the files of the checkpoint, some of which are on other machines.
-    """
-    files: dict[str, Fingerprint] = {}
-    for note in sorted(path.glob("rank-*.json")):
-        files |= json.loads(note.read_text(encoding="utf-8"))
-        note.unlink()
-    if known is not None:
-        files = dict(known)
+    """Write checkpoint.json, and rename the folder. Some of the files may be on other machines."""
     content = {
         "penstock": "checkpoint",
         "version": CHECKPOINT_VERSION,
         **facts,
-        "files": files,
+        "files": dict(files),
     }
     _write_synced(path / NOTE, json.dumps(content, indent=1) + "\n")
     if final.exists():
@@ -334,20 +375,26 @@ def publish(
 
 
 def prune(
-    folder: Path, keep: int, names: Collection[str] = (), step: int | None = None
+    folder: Path,
+    keep: int,
+    names: Collection[str] = (),
+    step: int | None = None,
+    complete: Path | None = None,
 ) -> None:
     """Delete all but the `keep` newest checkpoints, and what a crash left behind.
 
-    The newest complete checkpoint always stays. With `step`, later ones are neither touched nor counted: other ranks
-    may already be saving one, and a complete one has damage, so that the run has gone on from before it.
+    The newest complete checkpoint always stays; it is `complete` if other machines have some of its files. With `step`,
+    later ones are neither touched nor counted: other ranks may already be saving one, and a complete one has damage,
+    so that the run has gone on from before it.
     """
     checkpoints = newest(folder)
     if step is not None:
         checkpoints = [path for path in checkpoints if step_of(path) <= step]
-    whole = (path for path in checkpoints if not faults(path, names, quick=True))
-    newest_complete = next(whole, None)
+    if complete is None:
+        whole = (path for path in checkpoints if not faults(path, names, quick=True))
+        complete = next(whole, None)
     for path in checkpoints[keep:]:
-        if path != newest_complete:
+        if path != complete:
             shutil.rmtree(path, ignore_errors=True)
     sweep(folder, step)
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from penstock.errors import FileError, PenstockError
 from penstock.runtime.comm.comm import Comm, exchange
-from penstock.train.checkpoints.checkpoint import PART
 
+PART = ".part"  # suffix of a file that is not complete
 TOKEN_PREFIX = ".seen-"
 PULSE_SECONDS = 5.0  # between two signs of life of a rank that works
 

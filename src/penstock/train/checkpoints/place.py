@@ -27,10 +27,10 @@ from penstock.formats.text import hide_secrets
 from penstock.train.checkpoints.checkpoint import (
     MISSING,
     NOTE,
-    PART,
     SAVING,
     STEP_PREFIX,
     Fingerprint,
+    describe_failure,
     faults,
     file_fault,
     newest,
@@ -38,6 +38,7 @@ from penstock.train.checkpoints.checkpoint import (
     step_name,
     step_of,
 )
+from penstock.train.checkpoints.folders import PART
 
 _log = logging.getLogger(__name__)
 TRIAL = "penstock-may-write"  # a file that is written and deleted at once
@@ -161,11 +162,6 @@ def fetch_step(storage: Storage, step: int, folder: Path) -> dict[str, str]:
         return wrong
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def describe_failure(error: Exception) -> str:
-    """The kind and the text of an error of a storage, fit to be shown."""
-    return hide_secrets(f"{type(error).__name__}: {error}")
 
 
 def remote_checkpoints(run: RunConfig) -> RemoteCheckpoints | None:

@@ -1,4 +1,4 @@
-"""Saves and finds checkpoints on machines with separate folders.
+"""Finds checkpoints on machines with separate folders.
 
     node1   RUN/checkpoints/step-00000050/   files of ranks 0 and 1, checkpoint.json     ┐ the same checkpoint.json,
     node2   RUN/checkpoints/step-00000050/   files of ranks 2 and 3, checkpoint.json     ┘ which lists all files
@@ -41,31 +41,26 @@ from penstock.runtime.comm.comm import Comm, exchange
 from penstock.train.checkpoints.checkpoint import (
     MISSING,
     NOTE,
-    PART,
     Fingerprint,
-    Saver,
     file_fault,
     newest,
-    publish,
     read_facts,
     saved_where,
     step_name,
     step_of,
-    sweep,
     tensor_faults,
 )
 from penstock.train.checkpoints.folders import (
+    PART,
     FileRelay,
     RunFolders,
     failing_together,
     relay_files,
-    wait_together,
     work_together,
 )
 from penstock.train.checkpoints.place import (
     RemoteCheckpoints,
     Storage,
-    describe_failure,
     fetch_files,
     fetch_step,
     tell_mended,
@@ -161,115 +156,6 @@ def lost_everywhere(holders: Holders) -> list[str]:
 
 
 _log = logging.getLogger(__name__)
-
-
-class SeparateSaver(Saver):
-    """Saves one rank's share of checkpoints in its own folder and, if there is one, in a storage.
-
-    `commit` and `wait_for_files` talk to the other ranks, so all of them must call them.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        comm: Comm,
-        folders: RunFolders,
-        keep: int,
-        names: Collection[str],
-        storage: RemoteCheckpoints | None,
-    ) -> None:
-        super().__init__(folder, comm.rank, comm.ranks, keep, names)
-        self.comm = comm
-        self.folders = folders
-        self.writers = tuple(folders.neighbours(comm.rank))
-        self.looks = folders.keeps(comm.rank)
-        self.storage = storage
-        self.copy_failure = ""  # of the last checkpoint, on this rank
-        self.not_copied = ""  # on rank 0: why the last checkpoint is not in the storage
-
-    def after_writing(self, path: Path) -> None:
-        """Copy this rank's files to the storage. A copy that fails is no reason to stop the run."""
-        self.copy_failure = ""
-        if self.storage is None:
-            return
-        assert self.step is not None
-        try:
-            self.storage.put_files(path, step_name(self.step), self.files)
-        except Exception as error:  # each kind of storage has its own errors
-            self.copy_failure = describe_failure(error)
-
-    def wait_for_files(self) -> None:
-        """Wait until the shares of all ranks are written and copied: a storage may be slow on some machines."""
-        thread = self.thread
-        assert thread is not None
-
-        def ends_within(seconds: float) -> bool:
-            thread.join(seconds)
-            return not thread.is_alive()
-
-        wait_together(self.comm, ends_within)
-
-    def commit(self) -> Path:
-        """Complete the checkpoint in every folder and in the storage, then delete old ones."""
-        assert self.step is not None
-        step, path = self.step, self.path
-        final = self.folder / step_name(step)
-        keeps = self.folders.keeps(self.comm.rank)
-        told = exchange(self.comm, [self.files, self.copy_failure])
-        files: dict[str, Fingerprint] = {}
-        places: dict[str, str] = {}
-        failures: list[str] = []
-        for rank, (written, failure) in enumerate(told):
-            files |= written
-            places |= dict.fromkeys(written, self.folders.place(rank))
-            if failure:
-                failures.append(f"rank {rank} on {self.folders.hosts[rank]}: {failure}")
-        with failing_together(self.comm, "make room, then go on with --resume"):
-            if keeps:
-                facts = self.facts | {"step": step, "places": places}
-                publish(path, final, facts, files)
-        if keeps:
-            self._delete_old(final)
-            sweep(self.folder, step)
-        self.step = self.thread = None
-        if self.comm.rank == 0:
-            self._complete_copy(final, failures)
-            self.announce(step, final)
-        return final
-
-    def _delete_old(self, final: Path) -> None:
-        """Delete all but the newest checkpoints up to this one.
-
-        A later one is left of a try that could not be resumed, perhaps because a machine was lost.
-        """
-        known = newest(self.folder)
-        saved = known[known.index(final) :]
-        for old in saved[self.keep :]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _complete_copy(self, final: Path, failures: list[str]) -> None:
-        """Complete the copy in the storage, if all ranks have copied their files."""
-        if self.storage is None:
-            return
-        if not failures:
-            try:
-                self.storage.complete(final)
-            except Exception as error:  # each kind of storage has its own errors
-                failures = [describe_failure(error)]
-        self.not_copied = failures[0] if failures else ""
-        if failures:
-            _log.warning("cannot copy to %s: %s", self.storage.place, failures[0])
-
-    def check_copy(self) -> None:
-        """Raise RunError on all ranks if the last checkpoint is not in the storage."""
-        if self.storage is None:
-            return
-        not_copied = exchange(self.comm, self.not_copied)[0]
-        if not_copied:
-            raise RunError(
-                f"cannot copy the last checkpoint to {self.storage.place}: {not_copied}\n"
-                "  its files are in the folders of the run on all machines"
-            )
 
 
 ROOM_HINT = "make room on this machine, or name another run.folder"
@@ -568,18 +454,6 @@ class SeparateFolders:
     folders: RunFolders
     remote: RemoteCheckpoints | None = None  # run.checkpoints
     storages: tuple[Storage, ...] = ()  # others that a run can resume from
-
-    def saver(
-        self,
-        folder: Path,
-        comm: Comm,
-        keep: int,
-        names: Collection[str],
-        copied: bool = True,
-    ) -> SeparateSaver:
-        """Return what saves checkpoints; `copied` says whether they go to run.checkpoints, too."""
-        remote = self.remote if copied else None
-        return SeparateSaver(folder, comm, self.folders, keep, names, remote)
 
     def checkpoints(
         self, folder: Path, comm: Comm, copied: bool = True
