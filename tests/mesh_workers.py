@@ -24,6 +24,7 @@ from penstock.runtime import (
     watching,
 )
 from penstock.runtime.executor import RunOptions
+from penstock.train.history import Counts, OwnNumbers
 from penstock.train.job import Job
 from penstock.train.loop import Trainer
 from penstock.train.optimizer import Gradients, Optimizer
@@ -98,9 +99,11 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         here = slice(first, first + count)
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
-    gradients = Gradients(holding, comm, device, counts=0, own_numbers=0)
+    gradients = Gradients(holding, comm, device)
     gradients.begin()
-    total, norm, _, _ = gradients.measure(loss, [], [])
+    total, norm, _, _ = gradients.measure(
+        loss, OwnNumbers(0, 0), Counts(0, 0, 0, 0, 0, 0)
+    )
     everything = hold_whole(sizes)
     draw_parameters(everything, 5)
     expected = 0.0

@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,6 +52,7 @@ from penstock.models.split import Part, find_layout
 from penstock.runtime import Comm, local_share
 from penstock.runtime.gradients import scale_down
 from penstock.torch_internals import norms_of_all
+from penstock.train.history import Counts, OwnNumbers
 from penstock.train.lora import adapted_blueprint, is_adapter
 from penstock.train.user_code import own_function
 from penstock.train.weights import NUMBERS_PER_PARAMETER, Holding, Sizes
@@ -414,9 +415,8 @@ def layer_parameters(parts: Iterable[Part]) -> frozenset[str]:
 class Gradients:
     """The gradients of a process, measured together with those of all others.
 
-    One sum per step carries everything that the processes tell each other: the squares,
-    `own_numbers` of each (its memory, the seconds that it has worked), `counts` small numbers
-    that everybody adds to (how many were asked to stop, how many have saved), and the loss.
+    One sum per step carries everything that the processes tell each other: the squares, the
+    own numbers of each, the counts that everybody adds to, and the loss.
     """
 
     def __init__(
@@ -424,14 +424,10 @@ class Gradients:
         holding: Holding,
         comm: Comm,
         device: torch.device,
-        counts: int,
-        own_numbers: int,
     ) -> None:
         self.holding = holding
         self.comm = comm
         self.device = device
-        self.counts = counts
-        self.own_numbers = own_numbers
         self.owned = [name for name in holding.parameters if name in holding.owned]
         numbers = {name: number for number, name in enumerate(holding.names)}
         places = [numbers[name] for name in self.owned]
@@ -442,15 +438,15 @@ class Gradients:
     def begin(self) -> None:
         """Start to square the gradients. On a GPU the host goes on meanwhile, and can wait for the loss."""
         names = len(self.holding.names)
-        rest = self.comm.ranks * self.own_numbers + self.counts + 1
+        rest = self.comm.ranks * len(OwnNumbers._fields) + len(Counts._fields) + 1
         self.column = torch.zeros(names + rest, dtype=torch.float64, device=self.device)
         squares = self._squares()
         if squares is not None:
             self.column[self.places] = squares
 
     def measure(
-        self, loss: float, own: Sequence[float], counts: Sequence[int]
-    ) -> tuple[float, float, list[list[float]], list[int]]:
+        self, loss: float, own: OwnNumbers, counts: Counts
+    ) -> tuple[float, float, list[OwnNumbers], Counts]:
         """Add up what all processes measured; all of them must call it.
 
         Each gives its share of the loss, some numbers of its own, and its counts. Return the
@@ -462,7 +458,7 @@ class Gradients:
         self.column = None
         names = len(self.holding.names)
         ranks = self.comm.ranks
-        width = self.own_numbers
+        width = len(own)
         others = [0.0] * (ranks * width)
         others[self.comm.rank * width : (self.comm.rank + 1) * width] = own
         rest = torch.tensor([*others, *counts, loss], dtype=torch.float64)
@@ -471,9 +467,10 @@ class Gradients:
             self.comm.add(column, tuple(range(ranks))).wait()
         sums = column.cpu()
         norm = math.sqrt(float(sums[:names].sum()))
-        owns = sums[names : names + ranks * width].view(ranks, width).tolist()
-        totals = [int(value) for value in sums[names + ranks * width : -1].tolist()]
-        return float(sums[-1]), norm, owns, totals
+        rows = sums[names : names + ranks * width].view(ranks, width).tolist()
+        totals = map(int, sums[names + ranks * width : -1].tolist())
+        owns = [OwnNumbers(*row) for row in rows]
+        return float(sums[-1]), norm, owns, Counts(*totals)
 
     def _squares(self) -> Tensor | None:
         """The squared norm of each parameter that this process owns; 0 without a gradient."""
