@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -34,6 +35,7 @@ from penstock.train.checkpoints.checkpoint import (
     newest_good,
     read_facts,
 )
+from penstock.train.checkpoints.place import remote_checkpoints
 from penstock.train.checkpoints.separate import SeparateFolders
 from penstock.train.data.corpus import Corpus, open_text, open_validation
 from penstock.train.data.files import ProgressBytes
@@ -117,13 +119,15 @@ class Job:
         self, folder: Path, comm: Comm, keep: int, names: Collection[str]
     ) -> Saver:
         """Return what saves checkpoints in a folder; only those that the run resumes from are copied elsewhere."""
-        copied = folder == self.checkpoints
-        files = self.remote_files if copied else None
-        if self.separate is None:
-            return Saver(folder, comm, keep, names, self.leader, files)
-        storage = self.separate.remote if copied else None
-        apart = self.separate.folders
-        return Saver(folder, comm, keep, names, apart=apart, storage=storage)
+        saver = partial(Saver, folder, comm, keep, names, self.leader)
+        apart = None if self.separate is None else self.separate.folders
+        if folder != self.checkpoints:
+            return saver(apart=apart)
+        if self.separate is not None:
+            return saver(apart=apart, storage=self.separate.remote)
+        leads = comm.rank == self.leader
+        storage = remote_checkpoints(self.config.run) if leads else None
+        return saver(self.remote_files, storage=storage)
 
 
 @dataclass(frozen=True, slots=True)

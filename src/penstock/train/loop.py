@@ -28,7 +28,6 @@ from penstock.runtime import Comm, Executor, watching
 from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.process.watchdog import alarm_held
 from penstock.train.checkpoints.checkpoint import CheckpointFacts, read_facts, sweep
-from penstock.train.checkpoints.place import remote_checkpoints
 from penstock.train.data.corpus import MixedCorpus, write_use
 from penstock.train.history import (
     Counts,
@@ -99,13 +98,7 @@ class Trainer:
         self.weights: RankWeights = RankWeights(
             job, comm, self.device, self.setup.holding, self.before
         )
-        self.gradients = Gradients(
-            self.holding,
-            comm,
-            self.device,
-            len(Counts._fields),
-            len(OwnNumbers._fields),
-        )
+        self.gradients = Gradients(self.holding, comm, self.device)
         self.early_stop = EarlyStop(job, comm, self.weights)
         self.work_seconds = 0.0  # that this rank computed in the last step
         self.peak_bytes = 0  # memory of this process at its fullest moment so far
@@ -114,11 +107,8 @@ class Trainer:
         self.saver = job.saver(
             job.checkpoints, comm, config.run.keep, self.weights.saved_names
         )
-        self.saver.announce = self.announce
-        # The copies of the checkpoints in object storage, if this process makes them.
-        copies = self.leads and job.separate is None
-        self.remote = remote_checkpoints(config.run) if copies else None
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
+        self.saver.announce = self.callbacks.on_checkpoint
         # Layers that a micro-batch passes through in a step with each schedule.
         self.layers = [mean_layers(one, job.partition) for one in schedules]
         self.utilization = flops_utilization(
@@ -230,8 +220,6 @@ class Trainer:
                 stopped = self.steps(history, stop)
                 self.saver.finish()
                 self.saver.check_copy()
-                if self.remote is not None:
-                    self.remote.finish()
             finally:
                 if history is not None:
                     history.close()
@@ -255,11 +243,9 @@ class Trainer:
                 is_timed(self.step + 1, settings, self.paths)
             )
             own = OwnNumbers(self.peak_bytes, self.work_seconds)
-            loss, norm, told, sums = self.gradients.measure(
+            loss, norm, numbers, counts = self.gradients.measure(
                 loss_share, own, self.counts(stop)
             )
-            numbers = [OwnNumbers(*one) for one in told]
-            counts = Counts(*sums)
             if self.saver.step is not None and counts.saved == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
@@ -420,8 +406,6 @@ class Trainer:
             write_use(self.job.folder, use)
         if self.saver.step is not None:
             self.saver.finish()
-        if self.remote is not None:
-            self.remote.wait()  # What it copies might be deleted as soon as the next one is complete.
         tensors = self.weights.tensors()
         self.saver.check_room(self.step, tensors)
         self.saver.begin(self.step, tensors, self.facts())
@@ -440,12 +424,6 @@ class Trainer:
     def facts(self) -> CheckpointFacts:
         """Return the description that goes into a checkpoint."""
         return checkpoint_facts(self.job, self.loader, asdict(self.early_stop.progress))
-
-    def announce(self, step: int, folder: Path) -> None:
-        """Tell callbacks that a checkpoint is complete, and copy it to object storage."""
-        self.callbacks.on_checkpoint(step, folder)
-        if self.remote is not None:
-            self.remote.put(folder)
 
     def give_up(self, loss: float, norm: float) -> None:
         """Save the weights before a step whose loss or gradients are not finite, and raise."""

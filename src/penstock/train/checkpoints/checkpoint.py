@@ -90,8 +90,8 @@ class Saver:
     """Saves one rank's share of checkpoints in the background.
 
     `begin` copies the tensors and returns. All ranks call `commit` once all are done: then the rank that keeps a
-    folder gives the checkpoint its name there. With `remote_files`, this rank's files go there. If the ranks see
-    folders `apart`, each rank also copies its own files to the storage, if there is one.
+    folder gives the checkpoint its name there. With `remote_files`, this rank's files go there. With a `storage`, the
+    rank that leads copies complete checkpoints there; if the ranks see folders `apart`, each copies its own files.
     """
 
     def __init__(
@@ -148,6 +148,9 @@ class Saver:
     ) -> None:
         """Copy the tensors, and begin to write them."""
         assert self.step is None, f"step {self.step} is still being saved"
+        if self.storage is not None:
+            # What it copies might be deleted as soon as this checkpoint is complete.
+            self.storage.wait()
         self.step = step
         self.facts = facts
         self.failure = self.copy_failure = ""
@@ -183,7 +186,7 @@ class Saver:
                 _save(path, tensors, corners, self.comm.rank, self.comm.ranks)
             own = path.glob(self.own_files)
             self.files = {file.name: _fingerprint(file) for file in own}
-            if self.storage is not None:
+            if self.storage is not None and self.apart is not None:
                 self._copy(path, self.storage)
             if self.remote_files is not None:
                 self.remote_files.put(path)
@@ -252,8 +255,11 @@ class Saver:
         return final
 
     def _complete_copy(self, final: Path, failures: list[str]) -> None:
-        """Complete the copy in the storage, if all ranks have copied their files."""
+        """Begin to copy a checkpoint to the storage, or complete the copy if all ranks have copied their files."""
         if self.storage is None:
+            return
+        if self.apart is None:
+            self.storage.put(final)
             return
         if not failures:
             try:
@@ -265,8 +271,11 @@ class Saver:
             _log.warning("cannot copy to %s: %s", self.storage.place, failures[0])
 
     def check_copy(self) -> None:
-        """Raise RunError on all ranks if the last checkpoint is not in the storage."""
+        """Wait for the copy of the last checkpoint, and raise RunError if it is not in the storage."""
         if self.storage is None:
+            return
+        if self.apart is None:
+            self.storage.finish()
             return
         not_copied = exchange(self.comm, self.not_copied)[0]
         if not_copied:
