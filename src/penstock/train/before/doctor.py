@@ -11,16 +11,21 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 
 from penstock.runtime.process.machine import available_memory
+from penstock.runtime.process.mps import MPS_CONTROL
 from penstock.version import listed_packages
 from penstock.view.numbers import write_size
 
 INSTALL_TORCH = "pip install 'penstock[torch]'"
+NVIDIA_DEVICE = Path("/dev/nvidia0")
 INSTALL_HF = "pip install 'penstock[hf]'"
 
 
@@ -77,18 +82,19 @@ def examine() -> Diagnosis:
         Finding("memory", State.OK, f"{write_size(memory)} free"),
     ]
     try:
-        from penstock.train.before import accelerators  # noqa: PLC0415  # needs torch
+        import torch  # noqa: PLC0415  # It may be missing.
     except ModuleNotFoundError:
         advice = f"{INSTALL_TORCH}; `train`, `profile` and `check --run` need it"
         findings.append(Finding("torch", State.MISSING, "not installed", advice))
         return Diagnosis(tuple(findings), cores, memory, (), False)
-    gpus = accelerators.gpu_names()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(torch.cuda.get_device_name(number) for number in range(count))
     findings += [
         _torch(),
-        accelerators.find_gpus(gpus),
-        accelerators.find_backends(len(gpus)),
-        accelerators.find_sharing(len(gpus)),
-        accelerators.find_compilers(bool(gpus)),
+        _gpus(torch, gpus),
+        _backends(torch, count),
+        _sharing(count),
+        _compilers(torch, bool(gpus)),
         _package("tensorboard", "the curves of a run in TensorBoard", INSTALL_TORCH),
         _package("safetensors", "checkpoints and exported models", INSTALL_TORCH, True),
         _package("tokenizers", "text as tokens of a tokenizer.json", INSTALL_HF),
@@ -107,6 +113,80 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# ---------------------------------------------------------------- what torch can use
+def _gpus(torch: ModuleType, gpus: tuple[str, ...]) -> Finding:
+    """The GPUs that torch can use, and the reason if it cannot use one that is there."""
+    if gpus:
+        sizes = [
+            torch.cuda.get_device_properties(number).total_memory
+            for number in range(len(gpus))
+        ]
+        each = ", ".join(
+            f"{name} ({write_size(size)})"
+            for name, size in zip(gpus, sizes, strict=True)
+        )
+        return Finding("GPUs", State.OK, f"{each}; CUDA {torch.version.cuda}")
+    if NVIDIA_DEVICE.exists() or shutil.which("nvidia-smi"):
+        if torch.version.cuda is None:
+            advice = (
+                "this torch is built without CUDA: install another build of torch "
+                "(https://pytorch.org/get-started/locally)"
+            )
+        else:
+            advice = (
+                "torch cannot use it: compare the driver that nvidia-smi shows with CUDA "
+                f"{torch.version.cuda}, and look at CUDA_VISIBLE_DEVICES"
+            )
+        return Finding("GPUs", State.OPTIONAL, "an NVIDIA GPU is not usable", advice)
+    if torch.backends.mps.is_available():
+        advice = "Penstock does not use Apple's GPU; it trains on CPU workers here"
+        return Finding("GPUs", State.OPTIONAL, "Apple's GPU", advice)
+    advice = "runs use CPU workers; `penstock plan --gpu h100` plans for GPUs elsewhere"
+    return Finding("GPUs", State.OPTIONAL, "none", advice)
+
+
+def _backends(torch: ModuleType, gpus: int) -> Finding:
+    """The backends over which ranks can exchange tensors."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        advice = "this torch is built without gloo, which CPU workers need: install another build"
+        return Finding("backends", State.MISSING, "no gloo", advice)
+    if distributed.is_nccl_available():
+        nccl = "no GPU uses it"
+        if gpus:
+            numbers = torch.cuda.nccl.version()
+            nccl = ".".join(map(str, numbers))
+        return Finding("backends", State.OK, f"gloo, NCCL ({nccl})")
+    advice = ""
+    if gpus:
+        advice = "GPUs exchange tensors over NCCL: install a build of torch that has it"
+    return Finding("backends", State.OPTIONAL if gpus else State.OK, "gloo", advice)
+
+
+def _sharing(gpus: int) -> Finding:
+    """Whether several workers can share one GPU, with NVIDIA's multi-process service."""
+    if shutil.which(MPS_CONTROL):
+        return Finding("NVIDIA MPS", State.OK, "`penstock testbed` can share a GPU")
+    advice = "`penstock testbed` needs a GPU"
+    if gpus:
+        advice = (
+            f"`penstock testbed` needs {MPS_CONTROL}, which comes with NVIDIA's driver; "
+            "in a container, let the host's be mounted"
+        )
+    return Finding("NVIDIA MPS", State.OPTIONAL, "not installed", advice)
+
+
+def _compilers(torch: ModuleType, has_gpu: bool) -> Finding:
+    """Whether torch.compile has the compilers that it calls."""
+    from penstock.train.compiling import missing_compiler  # noqa: PLC0415  # torch
+
+    missing = missing_compiler(torch.device("cuda" if has_gpu else "cpu"))
+    if not missing:
+        return Finding("compilers", State.OK, "torch.compile has what it needs")
+    advice = f"install {missing}; only run.compile needs it"
+    return Finding("compilers", State.OPTIONAL, f"{missing} is missing", advice)
 
 
 # ---------------------------------------------------------------- packages
