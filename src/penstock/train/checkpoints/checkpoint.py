@@ -246,8 +246,9 @@ class Saver:
         with failing_together(self.comm, hint):
             if self.keeps:
                 publish(path, final, facts, files)
-                whole = None if self.apart is None else final
-                prune(self.folder, self.keep, self.names, step, whole)
+        if self.keeps:  # Until all have the new one, nobody deletes an old one.
+            whole = None if self.apart is None else final
+            prune(self.folder, self.keep, self.names, step, whole)
         self.step = self.thread = None
         if self.leads:
             self._complete_copy(final, failures)
