@@ -295,7 +295,9 @@ def write_timeline(
     for item in fields(timeline):
         value = getattr(timeline, item.name)
         if isinstance(value, np.ndarray):
-            content[item.name] = _json_list(value)
+            numbers = value.tolist()
+            known = [None if math.isnan(one) else one for one in numbers]
+            content[item.name] = known
     content["sums"] = timeline.sums
     try:
         put_in_place(folder / name, json.dumps(content))
@@ -303,15 +305,6 @@ def write_timeline(
         raise RunError(
             f"cannot write {folder / name}: {error.strerror}\n  {ROOM}"
         ) from None
-
-
-def _json_list(
-    column: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-) -> list[float | None]:
-    return [
-        None if isinstance(value, float) and math.isnan(value) else value
-        for value in column.tolist()
-    ]
 
 
 def _read_sum(fields: Sequence[Any]) -> Sum:

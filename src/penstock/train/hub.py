@@ -448,7 +448,11 @@ def give_back(origin: Path, folder: Path, dtype: str) -> None:
 
 def give_back_tokenizer(origin: Path, folder: Path) -> None:
     """Write what belongs to the original's tokenizer into an export, if the model was trained with it."""
-    if _same_tokenizer(origin, folder):
+    theirs, ours = origin / TOKENIZER, folder / TOKENIZER
+    same = ours.is_file() == theirs.is_file()
+    if ours.is_file() and theirs.is_file():
+        same = theirs.read_bytes() == ours.read_bytes()
+    if same:
         _copy(TOKENIZER_FILES, origin, folder)
 
 
@@ -456,11 +460,3 @@ def _copy(names: Iterable[str], origin: Path, folder: Path) -> None:
     for name in names:
         if (origin / name).is_file():
             shutil.copyfile(origin / name, folder / name)
-
-
-def _same_tokenizer(origin: Path, folder: Path) -> bool:
-    """Whether the model was trained with its own tokenizer."""
-    theirs, ours = origin / TOKENIZER, folder / TOKENIZER
-    if not ours.is_file() or not theirs.is_file():
-        return ours.is_file() == theirs.is_file()
-    return theirs.read_bytes() == ours.read_bytes()

@@ -240,21 +240,16 @@ class Evaluator:
         schedule = through_all_parts(trained)
         self.setup = setup
         self.executor = executors.executors[-1]
-        self.loader = loader
         self.needs_links = len(schedules) > 1
+        shape, cutter = loader.shape, loader.cutter
         if schedule is not trained:
             self.needs_links = True
             self.executor = setup.executor(schedule)
-            shape = replace(loader.shape, wanted=setup.wanted([schedule]))
-            self.loader = Loader(job.corpus, shape, job.config.run.seed, setup.device)
-        if job.validation is not None:
-            self.loader = Loader(
-                job.validation,
-                self.loader.shape,
-                job.config.run.seed,
-                setup.device,
-                self.loader.cutter,
-            )
+            shape = replace(shape, wanted=setup.wanted([schedule]))
+            cutter = None
+        corpus = job.corpus if job.validation is None else job.validation
+        seed = job.config.run.seed
+        self.loader = Loader(corpus, shape, seed, setup.device, cutter)
 
     def losses(self, batches: int) -> list[float]:
         """Return the loss of each pass; their sum is the mean loss over all sequences."""

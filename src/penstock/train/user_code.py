@@ -28,7 +28,20 @@ from penstock.runtime.loss import reduction_of, refuse_other_loss
 def own_function(name: str, key: str) -> Callable[..., Any]:
     """Return the function or class that the config's `key` names."""
     source, _, inner = name.rpartition(":")
-    module = _module(source, key, name)
+    try:
+        if source.endswith(".py"):
+            module = _load_file(str(Path(source).expanduser().absolute()))
+        else:
+            here = str(Path.cwd())  # It counts, as it does for `python -m`.
+            if here not in sys.path and "" not in sys.path:
+                sys.path.append(here)
+            module = importlib.import_module(source)
+    except (ImportError, OSError, SyntaxError) as error:
+        missing = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{key} = {name} cannot be imported: {missing}\n"
+            "  write module:name, with a module in the working directory or in PYTHONPATH, or file.py:name"
+        ) from None
     found = getattr(module, inner, None)
     if found is None:
         raise ConfigError(
@@ -39,22 +52,6 @@ def own_function(name: str, key: str) -> Callable[..., Any]:
         raise ConfigError(f"{key} = {name} is a {type(found).__name__}, not a function")
     function: Callable[..., Any] = found
     return function
-
-
-def _module(source: str, key: str, name: str) -> ModuleType:
-    try:
-        if source.endswith(".py"):
-            return _load_file(str(Path(source).expanduser().absolute()))
-        here = str(Path.cwd())  # It counts, as it does for `python -m`.
-        if here not in sys.path and "" not in sys.path:
-            sys.path.append(here)
-        return importlib.import_module(source)
-    except (ImportError, OSError, SyntaxError) as error:
-        missing = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"{key} = {name} cannot be imported: {missing}\n"
-            "  write module:name, with a module in the working directory or in PYTHONPATH, or file.py:name"
-        ) from None
 
 
 @lru_cache(maxsize=64)

@@ -41,7 +41,8 @@ from torch.distributed.tensor import DTensor
 from penstock.config import MeshConfig
 from penstock.cost.sizes import held_numbers
 from penstock.errors import ConfigError, RunError, ShapeError
-from penstock.ir.schedule import Schedule
+from penstock.ir.action import backward, forward
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.sums import first_holders
 from penstock.models import (
     BertConfig,
@@ -214,9 +215,6 @@ def attach_parameters(holding: Holding) -> None:
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
     """Return the model in one piece, as a rank that holds everything."""
-    from penstock.ir.action import backward, forward  # noqa: PLC0415
-    from penstock.ir.schedule import MicroBatch, Stage, schedule_of  # noqa: PLC0415
-
     lane = (forward(0, 0), backward(0, 0))
     alone = schedule_of([Stage(0, 0)], [MicroBatch((0,))], [lane])
     return hold(sizes, alone, (sizes.layers,), 0, device)

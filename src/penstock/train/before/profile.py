@@ -380,8 +380,17 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
     sizes = request.model
     if isinstance(sizes, Path):
         sizes = read_decoder(sizes)
+    depth = min(request.depth, sizes.layers)
+    facts: Facts
     if isinstance(sizes, DecoderConfig):
-        return _decoder(sizes, request)
+        check_positions(sizes, request.tokens)
+        facts = (
+            ("family", sizes.architecture),
+            ("layers", sizes.layers),
+            ("width", sizes.width),
+            ("config", sizes.digest),
+        )
+        return build_decoder(sizes, depth), sizes.layers, sizes.vocab, facts
     if isinstance(sizes, GPTConfig | BertConfig) and request.tokens > sizes.positions:
         raise ShapeError(
             f"{request.tokens} tokens, but only {sizes.positions} positions\n"
@@ -389,22 +398,7 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
         )
     family = family_of(sizes)
     facts = (("family", family.name), *asdict(sizes).items())
-    model = family.build(replace(sizes, layers=min(request.depth, sizes.layers)))
-    return model, sizes.layers, sizes.vocab, facts
-
-
-def _decoder(
-    sizes: DecoderConfig, request: ProfileRequest
-) -> tuple[nn.Module, int, int, Facts]:
-    """A decoder of transformers with fewer layers."""
-    check_positions(sizes, request.tokens)
-    model = build_decoder(sizes, min(request.depth, sizes.layers))
-    facts = (
-        ("family", sizes.architecture),
-        ("layers", sizes.layers),
-        ("width", sizes.width),
-        ("config", sizes.digest),
-    )
+    model = family.build(replace(sizes, layers=depth))
     return model, sizes.layers, sizes.vocab, facts
 
 

@@ -435,25 +435,17 @@ def plan_config(
     def plan_auto(config: Config) -> Plan:
         if kept is not None:
             return kept
-        auto = _measure_and_plan(config, layers, given, display)
-        measured.append(auto.profiles)
-        return auto.plan
+        workload, placement = machine_workload(config, layers, given)
+        check_timing(config, model_sizes(config), placement)
+        load_ahead(run_worker)
+        with display.timing():
+            profiles = measure_workload(workload, placement)
+        measured.append(profiles)
+        with display.planning() as watch:
+            return plan_workload(workload, profiles, watch=watch).plan
 
     config, plan = plan_run(config, layers, given, plan_auto)
     return config, plan, measured[0] if measured else None
-
-
-def _measure_and_plan(
-    config: Config, layers: int, given: Collection[str], display: Display
-) -> AutoPlan:
-    """Measure the model on this machine and search for the fastest plan."""
-    workload, placement = machine_workload(config, layers, given)
-    check_timing(config, model_sizes(config), placement)
-    load_ahead(run_worker)
-    with display.timing():
-        profiles = measure_workload(workload, placement)
-    with display.planning() as watch:
-        return plan_workload(workload, profiles, watch=watch)
 
 
 def kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | None:

@@ -83,11 +83,6 @@ class Inventory:
         """Whether a file is here and, as far as is known, intact."""
         return name in self.files and name not in self.faults
 
-    @property
-    def note(self) -> Fingerprint:
-        """The fingerprint of the description, which is the same on all machines."""
-        return self.files[NOTE]
-
 
 Holders = Mapping[int, Inventory]  # by keeper
 
@@ -107,7 +102,7 @@ def versions_of(holders: Holders, stored: Iterable[StoredNote]) -> list[Version]
     """The checkpoints of a step; first the one that the first rank has."""
     found: dict[str, Version] = {}
     for rank, inventory in sorted(holders.items()):
-        version = found.setdefault(json.dumps(inventory.note), Version({}, []))
+        version = found.setdefault(json.dumps(inventory.files[NOTE]), Version({}, []))
         version.holders[rank] = inventory
     for number, note in stored:
         found.setdefault(json.dumps(note), Version({}, [])).storages.append(number)
@@ -130,15 +125,6 @@ def take_inventory(folder: Path) -> Iterable[tuple[int, Inventory]]:
                 faults[name] = fault
                 saved[name] = saved_where(facts, name)
         yield step_of(path), Inventory(files, faults, saved)
-
-
-def read_notes(storage: Storage) -> Iterable[tuple[int, Fingerprint]]:
-    """Yield the steps of all checkpoints in a storage, and the fingerprint of the description of each."""
-    for step in storage.steps():
-        try:
-            yield step, _note_fingerprint(storage.read_note(step))
-        except FileNotFoundError:  # It has just been deleted.
-            continue
 
 
 def _note_fingerprint(note: bytes) -> Fingerprint:
@@ -203,8 +189,10 @@ class SeparateCheckpoints:
                 own = {step: asdict(one) for step, one in take_inventory(self.folder)}
             storages = self.storages if self.comm.rank == 0 else ()
             for number, storage in enumerate(storages):
-                for step, note in read_notes(storage):
-                    stored[step].append((number, note))
+                for step in storage.steps():
+                    with suppress(FileNotFoundError):  # It has just been deleted.
+                        note = storage.read_note(step)
+                        stored[step].append((number, _note_fingerprint(note)))
         told = exchange(self.comm, [own, stored])
         holders: dict[int, dict[int, Inventory]] = defaultdict(dict)
         for rank in self.folders.keepers:
