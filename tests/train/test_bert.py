@@ -19,8 +19,7 @@ from hugging_face import bert_sizes
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError
-from penstock.formats.config_toml import load_config, read_config
-from penstock.measure.probe import Probe
+from penstock.formats.config_toml import load_config
 from penstock.models import (
     Bert,
     BertConfig,
@@ -30,16 +29,12 @@ from penstock.models import (
 )
 from penstock.models.family import count_parameters, flops_per_token
 from penstock.runtime import Batch, batch_of
-from penstock.train.after.generate import open_trained
-from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.data.chat import BEGINS, SECOND
 from penstock.train.data.corpus import cut_corpus, open_corpus
 from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.data.masking import Masking, bert_words, masking_of
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, train_tokenizer
-from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
-from penstock.train.job import job_of
 from penstock.train.weights import draw_parameters, hold_whole
 from pipelines import gradients_of, piped
 
@@ -252,61 +247,6 @@ def theirs(vocab_size: int = 257) -> transformers.BertForMaskedLM:
     return transformers.BertForMaskedLM(config).eval()
 
 
-def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path):
-    """The losses are those of transformers' own model, step by step, with its masks and types on the same rows."""
-    word_pieces(tmp_path / "start").save_pretrained(tmp_path / "start")
-    model = theirs(vocab_size=VOCAB)
-    model.save_pretrained(tmp_path / "start")
-    (tmp_path / "stories").mkdir()
-    for number, story in enumerate(STORIES):
-        (tmp_path / "stories" / f"{number}.txt").write_text(story)
-    code, said = penstock(
-        'train config.toml --set model.weights=start --set data.sources=[\\"stories\\"] --set data.segments=2 '
-        "--set data.tokens=28 --set schedule.name=1f1b --set run.steps=3 --set run.folder=run "
-        "--set optimizer.clip=0 --set optimizer.decay=0"
-    )
-    assert code == 0, said
-    assert "bert, 4 layers" in said
-    job = job_of(tmp_path / "run", read_config(tmp_path / "run" / "config.toml"))
-    loader = Loader(job.corpus, BatchShape(8, 1), job.config.run.seed)
-    rows = read_rows(tmp_path / "run")
-    settings = job.config.optimizer
-    adam = torch.optim.AdamW(
-        model.parameters(), betas=(settings.beta1, settings.beta2), weight_decay=0.0
-    )
-    for row in rows:
-        batch = loader.step()[0]
-        words, types = batch.inputs[0], batch.named[0]["types"]
-        padding = words == SPECIAL.index("[PAD]")
-        assert types.any()
-        assert padding.any()
-        mask = (~padding).long()
-        loss = model(
-            words, attention_mask=mask, token_type_ids=types, labels=batch.labels[0]
-        ).loss
-        assert row.loss == pytest.approx(float(loss.detach()), rel=2e-5)
-        adam.param_groups[0]["lr"] = row.rate
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    code, said = penstock("export run -o end")
-    assert code == 0, said
-    exported = transformers.BertForMaskedLM.from_pretrained(tmp_path / "end").eval()
-    tokens = torch.randint(0, VOCAB, (2, 16))
-    with torch.no_grad():
-        expected = exported(tokens).logits
-        found = open_trained(tmp_path / "run").model(tokens)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    code, said = penstock("eval run --batches 1 --omit 2")
-    assert code == 0, said
-    assert "perplexity" in said
-    code, said = penstock("eval end --text stories --tokens 28")
-    assert code == 0, said
-    code, said = penstock("generate run")
-    assert code != 0
-    assert "does not continue a text" in said
-
-
 def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_path):
     config = load_config('preset = "bert-base"')
     assert (config.model.family, config.data.tokens) == ("bert", 512)
@@ -343,15 +283,6 @@ def test_norms_with_the_names_of_the_first_berts_are_read(tmp_path):
     found = dict(read_weights(tmp_path, names, sizes))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in names)
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_a_bert_is_measured_on_shorter_sequences_instead_of_slices(separate):
-    sizes = BertConfig(61, 16, 2, 4, 24, 32)
-    request = ProfileRequest(sizes, 32, rows=2, separate=separate)
-    for subject in (subjects_of(request).layer, subjects_of(request).head):
-        times = Probe(subject).times(8, 0)
-        assert all(seconds >= 0 for seconds in times[0])
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         **SIZES, local_attention=8, bos_token_id=0, eos_token_id=2
     ),
 }
+OWN = "bert"  # transformers' config of our own Bert
 
 
 def word_list(folder: Path) -> Path:
@@ -70,7 +71,9 @@ def word_list(folder: Path) -> Path:
 def folder_of(name: str, folder: Path) -> Any:
     """Save a small model and its tokenizer; return the model."""
     torch.manual_seed(1)
-    config = copy.deepcopy(CONFIGS[name])
+    config = transformers.BertConfig(**SIZES)
+    if name != OWN:
+        config = copy.deepcopy(CONFIGS[name])
     model = transformers.AutoModelForMaskedLM.from_config(config).eval()
     model.save_pretrained(folder)
     word_list(folder)
@@ -102,6 +105,7 @@ TRAIN = (
 @pytest.mark.parametrize(
     ("name", "segments", "schedule"),
     [
+        (OWN, 2, "1f1b"),
         ("roberta", 1, "1f1b"),
         ("xlm-roberta", 0, "1f1b --set schedule.ranks=4"),
         ("camembert", 1, "zb-h1"),
@@ -119,7 +123,8 @@ def test_an_encoder_is_trained_evaluated_and_exported(
         f"{TRAIN} --set data.segments={segments} --set schedule.name={schedule} --set run.steps=3"
     )
     assert code == 0, said
-    assert f"{type(model).__name__}, 4 layers" in said
+    shown = OWN if name == OWN else type(model).__name__
+    assert f"{shown}, 4 layers" in said
     rows = read_rows(tmp_path / "run")
     assert [row.loss for row in rows] == pytest.approx(
         losses_of(model, tmp_path / "run", [row.rate for row in rows]), rel=5e-5
@@ -142,7 +147,7 @@ def test_an_encoder_is_trained_evaluated_and_exported(
         assert "perplexity" in said
     code, said = penstock("generate run")
     assert code != 0
-    assert f"a {type(model).__name__} fills in words" in said
+    assert f"a {shown} fills in words" in said
 
 
 def losses_of(model: Any, run: Path, rates: list[float]) -> list[float]:
@@ -228,11 +233,14 @@ def test_new_encoders_begin_as_hugging_faces_do_and_are_counted_without_memory(
     assert count_parameters(sizes).total == total
 
 
+@pytest.mark.parametrize(
+    "config", [CONFIGS["roberta"], transformers.BertConfig(**SIZES)]
+)
 @pytest.mark.parametrize("separate", [False, True])
 def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
-    separate, tmp_path
+    separate, config, tmp_path
 ):
-    CONFIGS["roberta"].save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
     request = ProfileRequest(read_sizes(tmp_path), TOKENS, rows=2, separate=separate)
     for subject in (subjects_of(request).layer, subjects_of(request).head):
         times = Probe(subject).times(8, 0)
