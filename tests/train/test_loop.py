@@ -32,7 +32,6 @@ from trainings import (
     apart,
     corpus,
     job_of,
-    losses,
     outcomes,
     train,
 )
@@ -118,13 +117,7 @@ def test_every_schedule_has_the_loss_curve_of_one_process(name, oracle, tmp_path
         else by_hand(replace(SMALL, model=replace(SMALL.model, layers=parts)))
     )
     assert apart(rows, expected[0]) < 1e-5
-    assert (
-        max(
-            abs(row.norm - norm) / norm
-            for row, norm in zip(rows, expected[1], strict=True)
-        )
-        < 1e-3
-    )
+    assert [row.norm for row in rows] == pytest.approx(expected[1], rel=1e-3)
     assert rows[-1].loss < rows[0].loss - 0.5
 
 
@@ -137,26 +130,22 @@ def test_a_schedule_of_ones_own_has_the_loss_curve_of_one_process(oracle, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "changes", "shape"),
     [
-        ("1f1b", {"copies": 2, "microbatches": 2}),
-        ("hanayo", {"copies": 2, "microbatches": 2, "waves": 1}),
-        ("1f1b", {"ranks": 4}),
-        ("1f1b", {"ranks": 1}),
-        ("zb-h1", {"ranks": 4, "microbatches": 8}),
-        ("1f1b", {"microbatches": 1}),
+        ("1f1b", (), {"copies": 2, "microbatches": 2}),
+        ("hanayo", (), {"copies": 2, "microbatches": 2, "waves": 1}),
+        ("1f1b", (), {"ranks": 4}),
+        ("1f1b", (), {"ranks": 1}),
+        ("zb-h1", (), {"ranks": 4, "microbatches": 8}),
+        ("1f1b", (), {"microbatches": 1}),
+        ("1f1b", ("run.accumulate=4",), {"microbatches": 2}),
+        ("1f1b", ("run.recompute=true",), {}),
     ],
 )
-def test_copies_ranks_and_microbatches_do_not_change_the_curve(
-    name, shape, oracle, tmp_path
+def test_how_a_step_is_divided_does_not_change_the_curve(
+    name, changes, shape, oracle, tmp_path
 ):
-    assert apart(train(job_of(tmp_path, name, **shape)), oracle[0]) < 1e-5
-
-
-def test_accumulated_passes_are_one_step(oracle, tmp_path):
-    job = job_of(tmp_path, "1f1b", "run.accumulate=4", microbatches=2)
-    assert job.config.rows == 1
-    assert apart(train(job), oracle[0]) < 1e-5
+    assert apart(train(job_of(tmp_path, name, *changes, **shape)), oracle[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["1f1b", "hanayo"])
@@ -165,13 +154,7 @@ def test_tied_weights_and_a_gpt_have_the_curve_of_one_process(name, tmp_path):
     expected = by_hand(job.config)
     rows = train(job)
     assert apart(rows, expected[0]) < 1e-5
-    assert (
-        max(
-            abs(row.norm - norm) / norm
-            for row, norm in zip(rows, expected[1], strict=True)
-        )
-        < 1e-4
-    )
+    assert [row.norm for row in rows] == pytest.approx(expected[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +210,6 @@ def test_the_norm_of_all_gradients_is_the_same_bits_for_every_split(tmp_path):
         }.items()
     }
     assert len(set(norms.values())) == 1, norms
-
-
-def test_recomputation_changes_nothing(oracle, tmp_path):
-    assert (
-        apart(train(job_of(tmp_path, "1f1b", "run.recompute=true")), oracle[0]) < 1e-5
-    )
 
 
 def test_bfloat16_learns_too(oracle, tmp_path):
@@ -393,12 +370,3 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_weights_before_it(tmp_pa
     saved = tmp_path / "checkpoints" / "step-00000003" / "checkpoint.json"
     assert saved.is_file()
     assert '"seen": 24' in saved.read_text()
-
-
-def test_the_rate_rises_over_the_warm_up_and_falls_to_its_last_share():
-    settings = replace(SMALL.optimizer, rate=2.0, warmup=4, final=0.25)
-    rates = [rate_at(step, 20, settings) for step in range(21)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[20] == pytest.approx(0.5)
-    assert losses([]) == []
