@@ -136,14 +136,11 @@ class EarlyStop:
 
     def __init__(self, job: Job, comm: Comm, weights: RankWeights) -> None:
         self.limit = job.config.run.early_stop
-        self.comm = comm
         self.weights = weights
-        self.leads = comm.rank == job.leader
         self.progress = Progress()
-        folder = job.folder / BEST_FOLDER
-        names = weights.saved_names
         self.separate = job.separate
-        self.saver = job.saver(folder, comm, 1, names)
+        folder = job.folder / BEST_FOLDER
+        self.saver = job.saver(folder, comm, 1, weights.saved_names)
 
     @property
     def gets_no_better(self) -> bool:
@@ -167,16 +164,14 @@ class EarlyStop:
         """Go back from a step to the weights of the best evaluation, if the run has kept them."""
         if self.progress.best is None or self.progress.step == step:
             return
-        names = self.weights.saved_names
+        names, folder, comm = self.saver.names, self.saver.folder, self.saver.comm
         if self.separate is not None:
-            search = self.separate.checkpoints(
-                self.saver.folder, self.comm, copied=False
-            )
+            search = self.separate.checkpoints(folder, comm, copied=False)
             path = search.newest_good(names)
         else:
-            path = newest_good(self.saver.folder, self.comm, names)
+            path = newest_good(folder, comm, names)
         if path is None or int(read_facts(path)["step"]) != self.progress.step:
             return
         self.weights.read_checkpoint(path)
-        if self.leads:
+        if self.saver.leads:
             _log.info("took the weights of step %d, the best", self.progress.step)

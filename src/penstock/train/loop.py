@@ -100,8 +100,6 @@ class Trainer:
         )
         self.gradients = Gradients(self.holding, comm, self.device)
         self.early_stop = EarlyStop(job, comm, self.weights)
-        self.work_seconds = 0.0  # that this rank computed in the last step
-        self.peak_bytes = 0  # memory of this process at its fullest moment so far
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = job.saver(
@@ -239,10 +237,9 @@ class Trainer:
             return not self.early_stop.gets_no_better
         while self.step < settings.steps and not self.early_stop.gets_no_better:
             began = time.perf_counter()
-            loss_share, bubble = self.forward_and_back(
+            loss_share, bubble, own = self.forward_and_back(
                 is_timed(self.step + 1, settings, self.paths)
             )
-            own = OwnNumbers(self.peak_bytes, self.work_seconds)
             loss, norm, numbers, counts = self.gradients.measure(
                 loss_share, own, self.counts(stop)
             )
@@ -270,14 +267,14 @@ class Trainer:
                 return False
         return False
 
-    def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
-        """Run all passes of a step; return this process's share of the loss, and the bubble.
+    def forward_and_back(self, timed: bool) -> tuple[float, float | None, OwnNumbers]:
+        """Run all passes of a step; return this process's share of the loss, the bubble, and what it tells others.
 
         The bubble is None if the step was not timed.
         """
         executor = self.executor
         results = []
-        self.work_seconds = 0.0
+        worked = 0.0
         passes = self.job.config.run.accumulate
         for turn, batch in enumerate(self.loader.step()):
             first_row = self.loader.shape.first_row(turn)
@@ -285,11 +282,11 @@ class Trainer:
             sums = turn == passes - 1
             with dropping(self.job.config.run.seed, self.step, first_row):
                 results.append(executor.step(batch, timed, sums=sums))
-            self.work_seconds += executor.work_seconds
+            worked += executor.work_seconds
         drop_unvisited_gradients(self.holding, executor.program.schedule)
         # Reading the loss makes the host wait for the GPU, so what can be done before comes first.
         self.gradients.begin()
-        self.peak_bytes = peak_memory(self.device, executor)
+        own = OwnNumbers(peak_memory(self.device, executor), worked)
         self.weights.mirrors.start()
         if self.device.type == "cuda" and self.step + 1 < self.job.config.run.steps:
             self.loader.prepare()
@@ -299,12 +296,12 @@ class Trainer:
         self.weights.mirrors.collect()
         timeline = results[-1].timeline
         if timeline is None:
-            return loss, None
+            return loss, None, own
         if self.leads and self.job.whole:
             number = self.paths.at(self.step)
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
-        return loss, timeline.bubble
+        return loss, timeline.bubble, own
 
     def counts(self, stop: Callable[[], bool]) -> Counts:
         """What this rank adds to the counts of a step."""
