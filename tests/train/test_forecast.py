@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cli.run import describe_placement, describe_step, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
-from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
+from penstock.cost import ModelCost, PausedCost, Profile, Seconds
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.network import Network
 from penstock.cost.placed import PlacedCost
@@ -575,12 +575,3 @@ def test_the_forecast_counts_a_tied_weight_as_often_as_ranks_hold_it(sizes):
             )
             # Weights, gradients, and two means of AdamW.
             assert weights == pytest.approx(16 * numbers, rel=0.02)
-
-
-def test_two_stages_of_one_part_on_a_rank_hold_its_weights_once():
-    lane = [Action(op, stage, stage) for stage in (0, 1) for op in (Op.F, Op.B)]
-    schedule = schedule_of(
-        [Stage(0, 0), Stage(0, 0)], [MicroBatch((0,)), MicroBatch((1,))], [lane]
-    )
-    part = PartCost(Seconds(1), Seconds(1), Seconds(1), weights=100)
-    assert simulate(schedule, ModelCost((part,))).weights.tolist() == [100]

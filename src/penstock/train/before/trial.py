@@ -106,20 +106,19 @@ def _compare(
     result: Result,
     whole_loss: float,
 ) -> TrialResult:
-    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    expected = dict(whole.named_parameters())
     differences: list[tuple[float, str]] = []
     for stage in schedule.stages:
         part = split(copies[stage.rank], [1] * schedule.parts)[stage.part]
         for name, parameter in part_parameters(part).items():
-            difference = _difference(parameter.grad, expected[name])
-            differences.append((difference, f"{name} on rank {stage.rank}"))
+            difference = _gradient(parameter) - _gradient(expected[name])
+            most = float(difference.abs().max())
+            differences.append((most, f"{name} on rank {stage.rank}"))
     worst, name = max(differences)
     count = len(differences)
     return TrialResult(result.loss, whole_loss, count, worst, name, result.timeline)
 
 
-def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    if ours is None or theirs is None:
-        other = theirs if ours is None else ours
-        return 0.0 if other is None else float(other.abs().max())
-    return float((ours - theirs).abs().max())
+def _gradient(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter; zeros if nothing has used it."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
