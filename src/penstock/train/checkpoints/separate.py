@@ -311,18 +311,22 @@ class SeparateCheckpoints:
         path = self.folder / step_name(step)
         files = next(iter(holders.values())).files
         chains = _chains(files, holders, receivers)
+        relays = []
+        arriving: dict[int, list[str]] = {rank: [] for rank in receivers}
+        for name, chain in chains.items():
+            relays.append(FileRelay(path / name, files[name]["bytes"], chain))
+            for rank in chain[1:]:
+                arriving[rank].append(name)
+        own = holders.get(self.comm.rank)
         with failing_together(self.comm, ROOM_HINT):
             if self.comm.rank in receivers:
                 self._make_place(path, holders)
-            self._tell_of_mended(path, holders, chains)
-            relays = []
-            for name, chain in chains.items():
-                relays.append(FileRelay(path / name, files[name]["bytes"], chain))
+            for name in arriving.get(self.comm.rank, ()):
+                fault = own.faults[name] if own is not None else MISSING
+                if fault != MISSING:  # Each machine lacks the files of others.
+                    source = self.folders.place(chains[name][0])
+                    tell_mended(path / name, fault, source)
             relay_files(self.comm, relays)
-        arriving: dict[int, list[str]] = {rank: [] for rank in receivers}
-        for name, (_, *wanting) in chains.items():
-            for rank in wanting:
-                arriving[rank].append(name)
         return not chains or self._arrived_intact(step, files, arriving)
 
     def _make_place(self, path: Path, holders: Holders) -> None:
@@ -333,20 +337,6 @@ class SeparateCheckpoints:
             # An error would keep this rank away from what all of them do next.
             with suppress(OSError):
                 left.unlink()
-
-    def _tell_of_mended(
-        self, path: Path, holders: Holders, chains: Mapping[str, Sequence[int]]
-    ) -> None:
-        """Log which damaged files of this rank are replaced, and by whose."""
-        own = holders.get(self.comm.rank)
-        if own is None:
-            return
-        for name, (source, *wanting) in chains.items():
-            if self.comm.rank not in wanting:
-                continue
-            fault = own.faults[name]
-            if fault != MISSING:  # Each machine lacks the files of others.
-                tell_mended(path / name, fault, self.folders.place(source))
 
     def _arrived_intact(
         self,
@@ -447,7 +437,6 @@ class SeparateFolders:
         self, folder: Path, comm: Comm, copied: bool = True
     ) -> SeparateCheckpoints:
         """Return what finds checkpoints to resume from; `copied` says whether storages have them, too."""
-        storages: list[Storage] = []
-        if copied:
-            storages = [*self.storages, *([self.remote] if self.remote else [])]
-        return SeparateCheckpoints(folder, comm, self.folders, storages)
+        storages = (*self.storages, self.remote) if self.remote else self.storages
+        searched = storages if copied else ()
+        return SeparateCheckpoints(folder, comm, self.folders, searched)
