@@ -247,58 +247,38 @@ def _tie(
 
 # ---------------------------------------------------------------- numbers
 def draw_parameters(holding: Holding, seed: int) -> None:
-    """Fill a rank's weights: normal matrices, zero biases, and norms that do nothing."""
-    if isinstance(holding.sizes, DecoderConfig):
-        _draw_decoder(holding, holding.sizes, seed)
-        return
-    # As in Hugging Face's Bert, the vector of padding begins at zero, also where a head is tied to it.
-    zero_rows = {}
-    if isinstance(holding.sizes, BertConfig) and holding.sizes.padding is not None:
-        zero_rows["embed.tokens.weight"] = holding.sizes.padding
-    drawn: set[str] = set()
-    for part in holding.stages.values():
-        for path, module in part.named_modules():
-            drawn |= _draw_module(part, path, module, seed, zero_rows)
-    assert drawn == set(holding.parameters), drawn ^ set(holding.parameters)
+    """Fill a rank's weights: normal matrices, zero biases, and norms that do nothing.
 
-
-def _draw_decoder(holding: Holding, sizes: DecoderConfig, seed: int) -> None:
-    """Fill the weights of a model of transformers: what begins as a constant there does so here.
-
-    So do the rows of padding in an encoder, also where a head is tied to them.
+    What begins as another constant in a model of transformers does so here. The vector of padding begins at zero in an
+    encoder, as it does there, also where a head is tied to it.
     """
-    constants = initial_constants(sizes)
-    rows = padding_rows(sizes) if isinstance(sizes, EncoderConfig) else {}
-    for name, parameter in holding.parameters.items():
-        constant = constants.get(any_layer(name))
-        if constant is None:
-            _draw(parameter, name, seed, sizes.std, rows.get(name))
-        else:
-            nn.init.constant_(parameter, constant)
-
-
-def _draw_module(
-    part: Part,
-    path: str,
-    module: nn.Module,
-    seed: int,
-    zero_rows: Mapping[str, int],
-) -> set[str]:
-    """Fill the parameters of one module, and return their names in the whole model."""
-    names = {}
-    for leaf, _ in module.named_parameters(recurse=False):
-        name = f"{path}.{leaf}"
-        names[leaf] = part.tied.get(name, name)
-    if isinstance(module, nn.Linear | nn.Embedding):
-        for leaf, name in names.items():
-            parameter = getattr(module, leaf)
-            if leaf == "weight":
-                _draw(parameter, name, seed, INITIAL_STD, zero_rows.get(name))
+    sizes = holding.sizes
+    std = INITIAL_STD
+    constants: Mapping[str, float] = {}
+    zero_rows: Mapping[str, int] = {}
+    if isinstance(sizes, DecoderConfig):
+        std = sizes.std
+        constants = initial_constants(sizes)
+    if isinstance(sizes, EncoderConfig):
+        zero_rows = padding_rows(sizes)
+    elif isinstance(sizes, BertConfig) and sizes.padding is not None:
+        zero_rows = {"embed.tokens.weight": sizes.padding}
+    for part in holding.stages.values():
+        for name, parameter in part_parameters(part).items():
+            constant = _own_constant(name, parameter)
+            if isinstance(sizes, DecoderConfig):
+                constant = constants.get(any_layer(name))
+            if constant is None:
+                _draw(parameter, name, seed, std, zero_rows.get(name))
             else:
-                nn.init.zeros_(parameter)
-    elif names:
-        module.reset_parameters()  # type: ignore[operator]  # Norms have nothing to draw.
-    return set(names.values())
+                nn.init.constant_(parameter, constant)
+
+
+def _own_constant(name: str, parameter: Tensor) -> float | None:
+    """What a parameter of our own models begins with: only norms have vectors of weights. None: it is drawn."""
+    if name.endswith("bias"):
+        return 0.0
+    return 1.0 if parameter.dim() == 1 else None
 
 
 def _draw(
