@@ -189,26 +189,21 @@ def relay_file(comm: Comm, file: Path, size: int, chain: Sequence[int]) -> None:
     place = chain.index(comm.rank) if comm.rank in chain else -1
     end = _End(file, reads=place == 0) if place >= 0 else None
 
-    def relay(count: int, own: Tensor | None) -> Tensor:
-        if own is None:
-            own = comm.receive((count,), torch.uint8, chain[place - 1]).wait()
-        if place + 1 < len(chain):
-            comm.send(own, chain[place + 1]).wait()
-        return own
-
     for number, begin in enumerate(range(0, size, PIECE_BYTES), 1):
         if end is not None:
             count = min(PIECE_BYTES, size - begin)
-            piece = relay(count, end.read(count) if end.reads else None)
+            arriving = None
+            if not end.reads:
+                arriving = comm.receive((count,), torch.uint8, chain[place - 1])
+            piece = end.read(count) if arriving is None else arriving.wait()
+            if place + 1 < len(chain):
+                comm.send(piece, chain[place + 1]).wait()
             end.write(piece)
         if number % PIECES_BETWEEN_BARRIERS == 0:
             comm.barrier()  # Ranks outside the chain would run out of patience.
+    intact = exchange(comm, end is None or end.failure is None)
     if end is not None:
-        intact = torch.tensor([end.failure is None], dtype=torch.uint8)
-        end.whole = bool(relay(1, intact if end.reads else None).item())
-    comm.barrier()
-    if end is not None:
-        end.close()
+        end.close(intact[chain[0]])
 
 
 class _End:
@@ -222,7 +217,6 @@ class _End:
         self.file = file
         self.reads = reads
         self.part = file if reads else file.with_name(file.name + PART)
-        self.whole = False  # whether the first rank had everything
         self.failure: OSError | None = None
         self.opened: BinaryIO | None = None
         with self._trying():
@@ -254,12 +248,12 @@ class _End:
             with self._trying():
                 self.opened.write(piece.cpu().numpy().data)
 
-    def close(self) -> None:
-        """Close the file and give it its name; raise the error if something failed."""
+    def close(self, whole: bool) -> None:
+        """Close the file and give it its name if the first rank had it `whole`; raise the error if something failed."""
         with self._trying():
             if self.opened is not None:
                 self.opened.close()
-            if self.whole and not self.reads and self.failure is None:
+            if whole and not self.reads and self.failure is None:
                 self.part.replace(self.file)
         if not self.reads:
             with suppress(OSError):
