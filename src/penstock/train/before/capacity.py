@@ -221,8 +221,12 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
     layers = load.plan.partition[number]
     first = number == 0
     last = number == len(load.plan.partition) - 1
-    end_parameters = counts.embed * first + counts.head * last
-    layer_parameters = layers * counts.layer
+    ends = counts.embed * first + counts.head * last
+    # Parameters, the numbers held for each, the share that trains, and full copies of sharded ones during a pass.
+    pieces = (
+        (layers * counts.layer, numbers.layers, numbers.layers_trained, 2),
+        (ends, numbers.ends, numbers.ends_trained, 3),
+    )
     message = rows * width * FLOAT32_BYTES
     held = layers * _bytes_held_by_layer(load)
     if last:
@@ -231,12 +235,13 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         held += rows * _bytes_of_logits(load)
     else:
         held += message
-    layer_numbers = layer_parameters * _numbers_held(mesh, numbers.layers, 2)
-    end_numbers = end_parameters * _numbers_held(mesh, numbers.ends, 3)
-    weights = FLOAT32_BYTES * (layer_numbers + end_numbers)
+    weights = gradients = 0.0
+    for parameters, own, trained, gathered in pieces:
+        weights += FLOAT32_BYTES * parameters * _numbers_held(mesh, own, gathered)
+        gradients += FLOAT32_BYTES * parameters * trained / mesh.size
     if load.half and mesh.size == 1:
         # Copies of all matrices in half precision (`penstock.runtime.backward`).
-        weights += FLOAT32_BYTES / 2 * (layer_parameters + counts.head * last)
+        weights += FLOAT32_BYTES / 2 * (layers * counts.layer + counts.head * last)
     tied = 0.0
     if load.sizes.tied and mesh.shard == 1:
         # Embedding and head share a matrix on a rank that has both. Sharded parts each keep their own copy.
@@ -244,9 +249,6 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         tied = FLOAT32_BYTES * shared
     if first and last:
         weights -= tied
-    trained = layer_parameters * numbers.layers_trained
-    trained += end_parameters * numbers.ends_trained
-    gradients = FLOAT32_BYTES * float(trained) / mesh.size
     tied_gradients = tied / numbers.ends * numbers.ends_trained
     if first or last:
         gradients -= tied_gradients
