@@ -462,10 +462,9 @@ MAX_MEASURED_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """A plan, the profiles that it was made with, and everything that was compared with it."""
+    """A plan, and everything that was compared with it."""
 
     plan: Plan
-    profiles: RowProfiles
     landscape: Landscape
 
 
@@ -624,7 +623,7 @@ def plan_workload(
     question = profile_question(workload, profiles.at, limits, source)
     landscape = search(question, watch, write_size)
     plan = chosen_plan(landscape, (("profile", source),))
-    return AutoPlan(plan, profiles, landscape)
+    return AutoPlan(plan, landscape)
 
 
 LOCK = "lock"  # in the folder of a run
