@@ -94,7 +94,7 @@ from penstock.train.history import (
     last_step,
     log_to,
 )
-from penstock.train.job import Job, Verdict, job_of
+from penstock.train.job import Verdict, job_of
 from penstock.train.loop import Trainer
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 
@@ -104,8 +104,6 @@ PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"
 FULL_FILE = "full"  # A rank ran out of memory once.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"  # a variable that torchrun sets, too
-# Finds the run in a folder: config, whether to resume, whether to start if there is no checkpoint.
-OpenJob = Callable[[Path, Config, bool, bool], Job]
 _log = logging.getLogger(__name__)
 
 
@@ -113,11 +111,11 @@ def work(
     folder: Path,
     resume: bool,
     watch: WatchRow | None = None,
-    open_job: OpenJob = job_of,
+    separate: SeparateFolders | None = None,
 ) -> Verdict:
     """Train as the rank that the environment names.
 
-    Raises errors that a restart may fix; returns the others. `open_job` finds the run in the folder.
+    Raises errors that a restart may fix; returns the others.
     """
     hear_signals()
     again = restarted()
@@ -135,7 +133,7 @@ def work(
             _note_restart(folder, trainer, done, time.time() - ended)
 
     try:
-        trainer, stop = _prepare(folder, resume or again, again, watch, open_job)
+        trainer, stop = _prepare(folder, resume or again, again, watch, separate)
         verdict = trainer.run(stop, ready)
     except (PeerLostError, StuckError):
         raise
@@ -306,7 +304,7 @@ def _prepare(
     resume: bool,
     again: bool,
     watch: WatchRow | None,
-    open_job: OpenJob,
+    separate: SeparateFolders | None,
 ) -> tuple[Trainer, Callable[[], bool]]:
     """Return the trainer of this rank, and a function that says whether to stop."""
     config = read_config(folder / CONFIG_FILE)
@@ -322,7 +320,7 @@ def _prepare(
             "a worker was lost; restart %s of %d", restart, config.run.restarts
         )
     write_pid(folder, comm.rank)
-    job = open_job(folder, config, resume, again)
+    job = replace(job_of(folder, config, resume, again), separate=separate)
     stop_file = folder / STOP_FILE
 
     def stop() -> bool:
@@ -571,7 +569,7 @@ def _story(outcome: WorkerOutcome[Verdict], restarts: int, folder: Path) -> str:
 
 
 def way_on(folder: Path) -> str:
-    """SayLine how to continue a run that ended too early."""
+    """Say how to continue a run that ended too early."""
     checkpoints = newest(folder / CHECKPOINTS_FOLDER)
     if not checkpoints:
         return "there is no checkpoint yet; start again with the same command"
@@ -588,12 +586,8 @@ def run_worker(
     first = os.environ.get("RANK") == "0"
     console = Console(stderr=True)
     log_to(console, first)
-
-    def open_job(folder: Path, config: Config, resume: bool, fresh: bool) -> Job:
-        return replace(job_of(folder, config, resume, fresh), separate=separate)
-
     if not first:
-        return work(Path(folder), resume, open_job=open_job)
+        return work(Path(folder), resume, separate=separate)
     run = read_config(Path(folder) / CONFIG_FILE).run
     with Screen(run.steps, run.log, console) as screen:
-        return work(Path(folder), resume, screen.put, open_job)
+        return work(Path(folder), resume, screen.put, separate)
