@@ -92,12 +92,6 @@ def test_a_mistake_is_reported_on_a_machine_without_torch(tmp_path, line, words)
     assert "Traceback" not in done.stderr
 
 
-def test_the_doctor_says_that_torch_is_missing(tmp_path):
-    done = without_torch(tmp_path, "doctor")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "pip install 'penstock[torch]'" in done.stdout
-
-
 def without_torch(tmp_path, line):
     """Run a command on a machine whose torch cannot be imported."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch')\n")
