@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 import starved_workers
+from case_tables import cases
 from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
@@ -51,7 +52,6 @@ from penstock.train.job import (
 )
 from penstock.train.launch import _story, launch, read_failure, run_worker
 from penstock.train.loop import Trainer
-from tables import cases
 
 
 @pytest.fixture

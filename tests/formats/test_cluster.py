@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
+from case_tables import cases
 from commands import called
 from penstock import make, simulate
 from penstock.cost import City, Cluster, Node, NoisyCost, PartCost, PausedCost, Seconds
 from penstock.errors import FileError, ShapeError, UnknownNameError
 from penstock.formats import dump_cluster, load_cluster, read_cluster, write_cluster
-from tables import cases
 
 HEAD = 'penstock = "cluster"\nversion = 1\n'
 TWO = (

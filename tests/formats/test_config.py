@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from case_tables import cases
 from penstock.config import PRESETS, Config, DataConfig, ModelConfig, check_config
 from penstock.errors import ConfigError, FileError, UnknownNameError
 from penstock.formats.config_toml import (
@@ -19,7 +20,6 @@ from penstock.formats.config_toml import (
     read_config,
     with_absolute_paths,
 )
-from tables import cases
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from case_tables import cases
 from penstock.cost import Cluster
 from penstock.errors import FileError, ScheduleError, ShapeError
 from penstock.formats import (
@@ -30,7 +31,6 @@ from penstock.ir import MicroBatch, Stage, parse_action, schedule_of
 from penstock.ir.plan import Plan
 from penstock.schedules import REGISTRY, make
 from random_schedules import named_schedules, random_schedule
-from tables import cases
 
 PICTURE = """\
 {
