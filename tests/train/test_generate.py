@@ -13,12 +13,16 @@ from penstock.errors import ShapeError
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.train.after.generate import (
     Trained,
-    _tokenizer,
     chosen_path,
     generate_text,
     parse_omission,
 )
-from penstock.train.data.tokenizer import ByteTokenizer, keep_tokenizer, train_tokenizer
+from penstock.train.data.tokenizer import (
+    ByteTokenizer,
+    keep_tokenizer,
+    kept_tokenizer,
+    train_tokenizer,
+)
 from penstock.train.weights import draw_parameters, hold_whole
 
 pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
@@ -105,18 +109,17 @@ def test_a_temperature_that_is_none_is_refused(temperature):
 def test_a_run_keeps_its_tokenizer_wherever_it_goes(tmp_path):
     train_tokenizer(["a text"], 257, tmp_path / "theirs.json")
     run = tmp_path / "run"
-    saved = run / "checkpoints" / "step-00000001"
-    saved.mkdir(parents=True)
-    facts = {"tokenizer": str(tmp_path / "theirs.json")}
-    assert _tokenizer(saved, facts) == facts["tokenizer"]
-    keep_tokenizer(facts["tokenizer"], run)
-    assert _tokenizer(saved, facts) == facts["tokenizer"]
+    run.mkdir()
+    named = str(tmp_path / "theirs.json")
+    assert kept_tokenizer(named, run) == named
+    keep_tokenizer(named, run)
+    assert kept_tokenizer(named, run) == named
     (tmp_path / "theirs.json").write_text("[]")
-    assert _tokenizer(saved, facts) == str(run / "tokenizer.json")
+    assert kept_tokenizer(named, run) == str(run / "tokenizer.json")
     (tmp_path / "theirs.json").unlink()
-    assert _tokenizer(saved, facts) == str(run / "tokenizer.json")
+    assert kept_tokenizer(named, run) == str(run / "tokenizer.json")
     keep_tokenizer(BYTE_TOKENIZER, run)
-    assert _tokenizer(saved, {"tokenizer": BYTE_TOKENIZER}) == BYTE_TOKENIZER
+    assert kept_tokenizer(BYTE_TOKENIZER, run) == BYTE_TOKENIZER
 
 
 def test_every_word_goes_through_the_model_once():
