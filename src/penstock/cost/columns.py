@@ -22,7 +22,15 @@ import numpy as np
 
 from penstock.cost.cost import ActionBytes, Cost
 from penstock.cost.network import busy_seconds
-from penstock.ir.action import BACKWARD, FORWARD, OPS, WEIGHTS, Action
+from penstock.ir.action import (
+    BACKWARD,
+    FORWARD,
+    OFFLOAD,
+    OPS,
+    RELOAD,
+    WEIGHTS,
+    Action,
+)
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
 
@@ -89,7 +97,9 @@ def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
         pause = pause + latency + wire
     return Columns(
         seconds=_ask(schedule, classes, cost.seconds),
-        gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
+        gain=np.where(np.isin(table.kind, (FORWARD, RELOAD)), held, 0.0)
+        + extra
+        + spike,
         loss=np.maximum(loss, 0.0) + spike,
         working=working,
         carried=carried,
@@ -198,9 +208,9 @@ def _links(
 def _losses(table: Table, held: Floats, kept: Floats) -> Floats:
     """Bytes that each action frees.
 
-    A B frees what its F left, an I all of that but what its W needs, and a W the rest.
+    A B frees what its F left, an I all of that but what its W needs, and a W the rest. An O frees what it moves away.
     """
-    loss = np.zeros(len(table))
+    loss = np.where(table.kind == OFFLOAD, held, 0.0)
     backward = np.flatnonzero(table.kind == BACKWARD)
     own_forward = table.at[table.slots[backward] - 1]
     loss[backward] = held[own_forward]

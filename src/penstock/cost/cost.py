@@ -28,7 +28,16 @@ from penstock.cost.sums import (
     sum_over_network,
 )
 from penstock.errors import ShapeError
-from penstock.ir.action import BACKWARD, FORWARD, SPLIT_OPS, WEIGHTS, Action, Op
+from penstock.ir.action import (
+    BACKWARD,
+    FORWARD,
+    OFFLOAD,
+    RELOAD,
+    SPLIT_OPS,
+    WEIGHTS,
+    Action,
+    Op,
+)
 from penstock.ir.schedule import Schedule, stretch
 from penstock.ir.sums import SumPlan
 from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Units
@@ -39,7 +48,7 @@ NETWORK_WITHOUT_DELAY = Network()
 class ActionBytes(NamedTuple):
     """What an action holds on its rank.
 
-    held: what a forward leaves until its backward is done.
+    held: what a forward leaves until its backward is done; what an O moves to the host, and an R back.
     kept: what an I leaves until its W is done.
     rebuilt: activations that a backward recomputes, and holds while it runs.
     working: what exists only while the action runs, besides what it recomputes.
@@ -157,6 +166,7 @@ class UnitCost(Cost):
     comm     the latency of a hop between two ranks
     sum      the time to send one rank's gradients to another rank: what two replicas take to sum
              them. n replicas sum in a ring: 2 (n-1)/n of it, and 2 (n-1) hops
+    copy     the time of an O or an R, which moves what a forward of F has kept
     bytes    1 stands for the activations of one micro-batch on one rank
     """
 
@@ -166,9 +176,10 @@ class UnitCost(Cost):
     I: float | None = None  # noqa: E741
     W: float | None = None
     sum: float = 0.0
+    copy: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("F", "B", "comm", "I", "W", "sum"):
+        for name in ("F", "B", "comm", "I", "W", "sum", "copy"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ShapeError(
@@ -182,6 +193,8 @@ class UnitCost(Cost):
 
     def time(self, op: Op) -> float:
         """The time of an op on everything that a micro-batch does on a rank."""
+        if op.kind in (OFFLOAD, RELOAD):
+            return self.copy
         given: float | None = getattr(self, op.value)
         return self.B / 2 if given is None else given
 
@@ -255,6 +268,7 @@ class PartCost:
     working: float = 0.0  # while F, B or I runs: logits, inner gradients
     scratch: float = 0.0  # while B or W runs: gradients of one matrix, in bytes
     carried: float = 0.0  # keys and values, which `held` contains
+    copy: Curve | None = None  # moves what F holds to the host, or back
 
     @property
     def left(self) -> float:
@@ -267,6 +281,8 @@ class PartCost:
 
     def curves(self, op: Op) -> tuple[Curve, ...]:
         """The curves whose sum is the time of an op."""
+        if op.kind in (OFFLOAD, RELOAD):
+            return () if self.copy is None else (self.copy,)
         own: Curve | None = getattr(self, op.value)
         curves = (self.I, self.W) if own is None else (own,)
         if self.recompute and op.kind == BACKWARD:

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from penstock.errors import FileError, ScheduleError
 from penstock.formats.text import Page, Steps, Stretch, fail, read_text
-from penstock.ir.action import FORWARD, Action, parse_action
+from penstock.ir.action import FORWARD, WEIGHTS, Action, parse_action
 from penstock.ir.program import (
     Free,
     InstructionLane,
@@ -222,6 +222,9 @@ def check_expressible(schedule: Schedule) -> None:
         if other != number:
             what = f"stages {other} and {number} are replicas of part {stage.part}"
             raise _inexpressible(what, "each part lives on one rank")
+    if (schedule.table.kind > WEIGHTS).any():
+        what = "it moves activations to the host"
+        raise _inexpressible(what, "actions are F, B, I and W")
     for number, microbatch in enumerate(schedule.microbatches):
         if microbatch.slices > 1:
             what = f"micro-batch {number} is cut into {microbatch.slices} token slices"

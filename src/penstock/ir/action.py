@@ -3,6 +3,7 @@
 2F0      forward of micro-batch 0 on stage 2
 2B0.1    backward of its slice 1
 2I0 2W0  the two halves of a split backward: input gradient, weight gradient
+2O0 2R0  what its forward keeps goes to the memory of the host, and comes back
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from typing import NamedTuple
 
 from penstock.errors import FileError
 
-FORWARD, BACKWARD, WEIGHTS = range(3)  # the kinds of action
-KINDS = 3
+FORWARD, BACKWARD, WEIGHTS, OFFLOAD, RELOAD = range(5)  # the kinds of action
+KINDS = 5
 
 
 class OpRow(NamedTuple):
     """What there is to know of an op.
 
     A stage runs at most one action of each kind for a slice of a micro-batch. `then` is the kind that must follow, -1
-    if none must. `shades` are the lightest, middle and darkest colour in figures.
+    if none must. `method` is the method of the executor's actions that runs it. `shades` are the lightest, middle and
+    darkest colour in figures.
     """
 
     kind: int
     then: int
     label: str
+    method: str
     shades: tuple[str, str, str]
 
 
@@ -37,6 +40,8 @@ class Op(StrEnum):
     B = "B"
     I = "I"  # noqa: E741
     W = "W"
+    O = "O"  # noqa: E741
+    R = "R"
 
     @property
     def row(self) -> OpRow:
@@ -45,15 +50,31 @@ class Op(StrEnum):
 
     @property
     def kind(self) -> int:
-        """FORWARD, BACKWARD or WEIGHTS."""
+        """FORWARD, BACKWARD, WEIGHTS, OFFLOAD or RELOAD."""
         return OP_TABLE[self].kind
 
 
 OP_TABLE = {
-    Op.F: OpRow(FORWARD, BACKWARD, "forward", ("#d5e4fc", "#6d9ff0", "#1c4fae")),
-    Op.B: OpRow(BACKWARD, -1, "backward", ("#cdebc7", "#69b86c", "#1d6630")),
-    Op.I: OpRow(BACKWARD, WEIGHTS, "input gradient", ("#c3efea", "#3fbdb2", "#0b6e69")),
-    Op.W: OpRow(WEIGHTS, -1, "weight gradient", ("#fde3be", "#f2a33c", "#a85005")),
+    Op.F: OpRow(
+        FORWARD, BACKWARD, "forward", "forward", ("#d5e4fc", "#6d9ff0", "#1c4fae")
+    ),
+    Op.B: OpRow(
+        BACKWARD, -1, "backward", "backward", ("#cdebc7", "#69b86c", "#1d6630")
+    ),
+    Op.I: OpRow(
+        BACKWARD,
+        WEIGHTS,
+        "input gradient",
+        "backward",
+        ("#c3efea", "#3fbdb2", "#0b6e69"),
+    ),
+    Op.W: OpRow(
+        WEIGHTS, -1, "weight gradient", "weights", ("#fde3be", "#f2a33c", "#a85005")
+    ),
+    Op.O: OpRow(
+        OFFLOAD, RELOAD, "offload", "offload", ("#e6dcf5", "#a988d8", "#5b35a0")
+    ),
+    Op.R: OpRow(RELOAD, -1, "reload", "reload", ("#f5dcec", "#d888b8", "#a0356f")),
 }
 OPS = tuple(Op)
 # The ops that compute, whose times are measured.
@@ -61,10 +82,15 @@ COMPUTING_OPS = (Op.F, Op.B, Op.I, Op.W)
 # What a stage computes for a slice, if the backward is one piece, and if it is split.
 WHOLE_OPS = (Op.F, Op.B)
 SPLIT_OPS = (Op.F, Op.I, Op.W)
-# The numbers of ops in tables: F 0, B 1, I 2, W 3.
+# The numbers of ops in tables: F 0, B 1, I 2, W 3, O 4, R 5.
 OP_CODES = {op: code for code, op in enumerate(OPS)}
+# The method of the executor's actions for each kind.
+METHODS = tuple(
+    next(row.method for row in OP_TABLE.values() if row.kind == kind)
+    for kind in range(KINDS)
+)
 
-_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+_TEXT = re.compile(r"([0-9]{1,9})([FBIWOR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
@@ -114,7 +140,7 @@ def parse_action(text: str) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise FileError(
-            f"{text!r} is not an action: an action is stage, op F B I or W, "
+            f"{text!r} is not an action: an action is stage, op F B I W O or R, "
             "micro-batch, as in 2F0, or 2F0.1 for a slice"
         )
     stage, op, microbatch, piece = match.groups()

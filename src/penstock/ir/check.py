@@ -29,6 +29,7 @@ from penstock.ir.action import (
     BACKWARD,
     FORWARD,
     KINDS,
+    RELOAD,
     WEIGHTS,
     Action,
     Op,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 
 BACKWARD_RULE = "a backward is either B alone, or I and W"
+OFFLOAD_RULE = "what a forward keeps leaves with an O and comes back with an R"
 
 
 def check(schedule: Schedule) -> Table:
@@ -56,7 +58,7 @@ def check(schedule: Schedule) -> Table:
     faults += _duplicate_faults(schedule, table)
     slots = needed_slots(table)
     faults += _missing_faults(schedule, table, slots)
-    faults += _lonely_weight_faults(schedule, table)
+    faults += _uncalled_faults(schedule, table)
     table.needs = np.where(slots >= 0, table.at[slots], -1).astype(np.int32)
     faults += order_faults(schedule, table)
     if faults:
@@ -238,12 +240,16 @@ def _draw_unneeded(schedule: Schedule, table: Table, slot: int) -> str:
     """The message for a missing action that no other needs, next to where it belongs."""
     action = _action_in(schedule, table, slot)
     kind = slot % KINDS
-    # A missing backward belongs after its F, and a missing W after its I.
+    # A missing backward belongs after its F, a missing W after its I, and a missing R after its O.
     before = int(table.at[slot - 1]) if kind != FORWARD else -1
     if kind == WEIGHTS:
         partner = table.action(before)
         what = f"{partner} has no {action}: the weight gradient is never computed"
         return draw_action_fault(schedule, table, before, what, BACKWARD_RULE)
+    if kind == RELOAD:
+        partner = table.action(before)
+        what = f"{partner} has no {action}: what it moves away never comes back"
+        return draw_action_fault(schedule, table, before, what, OFFLOAD_RULE)
     what = f"no rank ever runs {action}"
     if before >= 0:
         advice = "every F needs its backward: B, or I and W"
@@ -263,22 +269,32 @@ def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
     return Action(op, stage, microbatch, piece)
 
 
-def _lonely_weight_faults(schedule: Schedule, table: Table) -> list[str]:
-    """Each W whose backward is a B instead of an I."""
+def _uncalled_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Each W whose backward is a B instead of an I, and each R without an O."""
     is_filled = table.at >= 0
-    has_weights = is_filled[WEIGHTS::KINDS]
+    is_uncalled = is_filled & ~called_slots(table)
     has_backward = is_filled[BACKWARD::KINDS]
-    is_called = called_slots(table)[WEIGHTS::KINDS]
-    lonely = table.at[WEIGHTS::KINDS][has_weights & has_backward & ~is_called]
-    return draw_action_faults(schedule, table, lonely, _explain_lonely, "W without I")
+    weights = table.at[WEIGHTS::KINDS][is_uncalled[WEIGHTS::KINDS] & has_backward]
+    reloads = table.at[RELOAD::KINDS][is_uncalled[RELOAD::KINDS]]
+    return [
+        *draw_action_faults(schedule, table, weights, _explain_weights, "W without I"),
+        *draw_action_faults(schedule, table, reloads, _explain_reload, "R without O"),
+    ]
 
 
-def _explain_lonely(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
+def _explain_weights(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
     """Which I is missing beside a W, and which B is in its place."""
     action = table.action(number)
     whole = backward(action.stage, action.microbatch, action.slice)
     partner, _ = halves(action)
     return f"{action} has no {partner}: its backward is {whole}", BACKWARD_RULE
+
+
+def _explain_reload(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
+    """Which O is missing beside an R."""
+    action = table.action(number)
+    partner = action._replace(op=Op.O)
+    return f"{action} has no {partner}: nothing was moved away", OFFLOAD_RULE
 
 
 # ---------------------------------------------------------------- drawing faults

@@ -14,20 +14,22 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, chain, pairwise
 
-from penstock.ir.action import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.action import BACKWARD, FORWARD, OFFLOAD, WEIGHTS
 from penstock.ir.program import Free, Instruction, Program, RunAction, Send
 from penstock.ir.schedule import Schedule
 
 
 class Do(IntEnum):
-    """What a step does. The first three are actions."""
+    """What a step does. The first five are the kinds of action."""
 
     FORWARD = 0
     BACKWARD = 1
     WEIGHTS = 2
-    SEND = 3
-    RECEIVE = 4
-    FREE = 5
+    OFFLOAD = 3
+    RELOAD = 4
+    SEND = 5
+    RECEIVE = 6
+    FREE = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,13 @@ class LaneStep:
     instruction: Instruction
     value: int  # made, sent, received or freed
     source: int = -1  # the value it needs: the input of an F, the gradient of a B
-    forward: int = -1  # the F to which a B, I or W belongs
+    forward: int = -1  # the F to which an action belongs
     stage: int = -1
     microbatch: int = -1
     unit: int = -1  # the slice, numbered over all micro-batches
     last: bool = False  # on the last stage of the path, where the loss is
     split: bool = False  # an I, or an F whose backward is an I
+    offloaded: bool = False  # an F whose saved tensors are moved to the host
     peer: int = -1
     goes_back: bool = False  # the message is a gradient
 
@@ -71,7 +74,7 @@ class Lane:
 def lane_turns(program: Program, rank: int) -> list[Turn]:
     """The turns of a rank's lane."""
     steps = lane_steps(program, rank)
-    starts = [number for number, step in enumerate(steps) if step.do <= Do.WEIGHTS]
+    starts = [number for number, step in enumerate(steps) if step.do < Do.SEND]
     cuts = sorted({0, *starts, len(steps)})
     return [_turn(steps[begin:end]) for begin, end in pairwise(cuts)]
 
@@ -83,7 +86,7 @@ def receives_of(turns: Sequence[Turn]) -> list[LaneStep]:
 
 
 def _turn(steps: list[LaneStep]) -> Turn:
-    action = steps[0] if steps[0].do <= Do.WEIGHTS else None
+    action = steps[0] if steps[0].do < Do.SEND else None
     messages = tuple(step for step in steps if step.do in (Do.SEND, Do.RECEIVE))
     frees = tuple(step.value for step in steps if step.do is Do.FREE)
     return Turn(action, messages, frees)
@@ -138,6 +141,7 @@ def _action(
         unit,
         last=path[-1] == action.stage,
         split=int(table.then[backward]) == WEIGHTS,
+        offloaded=kind == FORWARD and int(table.at[first_slot + OFFLOAD]) >= 0,
     )
 
 

@@ -13,7 +13,7 @@ Micro-batch 0 in two slices through stages a, b; an arrow leads from an action t
     aB0.1 ◄── bB0.1
       │         │            W  its own I; if a backward is split, I takes the place of B in all of the above
       ▼         ▼
-    aB0.0 ◄── bB0.0
+    aB0.0 ◄── bB0.0          R  its own O, which needs its own F; a B needs its own R if there is one
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.ir.action import BACKWARD, FORWARD, KINDS, WEIGHTS, Action
+from penstock.ir.action import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    OFFLOAD,
+    RELOAD,
+    WEIGHTS,
+    Action,
+)
 
 if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
@@ -33,13 +41,15 @@ if TYPE_CHECKING:
 class Rule(NamedTuple):
     """An action of `kind` needs the action of kind `needed` at an offset from it.
 
-    `path` counts the stages along the path, and `slice` the slices.
+    `path` counts the stages along the path, and `slice` the slices. `if_any` says that a schedule may do without the
+    needed action.
     """
 
     kind: int
     needed: int
     path: int
     slice: int
+    if_any: bool = False
 
 
 RULES = (
@@ -49,8 +59,10 @@ RULES = (
     Rule(BACKWARD, BACKWARD, +1, 0),
     Rule(BACKWARD, BACKWARD, 0, +1),
     Rule(WEIGHTS, BACKWARD, 0, 0),
+    Rule(OFFLOAD, FORWARD, 0, 0),
+    Rule(RELOAD, OFFLOAD, 0, 0),
+    Rule(BACKWARD, RELOAD, 0, 0, if_any=True),
 )
-MAX_RULES_PER_KIND = 3
 
 
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -79,7 +91,9 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
         is_slice = 0 <= piece < microbatch.slices
         if is_on_path and is_slice:
             slot = table.slot(rule.needed, action.microbatch, there, piece)
-            needed.append(table.action(int(table.at[slot])))
+            number = int(table.at[slot])
+            if number >= 0 or not rule.if_any:
+                needed.append(table.action(number))
     return tuple(needed)
 
 
@@ -96,7 +110,7 @@ def needed_slots(table: Table) -> Ints:
 
     Row i holds the slots that action i needs, and -1 where a rule does not apply.
     """
-    slots = np.full((len(table.kind), MAX_RULES_PER_KIND), -1, dtype=np.int64)
+    slots = np.full((len(table.kind), len(RULES)), -1, dtype=np.int64)
     columns_used = np.zeros(KINDS, dtype=np.int64)
     for rule in RULES:
         mine = np.flatnonzero((table.kind == rule.kind) & table.valid)
@@ -110,6 +124,11 @@ def needed_slots(table: Table) -> Ints:
             & (piece < table.slices[microbatch])
         )
         slot = table.slot(rule.needed, microbatch[inside], there[inside], piece[inside])
-        slots[mine[inside], columns_used[rule.kind]] = slot
-        columns_used[rule.kind] += 1
-    return slots
+        user = mine[inside]
+        if rule.if_any:
+            is_there = table.at[slot] >= 0
+            slot, user = slot[is_there], user[is_there]
+        if len(user):
+            slots[user, columns_used[rule.kind]] = slot
+            columns_used[rule.kind] += 1
+    return slots[:, : max(columns_used.max(), 1)]

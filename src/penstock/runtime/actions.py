@@ -1,8 +1,9 @@
-"""What the actions F, B, I and W of a stage do with tensors.
+"""What the actions F, B, I, W, O and R of a stage do with tensors.
 
     F   x (tokens, or the output of the stage before)  ──module──►   y       keeps (x, y) for the backward
     B   gradient of y (or the loss itself)             ──autograd──►  x.grad  adds to the gradients of the weights
     I   the same walk, but linear layers leave their weight gradients to W
+    O   what autograd has saved in F  ──►  the memory of the host;  R  ──►  back (`penstock.runtime.offload`)
 
 x and y are tuples of tensors, because stages may pass several. A sliced micro-batch has one x per slice.
 `penstock.models.slice` says what a stage carries from slice to slice, and how the gradient of that comes back.
@@ -52,6 +53,7 @@ from penstock.runtime.module_state import (
     statistics_locks,
     whole_buffers,
 )
+from penstock.runtime.offload import SavedTensors
 from penstock.runtime.passed_values import (
     PIECE,
     ForwardParameters,
@@ -164,6 +166,7 @@ class KeptForward:
     # The module's buffers before this forward, if the backward computes it again.
     before: Sequence[Buffers] = ()
     added: Tensor | None = None  # a loss that a layer has added
+    saved: SavedTensors | None = None  # what autograd has saved, if it goes to the host
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -212,9 +215,15 @@ class ComputedActions:
         else:
             ledger = self.new_ledger(step)
             record_in(ledger)
-            y = self.apply(step, x, piece)
+            saved = None
+            if step.offloaded:
+                saved = SavedTensors(self.staying_tensors(step, x))
+                with saved.saving():
+                    y = self.apply(step, x, piece)
+            else:
+                y = self.apply(step, x, piece)
             buffers = self.data.take_buffers()
-            kept = KeptForward(x, y, ledger, buffers, piece)
+            kept = KeptForward(x, y, ledger, buffers, piece, saved=saved)
             self.kept[step.value] = kept
             self.data.publish(step, y)
             if self.data.added:
@@ -443,7 +452,7 @@ class ComputedActions:
             self.close_slice(step, kept.piece)
         if deferrals is not None:
             deferrals.end(step.stage)
-        kept.y = None
+        kept.y = kept.saved = None
         if self.data.added:
             self.data.added.clear()  # by a layer that computed its forward again
 
@@ -514,6 +523,31 @@ class ComputedActions:
         """Let the buffers of a finished unit take the next messages."""
         for buffer in kept.buffers:
             self.give_back(buffer)
+
+    # ------------------------------------------------------------ O and R
+    def staying_tensors(self, step: LaneStep, x: Value) -> list[Tensor]:
+        """What a forward uses and others hold as well, so that moving it would free nothing."""
+        module = self.stages.modules[step.stage]
+        copies = [] if self.stages.casts is None else self.stages.casts.copies.values()
+        return [*module.parameters(), *module.buffers(), *copies, *x]
+
+    def offload(self, step: LaneStep) -> None:
+        """Move what autograd has saved in the forward to the host. A recomputed stage has nothing to move."""
+        kept = self.kept[step.forward]
+        if kept.saved is None:
+            return
+        assert kept.y is not None
+        carried: list[Tensor] = []
+        if kept.piece is not None:
+            carry = kept.piece.carry
+            carried = [*carry.rows.values(), *carry.states.values()]
+        kept.saved.leave([*kept.y, *carried])
+
+    def reload(self, step: LaneStep) -> None:
+        """Move it back."""
+        kept = self.kept[step.forward]
+        if kept.saved is not None:
+            kept.saved.come_back(kept.x[0].device)
 
 
 # ---------------------------------------------------------------- stage checks

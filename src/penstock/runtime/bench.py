@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.ir.action import Action, Op
+from penstock.ir.action import BACKWARD, FORWARD, Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
 from penstock.models.slice import Carry, Slice
@@ -677,12 +677,12 @@ class Bench:
         lane: list[Action] = []
         for action in self.order.under(self.options, options):
             op, _, number, piece = action
-            if op is Op.F:
+            if op.kind == FORWARD:
                 before, after = feeds.get(number), sinks.get(number)
-            elif op is Op.W:  # only the stage itself has weights
-                before, after = None, None
-            else:
+            elif op.kind == BACKWARD:
                 before, after = sinks.get(number), feeds.get(number)
+            else:  # the other kinds are about the stage alone
+                before, after = None, None
             end_op = Op.F if op is Op.F else Op.B
             if before is not None:
                 lane.append(Action(end_op, before, number, piece))

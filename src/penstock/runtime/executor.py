@@ -51,7 +51,13 @@ from penstock.runtime.loss import Loss, reduction_of
 from penstock.runtime.passed_values import Edge, Feedback, described
 from penstock.runtime.process.machine import keep_freed_memory
 from penstock.runtime.recorder import Clock, Recorder
-from penstock.runtime.replay import PlayedActions, Recordings, Tape, refuse_shares
+from penstock.runtime.replay import (
+    PlayedActions,
+    Recordings,
+    Tape,
+    refuse_offloads,
+    refuse_shares,
+)
 from penstock.runtime.replicas import (
     Agreement,
     Replicas,
@@ -146,6 +152,7 @@ class Executor:
         )
         refuse_whole(schedule, self.modules)
         if tape is not None:
+            refuse_offloads(schedule)
             refuse_shares(self.modules)
         self.lane = Lane(lane_turns(program, comm.rank))
         self.finder = EdgeFinder(schedule, self.modules, comm, options.messages)

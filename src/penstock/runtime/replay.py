@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
+from penstock.ir.action import OFFLOAD
 from penstock.ir.lane import Do, LaneStep, Rests, StageVisit, Turn
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
@@ -483,6 +484,15 @@ def sent_values(turns: Sequence[Turn], only_later: bool = False) -> Iterator[int
         for message in turn.messages:
             if message.do is Do.SEND and message.value != made:
                 yield message.value
+
+
+def refuse_offloads(schedule: Schedule) -> None:
+    """Raise an error if a schedule moves saved tensors to the host, which recorded actions keep where they are."""
+    if (schedule.table.kind == OFFLOAD).any():
+        raise ShapeError(
+            "a schedule that moves what forwards keep to the host cannot be recorded\n"
+            "  train without a tape (run.graphs = false), or make the schedule without `offload`"
+        )
 
 
 def refuse_shares(modules: Mapping[int, nn.Module]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.errors import ShapeError
+from penstock.ir.action import METHODS
 from penstock.ir.lane import Do, Lane, LaneStep
 from penstock.ir.timeline import Timeline
 from penstock.runtime.actions import StageActions
@@ -101,7 +102,8 @@ class Walk:
         messages = self.messages
         gradients = self.gradients
         actions = self.actions
-        act = (actions.forward, actions.backward, actions.weights)
+        # Recorded actions have no O and R, and the executor refuses them.
+        act: list[Any] = [getattr(actions, method, None) for method in METHODS]
         self.begin()
         tell_gradients = training and gradients.wait_for_actions
         for number, turn in enumerate(lane.turns):

@@ -20,6 +20,7 @@ from penstock.schedules.skip import skip
 from penstock.schedules.token_sliced import seq1f1b, terapipe
 from penstock.schedules.transforms import (
     even_cuts,
+    offload,
     replicate,
     slice_tokens,
     split_backward,
@@ -59,7 +60,7 @@ OTHER_NAMES = {
 }
 
 # The shape words that every schedule accepts beside its own; see `make`.
-COMMON_SHAPE_WORDS = ("slices", "split", "copies")
+COMMON_SHAPE_WORDS = ("slices", "split", "offload", "copies")
 
 
 def shape_of(name: str) -> tuple[str, ...]:
@@ -90,10 +91,11 @@ def max_actions(name: str, **shape: int) -> int:
 def make(name: str, **shape: int) -> Schedule:
     """Build the schedule with this name and shape.
 
-    Beside the words of its own shape, every schedule accepts three more. `slices` cuts
+    Beside the words of its own shape, every schedule accepts four more. `slices` cuts
     each micro-batch into this many equal slices (some schedules have `slices` in their
-    own shape). `split=True` splits the backwards. `copies` puts this many copies of the
-    schedule side by side, each with its own micro-batches.
+    own shape). `split=True` splits the backwards. `offload` moves what forwards keep to the
+    host, and back this many actions before their backwards. `copies` puts this many copies of
+    the schedule side by side, each with its own micro-batches.
 
     >>> make("1f1b", ranks=4, microbatches=8).actions
     64
@@ -118,6 +120,8 @@ def transform(
         schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
     if shape.get("split"):
         schedule = split_backward(schedule)
+    if "offload" in shape:
+        schedule = offload(schedule, shape["offload"])
     if "copies" in shape:
         schedule = replicate(schedule, shape["copies"])
     return schedule

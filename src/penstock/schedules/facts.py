@@ -150,7 +150,7 @@ def count_actions(name: str, shape: Mapping[str, int]) -> int:
     factors = (
         ranks * facts.stages * shape.get("chunks", 1) * shape.get("waves", 1),
         microbatches,
-        3 if is_split else 2,
+        (3 if is_split else 2) + (2 if shape.get("offload") else 0),
         shape.get("slices", 1),
         shape.get("copies", 1),
     )

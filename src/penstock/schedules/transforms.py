@@ -1,4 +1,4 @@
-"""Transforms from one schedule to another: split the backwards, cut the tokens, copy or repeat the pipeline.
+"""Transforms from one schedule to another: split backwards, cut tokens, move memory to the host, copy or repeat.
 
 They can be combined.
 
@@ -7,6 +7,7 @@ slice_tokens     | F0 F1 B0 B1      ->  F0 F0.1 F1 F1.1 B0.1 B0 B1.1 B1
 recut            | the same order, with other boundaries between the slices
 replicate        | more ranks do the same with micro-batches of their own
 repeat           | F0 F1 B0 B1      ->  F0 F1 B0 B1 F2 F3 B2 B3
+offload          | F0 F1 F2 B0 B1 B2    ->  F0 O0 F1 O1 F2 R0 B0 R1 B1 B2
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.errors import ShapeError
-from penstock.ir.action import BACKWARD, FORWARD, Action, halves
+from penstock.ir.action import BACKWARD, FORWARD, Action, Op, halves
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.schedules.facts import refuse_if_too_large
 from penstock.schedules.orders import require_at_least
@@ -124,6 +125,35 @@ def repeat(schedule: Schedule, units: int) -> Schedule:
             repeated += _renumber(lane, 0, unit * count)
         lanes.append(repeated)
     return schedule_of(schedule.stages, schedule.microbatches * units, lanes)
+
+
+def offload(schedule: Schedule, ahead: int) -> Schedule:
+    """Move what a forward keeps to the host (O), and back `ahead` actions before its backward (R).
+
+    A forward whose backward comes sooner keeps everything where it is.
+
+    >>> from penstock import make
+    >>> offload(make("gpipe", ranks=1, microbatches=3), 1).lanes[0]
+    (<0F0>, <0O0>, <0F1>, <0O1>, <0F2>, <0R0>, <0B0>, <0R1>, <0B1>, <0B2>)
+    """
+    require_at_least(1, offload=ahead)
+    lanes = []
+    for lane in schedule.lanes:
+        place = {
+            action[1:]: number
+            for number, action in enumerate(lane)
+            if action.op.kind == BACKWARD
+        }
+        reloads: dict[int, list[Action]] = {}
+        moved = []
+        for number, action in enumerate(lane):
+            moved += [*reloads.pop(number, ()), action]
+            back = place[action[1:]] - ahead
+            if action.op.kind == FORWARD and back > number + 1:
+                moved.append(action._replace(op=Op.O))
+                reloads.setdefault(back, []).append(action._replace(op=Op.R))
+        lanes.append(moved)
+    return schedule_of(schedule.stages, schedule.microbatches, lanes)
 
 
 def _cut_microbatches(schedule: Schedule, cuts: Sequence[int]) -> list[MicroBatch]:

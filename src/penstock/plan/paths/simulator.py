@@ -132,7 +132,7 @@ def rule_needs(task: int, length: int, slices: int) -> list[int]:
     position, piece = divmod(place, slices)
     needs = []
     for rule in RULES:
-        if rule.kind != (BACKWARD if kind else FORWARD):
+        if rule.kind != (BACKWARD if kind else FORWARD) or rule.if_any:
             continue
         needed_position = position + rule.path
         needed_slice = piece + rule.slice
