@@ -28,7 +28,7 @@ from penstock.cost.network import held_whole
 from penstock.cost.profile import MAX_ERROR, error_warning
 from penstock.errors import ShapeError, refuse_first
 from penstock.formats import config_toml, dump_cluster, dump_row_profiles
-from penstock.ir.action import OPS
+from penstock.ir.action import COMPUTING_OPS
 from penstock.plan.planner import plan_run
 from penstock.train.placement import check_gpu_exists, decide_placement, precision_on
 from penstock.view.numbers import write_size, write_time
@@ -427,7 +427,7 @@ def _fit_facts(profile: Profile) -> list[dict[str, Any]]:
     }
     facts = []
     for name, block in blocks.items():
-        for op in OPS:
+        for op in COMPUTING_OPS:
             fit = block.fit(op)
             row = {
                 "block": name,

@@ -78,7 +78,7 @@ from penstock.formats.text import (
     value_name,
     write_text,
 )
-from penstock.ir.action import OPS, Op
+from penstock.ir.action import COMPUTING_OPS, Op
 
 PROFILE_VERSION = 1
 ROW_FIELDS = ("rows", "message", "turn", "switch")  # besides the blocks
@@ -146,7 +146,7 @@ def _blocks_text(profile: Profile) -> str:
 
 def _block_entry(block: Block) -> Lines:
     sizes = {field: float(getattr(block, field)) for field in BYTE_FIELDS}
-    fits = Lines({op.value: _fit_entry(block.fit(op)) for op in OPS})
+    fits = Lines({op.value: _fit_entry(block.fit(op)) for op in COMPUTING_OPS})
     points = Lines([*map(_point_entry, block.points)])
     return Lines({**sizes, "fits": fits, "points": points})
 
@@ -223,7 +223,7 @@ def _block(page: Page, steps: Steps, value: Value) -> Block:
     fits = values.pop("fits")
     found: dict[str, Any] = {
         op.value: _fit(page, (*steps, "fits", op.value), fits[op.value], points, op)
-        for op in OPS
+        for op in COMPUTING_OPS
     }
     return Block(**values, **found)
 
@@ -251,7 +251,7 @@ def _fit(
 
 NUMBER = Field(number())
 NO_NUMBER = Field(number(), 0.0)
-OP_NUMBERS = dict.fromkeys([op.value for op in OPS], NUMBER)
+OP_NUMBERS = dict.fromkeys([op.value for op in COMPUTING_OPS], NUMBER)
 POINT = {
     "tokens": Field(whole(1)),
     "prefix": Field(whole()),
