@@ -17,17 +17,11 @@ from penstock.cost.profile import Block, Point, Profile, block
 from penstock.errors import ShapeError
 from penstock.ir import Stage
 from penstock.ir.compiled import many_schedules
+from penstock.plan import space_bound
 from penstock.plan.candidates import Candidate
 from penstock.plan.pricing import Machines, ProfilePricing
 from penstock.plan.search import rank_pipeline, survey_pipeline
 from penstock.plan.space import Limits, StagePlacement
-from penstock.plan.space_bound import (
-    DivisionLoad,
-    Hop,
-    PlacedBound,
-    PlacedLayers,
-    least_block_times,
-)
 from penstock.plan.workload import Division, Workload
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
@@ -197,19 +191,6 @@ def test_no_optimum_of_cp_sat_beats_the_bound_of_its_cell(in_flight):
         assert 0.7 * judged.makespan <= bound <= judged.makespan * ROUNDING
 
 
-def test_a_recomputed_stage_needs_room_for_one_slice_and_the_inputs_of_all():
-    ends = replace(even_block(0.0), held=0.0)
-    layer = replace(even_block(1.0), held=5.0)
-    profile = Profile(1, TOKENS, 1, 1.0, ends, layer, ends, Network())
-    times = least_block_times(profile, slices=4, split=True, granularity=32)
-    # Inputs take 128 bytes, and the layer builds 4 more bytes of each token of a slice again: 128 for the shortest.
-    for memory, cuts in ((250.0, ()), (260.0, (0, 32, 64, 96, 128))):
-        load = DivisionLoad(1, 1, Hop(0.0, 0.0), copies=1, memory=memory)
-        bound = PlacedBound(PlacedLayers([Stage(0, 0)], (1,)), times, profile, load)
-        fitting = np.flatnonzero(bound.fitting_classes())
-        assert fitting.tolist() == ([times.class_of(cuts)] if cuts else [])
-
-
 def test_less_memory_raises_the_bound_until_nothing_fits():
     rng, _, free = random_cell(3)
     division = Division(1, 2, 1, 1, 6, 1, 0.0)
@@ -225,3 +206,20 @@ def test_less_memory_raises_the_bound_until_nothing_fits():
     assert bounds == sorted(bounds)
     assert bounds[0] < max(one for one in bounds if one < math.inf)
     assert bounds[-1] == math.inf
+
+
+def test_a_recomputed_stage_needs_room_for_one_slice_and_the_inputs_of_all():
+    ends = replace(even_block(0.0), held=0.0)
+    layer = replace(even_block(1.0), held=5.0)
+    profile = Profile(1, TOKENS, 1, 1.0, ends, layer, ends, Network())
+    times = space_bound.least_block_times(profile, slices=4, split=True, granularity=32)
+    # Inputs take 128 bytes, and the layer builds 4 more bytes of each token of a slice again: 128 for the shortest.
+    for memory, cuts in ((250.0, ()), (260.0, (0, 32, 64, 96, 128))):
+        load = space_bound.CellLoad(
+            1, 1, space_bound.Hop(0.0, 0.0), copies=1, memory=memory
+        )
+        bound = space_bound.PlacedBound(
+            space_bound.PlacedLayers([Stage(0, 0)], (1,)), times, profile, load
+        )
+        fitting = np.flatnonzero(bound.fitting_classes())
+        assert fitting.tolist() == ([times.class_of(cuts)] if cuts else [])

@@ -166,33 +166,6 @@ def test_a_frozen_stage_keeps_the_buffers_of_what_it_sends_on():
     assert given_back == [False] * 4  # x and the mask
 
 
-class Wider(nn.Module):
-    """Returns its input in another shape, so that its gradient has the memory of that of its output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1)
-
-
-def test_a_gradient_that_is_passed_on_keeps_the_buffer_in_which_it_came():
-    """The send may not be over."""
-    ends = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    stages = [ends[0], Wider(), nn.Sequential(nn.Flatten(1, 2), ends[1])]
-
-    def work(comm):
-        watched = Watched(comm)
-        schedule = make("1f1b", ranks=3, microbatches=2)
-        mine = {comm.rank: stages[comm.rank]}
-        loss = nn.MSELoss(reduction="sum")
-        executor = Executor(lower(schedule), mine, watched, loss)
-        x = torch.ones(4, 5, 3)
-        executor.step(cut_batch(x, x, 2))
-        sent = {one.data_ptr() for one in watched.sent}
-        return [one.data_ptr() in sent for one in watched.given_back]
-
-    _, given_back, _ = run_threads(3, work)
-    assert given_back == [True] * 2  # x; its message was over before the loss was known
-
-
 # ---------------------------------------------------------------- shapes
 class Patches(nn.Module):
     """A small ViT's entry: images become patches."""
