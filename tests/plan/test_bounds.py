@@ -10,14 +10,9 @@ from penstock import UnitCost, lower_bound, make, simulate
 from penstock.cost import Network
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Point, Profile, block
-from penstock.ir import Action, MicroBatch, Schedule
+from penstock.ir import MicroBatch
 from penstock.plan.orders import best_order
-from penstock.plan.space_bound import (
-    LeastTimes,
-    least_block_times,
-    mean_bound,
-    space_bound,
-)
+from penstock.plan.space_bound import least_block_times, mean_bound, space_bound
 from penstock.schedules.list_scheduling import (
     backward_first,
     list_schedule,
@@ -44,26 +39,6 @@ def test_a_rank_that_holds_one_micro_batch_runs_one_after_the_other():
     # Each micro-batch takes 12 seconds and six hops, and rank 0 holds it all the time.
     assert lower_bound(draft, cost, cap=1) == pytest.approx(3 * 12.6)
     assert lower_bound(draft, cost, cap=3) < 3 * 12.6
-
-
-def test_the_bound_has_the_hops_before_and_after_the_work_of_a_rank():
-    schedule = make("1f1b", ranks=2, microbatches=4)
-    # Rank 1 works for 12 seconds. Rank 0 has a forward and a backward before and after, each with a hop.
-    assert lower_bound(schedule, UnitCost(comm=0.5)) == 12 + 3 + 2 * 0.5
-
-
-class RestingCost(UnitCost):
-    """Lets a rank rest for half a forward after every action."""
-
-    def pause(self, schedule: Schedule, action: Action) -> float:
-        return 0.5
-
-
-def test_a_rank_need_not_rest_after_its_last_action():
-    alone = make("gpipe", ranks=1, microbatches=3)
-    assert lower_bound(alone, RestingCost()) == simulate(alone, RestingCost()).makespan
-    times = LeastTimes(work=(1.0, 2.0), way=(1.0, 2.0), hop=0.0, turn=0.5)
-    assert mean_bound(times, ranks=1, microbatches=3) == 3 * 3 + 5 * 0.5
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved-zb", "gpipe"])

@@ -6,7 +6,6 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from optimum import optimum
@@ -15,9 +14,7 @@ from penstock.cost.curve import Fit, Seconds
 from penstock.cost.network import Link
 from penstock.cost.profile import Block, Point, Profile, block
 from penstock.errors import ShapeError
-from penstock.ir import Stage
 from penstock.ir.compiled import many_schedules
-from penstock.plan import space_bound
 from penstock.plan.candidates import Candidate
 from penstock.plan.pricing import Machines, ProfilePricing
 from penstock.plan.search import rank_pipeline, survey_pipeline
@@ -206,20 +203,3 @@ def test_less_memory_raises_the_bound_until_nothing_fits():
     assert bounds == sorted(bounds)
     assert bounds[0] < max(one for one in bounds if one < math.inf)
     assert bounds[-1] == math.inf
-
-
-def test_a_recomputed_stage_needs_room_for_one_slice_and_the_inputs_of_all():
-    ends = replace(even_block(0.0), held=0.0)
-    layer = replace(even_block(1.0), held=5.0)
-    profile = Profile(1, TOKENS, 1, 1.0, ends, layer, ends, Network())
-    times = space_bound.least_block_times(profile, slices=4, split=True, granularity=32)
-    # Inputs take 128 bytes, and the layer builds 4 more bytes of each token of a slice again: 128 for the shortest.
-    for memory, cuts in ((250.0, ()), (260.0, (0, 32, 64, 96, 128))):
-        load = space_bound.CellLoad(
-            1, 1, space_bound.Hop(0.0, 0.0), copies=1, memory=memory
-        )
-        bound = space_bound.PlacedBound(
-            space_bound.PlacedLayers([Stage(0, 0)], (1,)), times, profile, load
-        )
-        fitting = np.flatnonzero(bound.fitting_classes())
-        assert fitting.tolist() == ([times.class_of(cuts)] if cuts else [])

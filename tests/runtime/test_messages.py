@@ -182,7 +182,11 @@ def test_each_of_several_tensors_has_rounding_errors_of_its_own():
         stage = (Fork, Join)[comm.rank](4, 4)
         loss = nn.MSELoss(reduction="sum")
         executor = Executor(
-            lower(schedule), {comm.rank: stage}, comm, loss, messages=torch.int8
+            lower(schedule),
+            {comm.rank: stage},
+            comm,
+            loss,
+            options=RunOptions(messages=torch.int8),
         )
         executor.step(batch_of([x], [x]))
         return {place for _, place in executor.feedback.lost}
