@@ -15,8 +15,8 @@ from penstock.formats import dump_torch_csv
 from penstock.ir import MicroBatch, Schedule, Stage, parse_action
 from penstock.ir.program import lower
 from penstock.runtime import Executor
+from penstock.runtime.actions import SavedTensors
 from penstock.runtime.comm.thread import Hub, ThreadComm, run_threads
-from penstock.runtime.offload import SavedTensors
 from pipelines import TOKENS, VOCAB, llama
 
 
@@ -116,7 +116,7 @@ def test_what_leaves_comes_back_once(lane, fault):
 
 def test_what_cannot_hold_an_offload_refuses_it():
     schedule = make("gpipe", ranks=1, microbatches=4, offload=1)
-    with pytest.raises(FileError, match="moves activations to the host"):
+    with pytest.raises(FileError, match="0O0 has the op offload"):
         dump_torch_csv(schedule)
     with pytest.raises(ShapeError, match="cannot be recorded"):
         Executor(

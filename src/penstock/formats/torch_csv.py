@@ -31,6 +31,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,9 +223,10 @@ def check_expressible(schedule: Schedule) -> None:
         if other != number:
             what = f"stages {other} and {number} are replicas of part {stage.part}"
             raise _inexpressible(what, "each part lives on one rank")
-    if (schedule.table.kind > WEIGHTS).any():
-        what = "it moves activations to the host"
-        raise _inexpressible(what, "actions are F, B, I and W")
+    for action in chain.from_iterable(schedule.lanes):
+        if action.op.kind > WEIGHTS:
+            what = f"{action} has the op {action.op.row.label}"
+            raise _inexpressible(what, "actions are F, B, I and W")
     for number, microbatch in enumerate(schedule.microbatches):
         if microbatch.slices > 1:
             what = f"micro-batch {number} is cut into {microbatch.slices} token slices"

@@ -55,7 +55,7 @@ from penstock.runtime.replay import (
     PlayedActions,
     Recordings,
     Tape,
-    refuse_offloads,
+    refuse_other_ops,
     refuse_shares,
 )
 from penstock.runtime.replicas import (
@@ -152,7 +152,7 @@ class Executor:
         )
         refuse_whole(schedule, self.modules)
         if tape is not None:
-            refuse_offloads(schedule)
+            refuse_other_ops(schedule)
             refuse_shares(self.modules)
         self.lane = Lane(lane_turns(program, comm.rank))
         self.finder = EdgeFinder(schedule, self.modules, comm, options.messages)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
-from penstock.ir.action import OFFLOAD
+from penstock.ir.action import WEIGHTS
 from penstock.ir.lane import Do, LaneStep, Rests, StageVisit, Turn
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
@@ -486,11 +486,14 @@ def sent_values(turns: Sequence[Turn], only_later: bool = False) -> Iterator[int
                 yield message.value
 
 
-def refuse_offloads(schedule: Schedule) -> None:
-    """Raise an error if a schedule moves saved tensors to the host, which recorded actions keep where they are."""
-    if (schedule.table.kind == OFFLOAD).any():
+def refuse_other_ops(schedule: Schedule) -> None:
+    """Raise an error if a schedule does more than compute: recordings keep their tensors where they are."""
+    other = next(
+        (a for lane in schedule.lanes for a in lane if a.op.kind > WEIGHTS), None
+    )
+    if other is not None:
         raise ShapeError(
-            "a schedule that moves what forwards keep to the host cannot be recorded\n"
+            f"{other} cannot be recorded: recorded actions keep their tensors where they are\n"
             "  train without a tape (run.graphs = false), or make the schedule without `offload`"
         )
 
