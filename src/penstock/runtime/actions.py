@@ -156,7 +156,7 @@ class FirstStepChecks:
 # Moves what autograd has saved in a forward to the memory of the host, and back before its backward.
 #
 #     F   autograd saves tensors; several may be views of one storage      device  [a a a|b b]    host
-#     O   each storage is copied to the host once, and freed on the device                         host  [a a a|b b]
+#     O   each storage is copied to the host once; the first is freed     device                 host  [a a a|b b]
 #     R   the storages come back; saved tensors are views of them again    device  [a a a|b b]    host
 #     B   autograd asks for the tensors
 #
