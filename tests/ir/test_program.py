@@ -468,7 +468,7 @@ def test_the_threaded_machine_hangs_on_a_program_that_deadlocks(
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_named_schedule_runs_on_threads_whose_sends_block(name: str) -> None:
+def test_every_named_schedule_runs_on_threads_and_with_queues(name: str) -> None:
     schedules = list(named_schedules(name))
     assert schedules
     for schedule in schedules:
@@ -476,6 +476,8 @@ def test_every_named_schedule_runs_on_threads_whose_sends_block(name: str) -> No
         assert_frees_follow_the_last_use(program)
         assert_needs_agree(schedule)
         run_on_threads(program)
+        assert never_run(program) == []
+        assert never_run(program, separate=True) == []
 
 
 def test_lowering_is_linear_enough_for_large_schedules() -> None:
@@ -491,13 +493,6 @@ def test_what_verify_accepts_runs_with_queues_of_messages():
         verify(lowered)
         assert never_run(lowered) == []
         assert never_run(lowered, separate=True) == []
-
-
-@pytest.mark.parametrize("name", REGISTRY)
-def test_every_named_schedule_runs_with_queues_of_messages(name):
-    for schedule in named_schedules(name):
-        assert never_run(lower(schedule)) == []
-        assert never_run(lower(schedule), separate=True) == []
 
 
 def test_queues_find_the_actions_that_wait_for_a_message_in_vain(program):

@@ -67,7 +67,8 @@ class Lane:
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
-        self.receives = receives_of(turns)
+        messages = chain.from_iterable(turn.messages for turn in turns)
+        self.receives = [message for message in messages if message.do is Do.RECEIVE]
         self.position = 0
 
 
@@ -77,12 +78,6 @@ def lane_turns(program: Program, rank: int) -> list[Turn]:
     starts = [number for number, step in enumerate(steps) if step.do < Do.SEND]
     cuts = sorted({0, *starts, len(steps)})
     return [_turn(steps[begin:end]) for begin, end in pairwise(cuts)]
-
-
-def receives_of(turns: Sequence[Turn]) -> list[LaneStep]:
-    """The receives of a lane, in order."""
-    messages = chain.from_iterable(turn.messages for turn in turns)
-    return [message for message in messages if message.do is Do.RECEIVE]
 
 
 def _turn(steps: list[LaneStep]) -> Turn:

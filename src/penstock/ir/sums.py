@@ -331,7 +331,8 @@ def cell_shares(plan: SumPlan) -> tuple[float, ...]:
         return plan.shares
     count = len(plan.ranks)
     if plan.kind is SumKind.TWO_LEVELS:
-        count = count_cells(map(len, plan.groups), plan.whole)
+        owners = 1 if plan.whole else len(plan.groups)
+        count = owners * prod(map(len, plan.groups))
     return (1.0 / count,) * count
 
 
@@ -343,12 +344,6 @@ def cell_bounds(plan: SumPlan, numbers: int) -> list[int]:
     """
     ends = list(itertools.accumulate(cell_shares(plan)))
     return [0, *(round(numbers * (end / ends[-1])) for end in ends)]
-
-
-def count_cells(sizes: Iterable[int], whole: bool) -> int:
-    """The number of cells of a sum over groups of these sizes."""
-    listed = list(sizes)
-    return prod(listed) * (1 if whole else len(listed))
 
 
 def rounds_of(plan: SumPlan, rank: int) -> tuple[Round, ...]:
