@@ -11,18 +11,17 @@ Rank 2 runs on node 2. `penstock.formats.cluster_toml` reads and writes clusters
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import asin, cos, radians, sin, sqrt
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from penstock.cost.cost import ModelCost, PartCost
-from penstock.cost.network import Network
+from penstock.cost.network import Network, pair_matrix
 from penstock.errors import ShapeError, UnknownNameError
 
 UNLIMITED_SLOTS = 2**31 - 1
 Matrix = tuple[tuple[float, ...], ...]  # [source][target]
-PlaceType = TypeVar("PlaceType")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,8 @@ class Cluster:
         nodes = tuple(Node(city.name, speed, slots) for city in cities)
         return cls(
             nodes,
-            _matrix(cities, latency_between, diagonal=0.0),
-            _matrix(cities, bandwidth_between, diagonal=math.inf),
+            pair_matrix(cities, latency_between, diagonal=0.0),
+            pair_matrix(cities, bandwidth_between, diagonal=math.inf),
             serial,
         )
 
@@ -106,8 +105,8 @@ class Cluster:
         numbers = range(nodes)
         return cls(
             (Node(slots=slots),) * nodes,
-            _matrix(numbers, lambda one, other: latency, diagonal=0.0),
-            _matrix(numbers, lambda one, other: bandwidth, diagonal=math.inf),
+            pair_matrix(numbers, lambda one, other: latency, diagonal=0.0),
+            pair_matrix(numbers, lambda one, other: bandwidth, diagonal=math.inf),
             serial,
         )
 
@@ -135,20 +134,6 @@ def with_slots(cluster: Cluster, slots: int) -> Cluster:
     """Return the cluster with this number of slots for every node."""
     nodes = tuple(replace(node, slots=slots) for node in cluster.nodes)
     return replace(cluster, nodes=nodes)
-
-
-def _matrix(
-    places: Sequence[PlaceType],
-    value: Callable[[PlaceType, PlaceType], float],
-    diagonal: float,
-) -> Matrix:
-    """A value for each ordered pair of places, and `diagonal` from a place to itself."""
-    rows = []
-    for i, one in enumerate(places):
-        row = [value(one, other) for other in places]
-        row[i] = diagonal
-        rows.append(tuple(row))
-    return tuple(rows)
 
 
 def _city(site: str | City) -> City:

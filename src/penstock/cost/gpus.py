@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from penstock.cost.network import Link, Network
+from penstock.cost.network import Link, Network, pair_matrix
 from penstock.cost.profile import (
     FASTEST_ROUND,
     SLOWEST_ROUND,
@@ -179,11 +179,7 @@ def gpu_network(gpu: Gpu, ranks: int, devices_per_rank: int = 1) -> Network:
         return Network(gpu.inside.latency, gpu.inside.bandwidth, serial=True)
 
     def matrix(inside: float, between: float) -> tuple[tuple[float, ...], ...]:
-        rows = []
-        for one in machines:
-            row = tuple(inside if one == other else between for other in machines)
-            rows.append(row)
-        return tuple(rows)
+        return pair_matrix(machines, lambda a, b: inside if a == b else between, inside)
 
     return Network(
         matrix(gpu.inside.latency, gpu.between.latency),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from penstock.ir.table import Floats
 
 PerPair = float | tuple[tuple[float, ...], ...]  # the same for all, or [source][target]
 MIN_BANDWIDTH = 1e-30  # bytes per second
+Place = TypeVar("Place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,18 @@ def _values(value: PerPair) -> list[float]:
         for target, number in enumerate(row)
         if source != target
     ]
+
+
+def pair_matrix(
+    places: Sequence[Place], value: Callable[[Place, Place], float], diagonal: float
+) -> tuple[tuple[float, ...], ...]:
+    """A value for each ordered pair of places, and `diagonal` from a place to itself."""
+    rows = []
+    for i, one in enumerate(places):
+        row = [value(one, other) for other in places]
+        row[i] = diagonal
+        rows.append(tuple(row))
+    return tuple(rows)
 
 
 def _check_pairs(quantity: str, value: PerPair, least: float) -> None:

@@ -33,6 +33,7 @@ from penstock.cost.network import (
     BufferedMessage,
     Network,
     PerPair,
+    pair_matrix,
     slowest_link,
     value_of_pair,
 )
@@ -101,9 +102,11 @@ def measured_links(
     latency: PerPair = statistics.median(latencies.values())
     bandwidth: PerPair = _bandwidth(statistics.median(byte_seconds.values()))
     if every:
-        bandwidths = {pair: _bandwidth(one) for pair, one in byte_seconds.items()}
-        latency = _matrix(comm.ranks, latencies, 0.0)
-        bandwidth = _matrix(comm.ranks, bandwidths, math.inf)
+        ranks = range(comm.ranks)
+        latency = pair_matrix(ranks, lambda a, b: latencies.get((a, b), 0.0), 0.0)
+        bandwidth = pair_matrix(
+            ranks, lambda a, b: _bandwidth(byte_seconds.get((a, b), 0.0)), math.inf
+        )
     return Network(latency, bandwidth, serial=True, channels=comm.channels)
 
 
@@ -229,16 +232,6 @@ def _time_trip(comm: Comm, other: int, size: int, device: torch.device | str) ->
 def _bandwidth(byte_seconds: float) -> float:
     """Bytes per second; infinite if a byte takes no measurable time."""
     return 1.0 / byte_seconds if byte_seconds > 0 else math.inf
-
-
-def _matrix(
-    ranks: int, values: dict[Pair, float], diagonal: float
-) -> tuple[tuple[float, ...], ...]:
-    """A matrix with a value for each ordered pair, and one for a rank and itself."""
-    rows = [[diagonal] * ranks for _ in range(ranks)]
-    for (source, target), value in values.items():
-        rows[source][target] = value
-    return tuple(map(tuple, rows))
 
 
 # ---------------------------------------------------------------- buffers
