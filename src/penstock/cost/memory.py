@@ -112,9 +112,9 @@ def weights_of(schedule: Schedule, cost: Cost) -> Floats:
     Stages of one part on a rank share their weights, and so do the first and the last part
     their tied weights.
     """
-    stage_of = {}  # by rank and part
-    for number, stage in enumerate(schedule.stages):
-        stage_of[stage.rank, stage.part] = number
+    stage_of = {
+        (stage.rank, stage.part): number for number, stage in enumerate(schedule.stages)
+    }
     weights = np.zeros(schedule.ranks)
     for (rank, _), number in stage_of.items():
         weights[rank] += cost.weights(schedule, number).weights

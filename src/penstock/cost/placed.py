@@ -10,6 +10,7 @@ at the schedule that it is asked about, and divides the layers of the model as t
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +27,29 @@ class LayeredCost(PartsCost):
     """The cost of any schedule by a profile, whose layers are divided as the schedule needs them."""
 
     profile: Profile
+    # The costs of all parts by the ranks that they are on.
+    models: dict[tuple[int, ...], ModelCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # The last schedule with its cost: the simulator asks thousands of times about one schedule.
+    last: list[tuple[Schedule, ModelCost]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    @abstractmethod
+    def new_model(self, schedule: Schedule) -> ModelCost:
+        """The cost of the parts of a schedule on these ranks."""
+
+    def model(self, schedule: Schedule) -> ModelCost:
+        """The cost of this schedule's own parts."""
+        for known, cost in self.last:
+            if known is schedule:
+                return cost
+        ranks = _ranks_of_parts(schedule)
+        if ranks not in self.models:
+            self.models[ranks] = self.new_model(schedule)
+        self.last[:] = [(schedule, self.models[ranks])]
+        return self.models[ranks]
 
     @property
     def network(self) -> Network:
@@ -53,19 +77,12 @@ class ProfileCost(LayeredCost):
 
     tokens: int | None = None
     recompute: bool = False
-    by_parts: dict[int, ModelCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
-    def model(self, schedule: Schedule) -> ModelCost:
-        """The cost of this schedule's own parts."""
-        parts = schedule.parts
-        if parts not in self.by_parts:
-            partition = even_partition(self.profile.layers, parts)
-            tokens = self.profile.tokens if self.tokens is None else self.tokens
-            cost = self.profile.cost(partition, None, self.recompute, tokens)
-            self.by_parts[parts] = cost
-        return self.by_parts[parts]
+    def new_model(self, schedule: Schedule) -> ModelCost:
+        """The cost of as many parts as this schedule has."""
+        partition = even_partition(self.profile.layers, schedule.parts)
+        tokens = self.profile.tokens if self.tokens is None else self.tokens
+        return self.profile.cost(partition, None, self.recompute, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +100,6 @@ class PlacedCost(LayeredCost):
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()  # of the ranks, copy by copy; empty if all are 1
-    models: dict[tuple[int, ...], ModelCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    # The last schedule with its cost: the simulator asks thousands of times about one schedule.
-    last: list[tuple[Schedule, ModelCost]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
 
     def partition_of(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the layers of each part of a schedule."""
@@ -106,26 +116,12 @@ class PlacedCost(LayeredCost):
         first_parts = range(count_of_share(self.recomputed, schedule.parts))
         return self.recompute or tuple(first_parts)
 
-    def model(self, schedule: Schedule) -> ModelCost:
-        """The cost of this schedule's own parts."""
-        for known, cost in self.last:
-            if known is schedule:
-                return cost
-        ranks = _ranks_of_parts(schedule)
-        if ranks not in self.models:
-            self.models[ranks] = self._new_model(schedule)
-        self.last[:] = [(schedule, self.models[ranks])]
-        return self.models[ranks]
-
-    def _new_model(self, schedule: Schedule) -> ModelCost:
+    def new_model(self, schedule: Schedule) -> ModelCost:
+        """The cost of the layers of each part, balanced over the ranks."""
         again = self.recomputed_parts(schedule)
-        last = schedule.parts - 1
         # The overhead of an action is a pause after it, which is how it was measured.
         profile = replace(self.profile, turn=0.0)
-        parts = tuple(
-            profile.part(layers, number == 0, number == last, number in again)
-            for number, layers in enumerate(self.partition_of(schedule))
-        )
+        parts = profile.parts(self.partition_of(schedule), again)
         return ModelCost(parts, self.network, self.speeds, self.tokens)
 
     def updates(self, schedule: Schedule) -> list[float]:

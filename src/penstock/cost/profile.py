@@ -10,7 +10,7 @@ Seconds and bytes are those of all rows of a micro-batch; bytes are given per to
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cost.cost import ModelCost, PartCost
@@ -176,12 +176,18 @@ class Profile:
         otherwise its cuts are token counts.
         """
         self.check(partition, ranks)
+        recomputed = range(len(partition)) if recompute else ()
+        return ModelCost(self.parts(partition, recomputed), self.network, tokens=tokens)
+
+    def parts(
+        self, partition: Sequence[int], recomputed: Container[int]
+    ) -> tuple[PartCost, ...]:
+        """The cost of each part of a partition, of which some are recomputed."""
         last = len(partition) - 1
-        parts = tuple(
-            self.part(count, number == 0, number == last, recompute)
-            for number, count in enumerate(partition)
+        return tuple(
+            self.part(layers, number == 0, number == last, number in recomputed)
+            for number, layers in enumerate(partition)
         )
-        return ModelCost(parts, self.network, tokens=tokens)
 
     def check(self, partition: Sequence[int], ranks: int | None = None) -> None:
         """Refuse a partition of another number of layers, and more ranks than have links."""

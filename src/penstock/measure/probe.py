@@ -520,11 +520,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def _activation_bytes(tensors: Iterable[Tensor], weights: dict[int, int]) -> float:
     """The memory of tensors, without that of weights."""
-    total = 0.0
-    for address, size in _storages(tensors).items():
-        if address not in weights:
-            total += size
-    return total
+    sizes = _storages(tensors)
+    return float(sum(sizes[address] for address in sizes if address not in weights))
 
 
 def _measure_update(probe: Probe) -> tuple[float, float]:

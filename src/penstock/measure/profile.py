@@ -191,13 +191,9 @@ def measure_rows(subjects: Sequence[Subjects], setup: Setup) -> RowProfiles:
 def shared_weights(embed: nn.Module, head: nn.Module) -> float:
     """The share of the head's weights that the embedding has too."""
     embedded = {id(parameter) for parameter in embed.parameters()}
-    total = 0
-    shared = 0
-    for parameter in head.parameters():
-        total += parameter.nbytes
-        if id(parameter) in embedded:
-            shared += parameter.nbytes
-    return shared / max(total, 1)
+    owned = list(head.parameters())
+    shared = [parameter for parameter in owned if id(parameter) in embedded]
+    return sum(one.nbytes for one in shared) / max(sum(one.nbytes for one in owned), 1)
 
 
 class MeasuredBlock(NamedTuple):
