@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -180,17 +180,17 @@ class Search:
     """A search that can be continued. It begins with the given order of the problem's actions, lane by lane."""
 
     def __init__(self, problem: OrderProblem, lane: Ints, seed: int = 0) -> None:
-        caps = np.maximum(problem.columns.caps, lane_peaks(problem, lane))
-        caps += ACTIVATION_ROUNDING * problem.activation
-        self.problem = replace(problem, columns=problem.columns._replace(caps=caps))
-        self.lane = np.array(lane, dtype=np.int64)
-        self.best = self.lane.copy()
-        self.makespan = time_lanes(problem, self.lane)  # of the best order
+        self.problem = problem
+        self.seed = seed
+        self.best = lane
+        self.makespan = time_lanes(problem, lane)  # of the best order
         if self.makespan < 0:
             raise ShapeError(
                 "the lanes wait for each other, so there is no first time to improve"
             )
-        self._random = np.random.default_rng(seed)
+        self._lane = lane.copy()
+        self._random: np.random.Generator | None = None
+        self._columns = problem.columns
         self._round = 0
         self._begin = 0  # moves of this round so far
 
@@ -201,8 +201,13 @@ class Search:
 
     def run(self, moves: int) -> None:
         """Try this many more moves."""
-        actions = self.problem.columns.actions
-        seconds = float(actions.seconds.mean())
+        if self._random is None:  # Many searches never run.
+            caps = np.maximum(self._columns.caps, lane_peaks(self.problem, self.best))
+            caps += ACTIVATION_ROUNDING * self.problem.activation
+            self._columns = self._columns._replace(caps=caps)
+            self._random = np.random.default_rng(self.seed)
+            self.best = self.best.copy()
+        seconds = float(self._columns.actions.seconds.mean())
         run = compile_if_large(_run_moves, self.problem.size)
         while moves > 0:
             length = self.round_moves
@@ -214,17 +219,17 @@ class Search:
             self.makespan = run(
                 random,
                 Climate(begin, length, climate.warmth * seconds, price),
-                self.lane,
+                self._lane,
                 self.best,
                 self.makespan,
-                self.problem.columns,
+                self._columns,
             )
             moves -= count
             self._begin += count
             if self._begin == length:
                 self._round += 1
                 self._begin = 0
-                self.lane = self.best.copy()
+                self._lane = self.best.copy()
 
     def schedule(self) -> Schedule:
         """Return the best schedule so far."""
@@ -298,9 +303,7 @@ def _run_moves(  # noqa: PLR0912, PLR0915
     where = np.empty(size, np.int64)  # place of each action in its lane
     held = np.empty(size, np.float64)  # bytes before each place of a lane
     arcs = np.empty(size, np.int64)  # critical actions that wait for the one before
-    arc_count = 0
-    now_time = 0.0  # of the current order
-    now_excess = 0.0
+    now_excess = 0.0  # of the current order
     over = np.empty(size, np.float64)
     queue = np.empty(size, np.int64)  # the actions that can run, tick by tick
     latest = np.empty(ranks, np.int64)  # the last action that has run on each rank
@@ -433,127 +436,17 @@ def _run_moves(  # noqa: PLR0912, PLR0915
                     makespan = max(makespan, end[last])
         return float(makespan)
 
-    for step in range(-1, len(random)):
-        source = 0
-        target = 0
-        excess = now_excess
-        time = 0.0
-        part = (begin + step) / length
-        heat = warmth * (1.0 - part)
-        price = full_price * max(part, 0.0) / (1.001 - part)
-        if full_price == np.inf:
-            price = 1e300
-        now = now_time + now_excess * price
-        if step >= 0:
-            # Choose an action and a place in its lane.
-            pick, kind, shift, luck, side = random[step]
-            if kind < CRITICAL_MOVES and arc_count > 0:
-                number = arcs[int(pick * arc_count)]
-                source = where[number]
-                later = side < 0.5
-                if later:  # move what it waits for behind it
-                    source -= 1
-            else:
-                source = int(pick * size)
-                later = side < 0.5
-            number = lane[source]
-            here = rank[number]
-            reach = first[here + 1] - first[here]
-            distance = 1 + int(shift * shift * shift * min(reach, MAX_DISTANCE))
-            if later:
-                limit = min(source + distance, first[here + 1] - 1)
-                target = source
-                while target < limit:
-                    other = lane[target + 1]
-                    if (
-                        needs[other, 0] == number
-                        or needs[other, 1] == number
-                        or needs[other, 2] == number
-                    ):
-                        break
-                    target += 1
-            else:
-                limit = max(source - distance, first[here])
-                target = source
-                while target > limit:
-                    other = lane[target - 1]
-                    if (
-                        needs[number, 0] == other
-                        or needs[number, 1] == other
-                        or needs[number, 2] == other
-                    ):
-                        break
-                    target -= 1
-            if target == source:
-                continue
-            # Move it, and check the memory on the way.
-            low = min(source, target)
-            high = max(source, target)
-            if later:
-                for place in range(source, target):
-                    lane[place] = lane[place + 1]
-            else:
-                for place in range(source, target, -1):
-                    lane[place] = lane[place - 1]
-            lane[target] = number
-            level = held[low]
-            excess = now_excess
-            for place in range(low, high + 1):
-                excess += max(level + gain[lane[place]] - caps[here], 0.0) - over[place]
-                level += gain[lane[place]] - loss[lane[place]]
-            fits = excess * price <= now - now_time + 1.5 * heat
-        else:
-            low = 0
-            high = -1
-            fits = True
+    def with_mean_end(makespan: float) -> float:
+        """Return a makespan plus a share of the mean time at which ranks end."""
+        total = 0.0
+        for last in latest:
+            if last >= 0:
+                total += end[last]
+        return float(makespan + MEAN_END_WEIGHT * total / ranks)
 
-        makespan = 0.0
-        goal = 0.0
-        if fits:
-            for place in range(low, high + 1):
-                where[lane[place]] = place
-            makespan = time_all()
-            if makespan < 0.0:
-                fits = False
-            else:
-                goal = 0.0
-                for last in latest:
-                    if last >= 0:
-                        goal += end[last]
-                time = makespan + MEAN_END_WEIGHT * goal / ranks
-                goal = time + excess * price
-
-        if step < 0:
-            now = goal
-            now_time = time
-            if len(random) == 0 or not fits:
-                return makespan
-        else:
-            if not fits or goal > now + heat * luck * luck * luck:
-                # Take it back.
-                if later:
-                    for place in range(target, source, -1):
-                        lane[place] = lane[place - 1]
-                else:
-                    for place in range(target, source):
-                        lane[place] = lane[place + 1]
-                lane[source] = number
-                for place in range(low, high + 1):
-                    where[lane[place]] = place
-                continue
-            now_time = time
-            now_excess = excess
-            level = held[low]
-            for place in range(low, high + 1):
-                held[place] = level
-                over[place] = max(level + gain[lane[place]] - caps[rank[number]], 0.0)
-                level += gain[lane[place]] - loss[lane[place]]
-            if now_excess <= 1e-12 and makespan < best_makespan * (1.0 - LEAST_GAIN):
-                best_makespan = makespan
-                for place in range(size):
-                    best[place] = lane[place]
-        # Walk back along the critical path.
-        arc_count = 0
+    def find_arcs() -> int:
+        """Walk back along the critical path, and count its actions that wait for the one before on their rank."""
+        count = 0
         a = np.int64(-1)
         for last in latest:
             if last >= 0 and (a < 0 or end[last] >= end[a]):
@@ -561,7 +454,94 @@ def _run_moves(  # noqa: PLR0912, PLR0915
         while cause[a] >= 0:
             before = cause[a]
             if where[before] + 1 == where[a] and rank[before] == rank[a]:
-                arcs[arc_count] = a
-                arc_count += 1
+                arcs[count] = a
+                count += 1
             a = before
+        return count
+
+    def farthest_place(number: int, target: int, distance: int) -> int:
+        """Return how far an action can move along its lane, at most by a distance, until one of two needs the other."""
+        step = 1 if distance > 0 else -1
+        here = rank[number]
+        goal = min(max(target + distance, first[here]), first[here + 1] - 1)
+        while target != goal:
+            sooner = number
+            later = lane[target + step]
+            if step < 0:
+                sooner, later = later, sooner
+            for column in range(needs.shape[1]):
+                if needs[later, column] == sooner:
+                    return target
+            target += step
+        return target
+
+    def move(source: int, target: int) -> None:
+        """Move the action at one place of a lane to another."""
+        step = 1 if target > source else -1
+        number = lane[source]
+        for place in range(source, target, step):
+            lane[place] = lane[place + step]
+        lane[target] = number
+
+    makespan = time_all()
+    if len(random) == 0 or makespan < 0.0:
+        return makespan
+    now_time = with_mean_end(makespan)
+    arc_count = find_arcs()
+    for step in range(len(random)):
+        part = (begin + step) / length
+        heat = warmth * (1.0 - part)
+        price = full_price * part / (1.001 - part)
+        if full_price == np.inf:
+            price = 1e300
+        now = now_time + now_excess * price
+        # Choose an action and a place in its lane.
+        pick, kind, shift, luck, side = random[step]
+        later = side < 0.5
+        if kind < CRITICAL_MOVES and arc_count > 0:
+            source = where[arcs[int(pick * arc_count)]]
+            if later:  # move what it waits for behind it
+                source -= 1
+        else:
+            source = int(pick * size)
+        number = lane[source]
+        here = rank[number]
+        reach = first[here + 1] - first[here]
+        distance = 1 + int(shift * shift * shift * min(reach, MAX_DISTANCE))
+        target = farthest_place(number, source, distance if later else -distance)
+        if target == source:
+            continue
+        # Move it, and check the memory on the way.
+        low = min(source, target)
+        high = max(source, target)
+        move(source, target)
+        level = held[low]
+        excess = now_excess
+        for place in range(low, high + 1):
+            excess += max(level + gain[lane[place]] - caps[here], 0.0) - over[place]
+            level += gain[lane[place]] - loss[lane[place]]
+        time = np.inf
+        if excess * price <= now - now_time + 1.5 * heat:
+            for place in range(low, high + 1):
+                where[lane[place]] = place
+            makespan = time_all()
+            if makespan >= 0.0:
+                time = with_mean_end(makespan)
+        if time + excess * price > now + heat * luck * luck * luck:
+            # Take it back.
+            move(target, source)
+            for place in range(low, high + 1):
+                where[lane[place]] = place
+            continue
+        now_time = time
+        now_excess = excess
+        level = held[low]
+        for place in range(low, high + 1):
+            held[place] = level
+            over[place] = max(level + gain[lane[place]] - caps[here], 0.0)
+            level += gain[lane[place]] - loss[lane[place]]
+        if now_excess <= 1e-12 and makespan < best_makespan * (1.0 - LEAST_GAIN):
+            best_makespan = makespan
+            best[:] = lane
+        arc_count = find_arcs()
     return best_makespan

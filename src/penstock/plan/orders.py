@@ -56,7 +56,6 @@ from penstock.plan.improve import (
     Search,
     fits_caps,
     problem_of,
-    time_lanes,
 )
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.list_scheduling import (
@@ -66,7 +65,6 @@ from penstock.schedules.list_scheduling import (
     defer_weights,
     held_by_one,
     least_caps,
-    schedule_with_lanes,
     sequential_schedule,
 )
 from penstock.schedules.transforms import slice_tokens, split_backward
@@ -74,7 +72,7 @@ from penstock.schedules.transforms import slice_tokens, split_backward
 LIST_WORK = 50  # listing takes about as long as this many simulations
 # How many orders take part in each round of moves; later rounds have one.
 IMPROVED = (4, 2, 1)
-MAX_ENTRIES = 16  # orders that are kept
+MAX_KEPT_ORDERS = 16
 # The rules that give the best orders most often: pace, head start and priority, as below. The best of these orders is
 # seldom much slower than the best of all rules.
 FIRST_RULES = (
@@ -256,29 +254,6 @@ def sliced_orders(
         yield slice_tokens(known, cuts)
 
 
-class _PooledOrder:
-    """An order that may be improved further."""
-
-    def __init__(
-        self, problem: OrderProblem, lanes: Ints, makespan: float, seed: int
-    ) -> None:
-        self.problem = problem
-        self.lanes = lanes
-        self.makespan = makespan
-        self.seed = seed
-        self.search: Search | None = None
-
-    def improve(self, most: int) -> int:
-        """Run one round, or as much of it as fits into `most` moves, and return the number of moves."""
-        if self.search is None:
-            self.search = Search(self.problem, self.lanes, self.seed)
-        moves = min(self.search.round_moves, most)
-        self.search.run(moves)
-        self.lanes = self.search.best
-        self.makespan = self.search.makespan
-        return moves
-
-
 class _OrderPool:
     """Lists orders and improves the best of them until the work is done."""
 
@@ -296,14 +271,14 @@ class _OrderPool:
         self.watch = watch
         self.bound = bound
         self.drafts: list[tuple[Draft, OrderProblem]] = []
-        self.entries: list[_PooledOrder] = []
+        self.searches: list[Search] = []
         self.left = 0
         self.best = math.inf
 
     def add_draft(self, draft: Draft, work: int) -> None:
         """Search orders of these actions."""
         caps = caps_of_ranks(draft.schedule, draft.costs, self.cap)
-        self.drafts.append((draft, draft.problem(caps, work)))
+        self.drafts.append((draft, draft.problem.with_caps(caps, work)))
 
     def add_start(self, schedule: Schedule, work: int) -> None:
         """Begin with this schedule, unless it holds too much."""
@@ -315,7 +290,7 @@ class _OrderPool:
     @property
     def is_over(self) -> bool:
         """Whether the work is done, or the best order cannot be improved."""
-        if not self.entries:
+        if not self.searches:
             return False
         return self.left <= 0 or self.best <= self.bound * (1 + EQUAL_TIMES)
 
@@ -334,35 +309,36 @@ class _OrderPool:
                     self._add(problem, lanes)
                     if self.is_over:
                         return
-            for entry in self._best_entries(IMPROVED[min(number, len(IMPROVED) - 1)]):
-                self.left -= entry.improve(self.left)
-                self._note(entry.makespan)
+            for search in self._best(IMPROVED[min(number, len(IMPROVED) - 1)]):
+                moves = min(search.round_moves, self.left)
+                search.run(moves)
+                self.left -= moves
+                self._note(search.makespan)
                 if self.is_over:
                     return
 
     def schedule(self) -> Schedule:
         """Return the best schedule."""
-        best = min(self.entries, key=lambda entry: entry.makespan)
-        return schedule_with_lanes(best.problem.schedule, best.lanes)
+        return min(self.searches, key=lambda search: search.makespan).schedule()
 
     def _add(self, problem: OrderProblem, lanes: Ints) -> None:
-        makespan = time_lanes(problem, lanes)
-        self.entries.append(_PooledOrder(problem, lanes, makespan, self.seed))
-        if len(self.entries) > 2 * MAX_ENTRIES:
-            self.entries = self._best_entries(MAX_ENTRIES)
-        self._note(makespan)
+        search = Search(problem, lanes, self.seed)
+        self.searches.append(search)
+        if len(self.searches) > 2 * MAX_KEPT_ORDERS:
+            self.searches = self._best(MAX_KEPT_ORDERS)
+        self._note(search.makespan)
 
     def _note(self, makespan: float) -> None:
         if makespan < self.best * (1 - EQUAL_TIMES):
             self.best = makespan
             self.watch(makespan)
 
-    def _best_entries(self, most: int) -> list[_PooledOrder]:
+    def _best(self, most: int) -> list[Search]:
         """Return the best orders, only one of each makespan."""
-        chosen: list[_PooledOrder] = []
-        for entry in sorted(self.entries, key=lambda entry: entry.makespan):
-            if not chosen or entry.makespan > chosen[-1].makespan * (1 + EQUAL_TIMES):
-                chosen.append(entry)
+        chosen: list[Search] = []
+        for one in sorted(self.searches, key=lambda search: search.makespan):
+            if not chosen or one.makespan > chosen[-1].makespan * (1 + EQUAL_TIMES):
+                chosen.append(one)
         return chosen[:most]
 
 
@@ -372,14 +348,10 @@ class Draft:
     def __init__(self, schedule: Schedule, cost: Cost) -> None:
         self.schedule = schedule
         self.size = len(schedule.table)
-        self._problem = problem_of(schedule, cost, None)
+        self.problem = problem_of(schedule, cost, None)
         self.costs = columns(schedule, cost)
         self.lister = Lister(schedule, self.costs, len(FIRST_RULES))
         self.priorities = list(self._priorities())
-
-    def problem(self, caps: Floats, work: int) -> OrderProblem:
-        """Return the actions under these caps, for `work` simulations."""
-        return self._problem.with_caps(caps, work)
 
     def recipes(self, caps: Floats) -> Iterator[Ints]:
         """Yield the orders that are listed under these caps, one for each rule."""
