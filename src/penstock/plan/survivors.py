@@ -30,6 +30,7 @@ ranks without planning paths and orders: no plan for the ranks that are not empt
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -207,10 +208,11 @@ class _Survivors:
 
     def adopt(self, parts: Sequence[int], homes: Mapping[int, int]) -> None:
         """Give each orphaned part to a rank: its home, or the rank with the least to do."""
-        visits = [0] * self.schedule.parts
-        for microbatch in self.schedule.microbatches:
-            for number in microbatch.path:
-                visits[self.schedule.stages[number].part] += 1
+        visits = Counter(
+            self.schedule.stages[number].part
+            for microbatch in self.schedule.microbatches
+            for number in microbatch.path
+        )
         for part in parts:
             rank = homes.get(part, -1)
             if rank not in self.load:
@@ -396,19 +398,50 @@ def least_time(
     do all visits of these parts, and they begin after the shortest way there. A part
     that nobody holds is adopted by one rank, which does it alone.
     """
-    load = _Load(schedule, work)
-    longest = load.longest_path()
+    paths = [
+        [schedule.stages[number].part for number in microbatch.path]
+        for microbatch in schedule.microbatches
+    ]
+    visits = Counter(part for path in paths for part in path)
+    split = schedule.is_split
+    is_sliced = any(one.slices > 1 for one in schedule.microbatches)
+    cost = UnitCost()
+    forward = cost.F
+    back, backward = cost.least_backward(split)
+    # One visit of a part, there and back.
+    seconds = [(forward + backward) * one for one in work]
+    longest = 0.0
+    if not is_sliced:  # The first slice of a micro-batch comes earlier than all of it.
+        alone = max(sum(work[part] for part in path) for path in paths)
+        longest = alone * (forward + back)
     slow = paces or {}
     groups = _groups(schedule, empty)
     for part in orphans(schedule, empty):
         groups[frozenset({part})] = {-1}
     for parts, ranks in groups.items():
-        total = load.seconds(parts)
+        total = sum(visits[part] * seconds[part] for part in parts)
         share = total / sum(1 / slow.get(rank, 1.0) for rank in ranks)
         if len(parts) == 1 and not slow:
-            share = max(share, load.most_of_one_rank(min(parts), len(ranks)))
-        longest = max(longest, load.shortest_ways(parts) + share)
+            part = min(parts)
+            share = max(share, math.ceil(visits[part] / len(ranks)) * seconds[part])
+        ways = [_work_before(path, parts, work) for path in paths if {*path} & parts]
+        if ways and not is_sliced:
+            # A rank can end with weight gradients, which nothing waits for, if backwards are split.
+            share += min(ways) * (forward + (0.0 if split else backward))
+        longest = max(longest, share)
     return longest
+
+
+def _work_before(
+    path: Sequence[int], parts: Collection[int], work: Sequence[float]
+) -> float:
+    """Return the work on a path before the first of some parts."""
+    before = 0.0
+    for part in path:
+        if part in parts:
+            break
+        before += work[part]
+    return before
 
 
 def moves_to_empty_ranks(plan: Plan, empty: Collection[int]) -> dict[int, int]:
@@ -476,63 +509,3 @@ def _groups(
                 others.append(group)
         groups = [*others, (parts, ranks)]
     return {frozenset(parts): ranks for parts, ranks in groups}
-
-
-class _Load:
-    """What the micro-batches of a schedule do, in layers, wherever they do it."""
-
-    def __init__(self, schedule: Schedule, work: Sequence[float]) -> None:
-        self.work = work
-        cost = UnitCost()
-        self.split = schedule.is_split
-        self.is_sliced = any(one.slices > 1 for one in schedule.microbatches)
-        self.forward = cost.F
-        self.back, self.backward = cost.least_backward(self.split)
-        self.paths = [
-            [schedule.stages[number].part for number in microbatch.path]
-            for microbatch in schedule.microbatches
-        ]
-
-    def seconds(self, parts: Collection[int]) -> float:
-        """The time of all visits of some parts."""
-        return sum(self.visits(part) * self.visit_seconds(part) for part in parts)
-
-    def visits(self, part: int) -> int:
-        """The number of visits of a part."""
-        return sum(path.count(part) for path in self.paths)
-
-    def visit_seconds(self, part: int) -> float:
-        """The time of one visit of a part, there and back."""
-        return (self.forward + self.backward) * self.work[part]
-
-    def most_of_one_rank(self, part: int, ranks: int) -> float:
-        """The time of the rank that has most visits of a part, dealt out as evenly as possible."""
-        return math.ceil(self.visits(part) / ranks) * self.visit_seconds(part)
-
-    def shortest_ways(self, parts: Collection[int]) -> float:
-        """The least time before a rank with these parts can begin, and after it has ended.
-
-        A rank can end with weight gradients, which nothing waits for, if backwards are split. And
-        the first slice of a micro-batch comes earlier than all of it.
-        """
-        befores = [self._work_before(path, parts) for path in self.paths]
-        found = [before for before in befores if before is not None]
-        if not found or self.is_sliced:
-            return 0.0
-        return min(found) * (self.forward + (0.0 if self.split else self.backward))
-
-    def _work_before(self, path: Sequence[int], parts: Collection[int]) -> float | None:
-        """The work on a path before the first of some parts; None if it visits none of them."""
-        before = 0.0
-        for part in path:
-            if part in parts:
-                return before
-            before += self.work[part]
-        return None
-
-    def longest_path(self) -> float:
-        """The time that one micro-batch takes alone."""
-        if self.is_sliced:
-            return 0.0
-        both = self.forward + self.back
-        return max(sum(self.work[part] for part in path) * both for path in self.paths)
