@@ -42,7 +42,6 @@ from penstock.cost.network import (
 from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, RowProfiles, send_as
 from penstock.errors import ShapeError
-from penstock.ir.action import Op
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
@@ -151,11 +150,6 @@ class Machines:
         if division.side_by_side:
             number = rank * division.copies + copy
         return number * division.tensor * division.shard // self.per_machine
-
-
-def machines_of(gpu: Gpu) -> Machines:
-    """Return the machines in which a known GPU comes."""
-    return Machines(gpu.per_machine, gpu.inside, gpu.between)
 
 
 def cluster_network(cluster: Cluster, division: Division) -> Network:
@@ -557,7 +551,6 @@ class ProfilePricing:
         layout = self.layout(
             self.worker(division), division.ranks, placement, self.speeds(division)
         )
-        latency, byte = self._sum_link(division)
         link = self._fastest_hop(division)
         load = DivisionLoad(
             division.microbatches,
@@ -565,8 +558,7 @@ class ProfilePricing:
             Hop(link.latency, process.sent / link.bandwidth),
             division.copies,
             self.workload.memory,
-            latency,
-            byte,
+            self._least_ring(division),
             self._channels(division, process.sent),
         )
         times = self.slice_times(self.worker(division))
@@ -622,22 +614,26 @@ class ProfilePricing:
             self.workload.granularity,
         )
 
-    def _sum_link(self, division: Division) -> tuple[float, float]:
-        """Return the seconds of the latencies of a sum over the copies, and of each byte of it.
-
-        They are 0 where copies do not sum over equal links.
-        """
-        if division.copies == 1 or self.processors(division)[0] is not None:
-            return 0.0, 0.0
-        if self.machines is None:
-            network = self.profile_at(division.rows).network
-            if self.cluster is not None or isinstance(network.latency, tuple):
-                return 0.0, 0.0
-            link = slowest_sum_link(network)
-        else:
+    def _ring(self, division: Division) -> Hop:
+        """Return the seconds of a ring that sums gradients over the copies of a rank: to start, and for each byte."""
+        if division.copies == 1:
+            return Hop(0.0, 0.0)
+        if self.machines is not None:
             link = self.machines.copies_link(division)
+        else:
+            link = slowest_sum_link(self.profile_at(division.rows).network)
         steps = 2 * (division.copies - 1)
-        return steps * link.latency, steps / division.copies / link.bandwidth
+        return Hop(steps * link.latency, steps / division.copies / link.bandwidth)
+
+    def _least_ring(self, division: Division) -> Hop:
+        """Return the least seconds of such a ring: 0 where copies do not sum over equal links."""
+        links = self.profile_at(division.rows).network.latency
+        uneven = self.cluster is not None or isinstance(links, tuple)
+        if self.processors(division)[0] is not None:
+            return Hop(0.0, 0.0)
+        return (
+            Hop(0.0, 0.0) if uneven and self.machines is None else self._ring(division)
+        )
 
     def estimate(self, division: Division) -> Estimate:
         """Return about what the best schedule of a division takes, without building one.
@@ -647,6 +643,7 @@ class ProfilePricing:
         """
         process = self.process(division)
         forward, backward = self.work(self.worker(division))
+        tokens = self.workload.tokens
         ranks, count = division.ranks, division.microbatches
         rank_work = (forward * (1 + division.recomputed) + backward) / ranks
         hop = self.least_hop(division) * (ranks - 1)
@@ -655,8 +652,8 @@ class ProfilePricing:
         seconds += self.gather(division) + _least_update(process, ranks)
         blocks = process.blocks(process.layers, first=True, last=True)
         weights = sum(n * (one.weights + one.gathered) for n, one in blocks) / ranks
-        seconds += self._sum_seconds(division, weights / TENSORS_PER_WEIGHT)
-        tokens = self.workload.tokens
+        ring = self._ring(division)
+        seconds += ring.latency + weights / TENSORS_PER_WEIGHT * ring.token
         message = process.message * tokens
         held = process.layers / ranks * process.layer.held * tokens
         again = count_of_share(division.recomputed, ranks)
@@ -671,21 +668,9 @@ class ProfilePricing:
         """Return the seconds of a whole forward and backward of the model."""
         profile, tokens = self.profile_of(worker), self.workload.tokens
         blocks = profile.blocks(profile.layers, first=True, last=True)
-        forward, backward = (
-            sum(n * one.fit(op).curve.of(tokens, 0) for n, one in blocks)
-            for op in (Op.F, Op.B)
-        )
+        forward = sum(n * one.F.curve.of(tokens, 0) for n, one in blocks)
+        backward = sum(n * one.B.curve.of(tokens, 0) for n, one in blocks)
         return forward, backward
-
-    def _sum_seconds(self, division: Division, gradients: float) -> float:
-        """Return the seconds of a ring that sums gradients over the copies of a rank."""
-        if division.copies == 1:
-            return 0.0
-        link = slowest_sum_link(self.profile_at(division.rows).network)
-        if self.machines is not None:
-            link = self.machines.copies_link(division)
-        steps = 2 * (division.copies - 1)
-        return steps * (link.latency + gradients / division.copies / link.bandwidth)
 
     def pass_bound(self, division: Division) -> float:
         """Return a time that no pass of this division can beat.
@@ -899,4 +884,5 @@ def gpu_question(
         f"analytic profile of the {gpu.name}, by formula and not measured: "
         f"kernels {launched}, layers and loss not compiled"
     )
-    return profile_question(workload, profile_at, limits, source, machines_of(gpu))
+    machines = Machines(gpu.per_machine, gpu.inside, gpu.between)
+    return profile_question(workload, profile_at, limits, source, machines)

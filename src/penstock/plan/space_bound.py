@@ -103,7 +103,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -111,10 +111,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.cost.cost import UnitCost
-from penstock.cost.curve import seconds_along
+from penstock.cost.curve import Fit, seconds_along
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Profile
-from penstock.ir.action import Op
 from penstock.ir.schedule import Stage
 from penstock.ir.table import Bools, Floats, Ints
 from penstock.plan.bound import lower_bound
@@ -316,19 +315,14 @@ class LeastBlockTimes:
         `again` says whether every part runs its forward once more before its backward.
         """
 
-        def total(of: Callable[[BlockTimes], Floats]) -> float:
-            layer, ends = of(self.layer).min(), (self.embed, self.head)
-            return float(layers * layer + sum(of(one).min() for one in ends))
+        def total(name: str) -> float:
+            blocks = (self.layer, self.embed, self.head)
+            layer, embed, head = (getattr(one, name).min() for one in blocks)
+            return float(layers * layer + (embed + head))
 
         layer = self.layer
-        forward, backward = (
-            total(lambda one: one.forward),
-            total(lambda one: one.backward),
-        )
-        there, back = (
-            total(lambda one: one.long_forward),
-            total(lambda one: one.long_back),
-        )
+        forward, backward = total("forward"), total("backward")
+        there, back = total("long_forward"), total("long_back")
         first, last = layer.first_forward, layer.last_back
         each = float(layer.forward.min() + layer.backward.min())
         if again:
@@ -388,20 +382,21 @@ def least_block_times(
         return lowest
 
     def block_times(block: Block) -> BlockTimes:
-        def along(op: Op, tokens: Floats = length, before: Floats = prefix) -> Floats:
-            return seconds_along(block.fit(op).curve, tokens, before)
+        def along(fit: Fit, tokens: Floats = length, before: Floats = prefix) -> Floats:
+            return seconds_along(fit.curve, tokens, before)
 
         def back_along(tokens: Floats = length, before: Floats = prefix) -> Floats:
             """Until their gradients leave."""
-            whole = along(Op.B, tokens, before)
+            whole = along(block.B, tokens, before)
             if not split:
                 return whole
-            return np.minimum(whole, along(Op.I, tokens, before))
+            return np.minimum(whole, along(block.I, tokens, before))
 
-        forward, back = along(Op.F), back_along()
-        backward = least_sums(along(Op.B))
+        forward, back = along(block.F), back_along()
+        backward = least_sums(along(block.B))
         if split:
-            backward = np.minimum(backward, least_sums(along(Op.I) + along(Op.W)))
+            halves = along(block.I) + along(block.W)
+            backward = np.minimum(backward, least_sums(halves))
         return BlockTimes(
             forward=least_sums(forward),
             back=least_sums(back),
@@ -410,8 +405,8 @@ def least_block_times(
             long_back=least(back, is_long),
             forward_rate=least(forward / length, is_allowed),
             back_rate=least(back / length, is_allowed),
-            first_forward=float(along(Op.F, any_length, at_start).min()),
-            last_forward=float(along(Op.F, any_length, at_end).min()),
+            first_forward=float(along(block.F, any_length, at_start).min()),
+            last_forward=float(along(block.F, any_length, at_end).min()),
             last_back=float(back_along(any_length, at_end).min()),
         )
 
@@ -511,8 +506,7 @@ class DivisionLoad:
     hop: Hop
     copies: int  # that sum their gradients
     memory: float | None  # bytes of a device
-    sum_latency: float = 0.0  # seconds of a sum of gradients
-    sum_byte: float = 0.0
+    ring: Hop = Hop(0.0, 0.0)  # of a sum of gradients: to start, and for each byte
     channels: Channels | None = None  # that the messages of a rank share
 
 
@@ -610,8 +604,9 @@ class PlacedBound:
         turn = self.profile.turn
         sums = np.zeros(layout.size)
         if self.load.copies > 1:
-            latency = np.where(self.gradients > 0, self.load.sum_latency, 0.0)
-            sums = latency + self.gradients * self.load.sum_byte
+            ring = self.load.ring
+            latency = np.where(self.gradients > 0, ring.latency, 0.0)
+            sums = latency + self.gradients * ring.token
         forward = count * layout.on_ranks(self.forward)
         backward = count * layout.on_ranks(self.backward)
         # Rests between a rank's actions; the last action needs none.

@@ -36,7 +36,6 @@ from penstock.cost.curve import (
     sum_curves,
 )
 from penstock.errors import ShapeError
-from penstock.ir.action import Op
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import MicroBatch
 from penstock.ir.table import Floats, Ints
@@ -327,31 +326,35 @@ def sliced_pipeline(
     probe = sequential_schedule(loop_placement(ranks), [whole])
     model = cost.model(probe) if isinstance(cost, PartsCost) else cost
     assert isinstance(model, ModelCost), "a cost that is made of curves"
-    forward, backward = [], []
-    for rank in range(ranks):
+    ways = []
+    for rank, lane in enumerate(probe.lanes):  # Each has a forward and a backward.
         share = 1 / model.speed(probe, rank)
         part = model.part(probe, rank)
-        forward.append(sum_curves([(share, one) for one in part.curves(Op.F)]))
-        backward.append(sum_curves([(share, one) for one in part.curves(Op.B)]))
-    onward: list[Curve] = []
-    homeward: list[Curve] = []
-    for rank in range(ranks - 1):
-        part = model.part(probe, rank)
+        ways.append(
+            [
+                sum_curves([(share, one) for one in part.curves(action.op)])
+                for action in lane
+            ]
+        )
+    forward, backward = zip(*ways, strict=True)
+
+    def hop(source: int, target: int) -> Curve:
+        part = model.part(probe, min(source, target))
         size = part.message if part.sent is None else part.sent
-        for hops, ends in ((onward, (rank, rank + 1)), (homeward, (rank + 1, rank))):
-            byte = 1 / cost.bandwidth(*ends)
-            hops.append(Seconds(cost.latency(*ends), size * byte))
+        byte = 1 / cost.bandwidth(source, target)
+        return Seconds(cost.latency(source, target), size * byte)
+
+    onward = tuple(hop(rank, rank + 1) for rank in range(ranks - 1))
+    homeward = tuple(hop(rank + 1, rank) for rank in range(ranks - 1))
     points, grain = tokens // granularity, granularity
     if not all(isinstance(curve, Seconds) for curve in (*forward, *backward)):
         step = coarse_step(points, MAX_TABLE_POINTS)
         if step > 1 and points // step < MIN_TABLE_POINTS:
-            forward = [_formula_of(curve) for curve in forward]
-            backward = [_formula_of(curve) for curve in backward]
+            forward = tuple(map(_formula_of, forward))
+            backward = tuple(map(_formula_of, backward))
         else:
             points, grain = points // step, grain * step
-    return SlicedPipeline(
-        points, grain, tuple(forward), tuple(backward), tuple(onward), tuple(homeward)
-    )
+    return SlicedPipeline(points, grain, forward, backward, onward, homeward)
 
 
 def coarse_step(points: int, most: int) -> int:
