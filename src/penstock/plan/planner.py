@@ -7,7 +7,7 @@ schedule.name = hanayo, ...           make the schedule of that name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -116,19 +116,30 @@ def _adopt(config: Config, plan: Plan) -> Config:
     return check_config(replace(config, mesh=mesh), counted=True)
 
 
+def _written(
+    section: str, values: ScheduleConfig | MeshConfig, given: Collection[str] | None
+) -> dict[str, Any]:
+    """The values of a section that the user wrote; without `given`, those that differ from their defaults."""
+    default = type(values)()
+    written = {}
+    for item in fields(values):
+        value = getattr(values, item.name)
+        is_written = value != getattr(default, item.name)
+        if given is not None:
+            is_written = f"{section}.{item.name}" in given
+        if is_written:
+            written[item.name] = value
+    return written
+
+
 def _check_mesh(plan: Plan, config: Config, given: Collection[str] | None) -> None:
     """Raise if the user wrote a mesh that contradicts the one of a plan file."""
-    default = MeshConfig()
-    faults = []
-    for key in ("tensor", "shard"):
-        value, planned = getattr(config.mesh, key), getattr(plan, key)
-        written = value != getattr(default, key)
-        if given is not None:
-            written = f"mesh.{key}" in given
-        if planned and written and value != planned:
-            faults.append(
-                f"mesh.{key} = {value}, but {config.schedule.name} has {planned}"
-            )
+    planned = {"tensor": plan.tensor, "shard": plan.shard}
+    faults = [
+        f"mesh.{key} = {value}, but {config.schedule.name} has {planned[key]}"
+        for key, value in _written("mesh", config.mesh, given).items()
+        if planned.get(key) and value != planned[key]
+    ]
     if faults:
         faults.append("  a plan file has its own mesh: leave these values out")
         raise ConfigError("\n".join(faults))
@@ -140,7 +151,8 @@ def _named_plan(config: Config) -> Plan:
     sizes = {key: getattr(shape, key) for key in SHAPE_KEYS if getattr(shape, key)}
     if paths.share:
         sizes["skips"] = skips_of(shape.ranks, paths.share)
-    name = _title_of(shape.name, sizes)
+    own = tuple(item for item in sizes.items() if item[0] not in SIZE_KEYS)
+    name = title(shape.name, own)
     if shape.split:
         sizes["split"] = 1
     plan = Plan(make(shape.name, **sizes), name)
@@ -215,14 +227,6 @@ def _without_recordings(config: Config) -> Config:
             "  set run.graphs=false, or paths.rotate=1, paths.full=0 and paths.warmup=0"
         )
     return replace(config, run=replace(config.run, graphs="false"))
-
-
-def _title_of(name: str, sizes: Mapping[str, int]) -> str:
-    words = [name]
-    for key, value in sizes.items():
-        if key not in SIZE_KEYS:
-            words.append(f"{key}={value}")
-    return " ".join(words)
 
 
 def _replicate_plan(plan: Plan, copies: int) -> Plan:
@@ -341,7 +345,12 @@ def _shape_from_file(
 
     A value of 0 or an empty list leaves the choice to the file.
     """
-    stated = _stated_values(shape, given)
+    # `skip` is about what auto may choose.
+    stated = {
+        key: value
+        for key, value in _written("schedule", shape, given).items()
+        if value and key not in ("name", "skip")
+    }
     actual = _shape_of(plan)
     copies = stated.get("copies", 1)
     faults = []
@@ -365,22 +374,6 @@ def _shape_from_file(
         microbatches=len(plan.schedule.microbatches),
         partition=() if plan.partition else stated.get("partition", ()),
     )
-
-
-def _stated_values(
-    shape: ScheduleConfig, given: Collection[str] | None
-) -> dict[str, Any]:
-    """The values of [schedule] that the user wrote, without the name, 0 and empty ones."""
-    values = {item.name: getattr(shape, item.name) for item in fields(shape)}
-    del values["name"], values["skip"]  # `skip` is about what auto may choose.
-    if given is None:
-        defaults = ScheduleConfig()
-        written = {
-            key for key, value in values.items() if value != getattr(defaults, key)
-        }
-    else:
-        written = {key for key in values if f"schedule.{key}" in given}
-    return {key: value for key, value in values.items() if key in written and value}
 
 
 def _shape_of(plan: Plan) -> dict[str, object]:
