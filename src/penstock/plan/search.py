@@ -632,10 +632,7 @@ class _Search:
         Where nothing fits yet, slices may still save enough memory. So the divisions come first whose
         surveyed plans need the least.
         """
-        order = sorted(
-            range(len(self.results)),
-            key=lambda place: self.promise_of(self.results[place]),
-        )
+        order = sorted(range(len(self.results)), key=self.promise_of)
         for place in order:
             if self.cannot_win(self.results[place]):
                 continue
@@ -766,15 +763,11 @@ class _Search:
         self.least_peak[result.division] = peak
         return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
 
-    def time_of(self, result: DivisionResult) -> float:
-        """Return the time of a division's best plan; its bound if it is the only division."""
-        if result.best is not None:
-            return result.best.step
-        return result.bound if len(self.results) == 1 else math.inf
-
-    def promise_of(self, result: DivisionResult) -> tuple[float, float]:
+    def promise_of(self, place: int) -> tuple[float, float]:
         """Return the time of a division's best plan, and what it needs if no plan fits: the less, the better."""
-        return self.time_of(result), self.least_peak.get(result.division, math.inf)
+        result = self.results[place]
+        seconds = math.inf if result.best is None else result.best.step
+        return seconds, self.least_peak.get(result.division, math.inf)
 
     def landscape(self, interrupted: bool) -> Landscape:
         """Return all that was found."""

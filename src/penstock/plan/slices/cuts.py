@@ -134,22 +134,31 @@ def best_cuts(
     >>> best_cuts(times_from_curves(12, 1, [linear], [linear]), stages=4).lengths
     (2, 2, 2, 2, 2, 2)
     """
-    _check_stages(stages)
+    if stages < 1:
+        raise ShapeError(f"there must be at least 1 stage, not {stages}")
     if slices is not None and not 1 <= slices <= times.points:
         raise ShapeError(
             f"a sequence of {times.points} points cannot have {slices} slices; "
             f"give from 1 to {times.points}"
         )
     weight = stages - 1
-    lengths = starting_cuts(times.points, slices)
-    starts = [evaluate_slices(times, each) for each in lengths]
-    known = _fastest(starts, weight)
+    starts = [
+        evaluate_slices(times, lengths)
+        for lengths in starting_cuts(times.points, slices)
+    ]
+    known = _best_of(starts, weight)
     known_latency = latency_with_peaks(known, weight)
     least_sum = times.least_sum * LEAST_SUM_FACTOR
     grid = times.grid_below(peak_allowance(known_latency, least_sum, weight))
     run_pass = pass_over(grid, slices)
     best = least_latency(run_pass, weight, known, patience, probes_for(grid))
-    return _as_slicing(best, weight)
+    latency = latency_with_peaks(best.slices, weight)
+    if latency == math.inf:
+        raise ShapeError(
+            "no cuts take a finite time; "
+            "allow more slices, or give shorter slices a finite time"
+        )
+    return Slicing(best.slices.lengths, latency, best.bound, best.passes)
 
 
 def check_lengths(lengths: Sequence[int], points: int) -> None:
@@ -161,12 +170,6 @@ def check_lengths(lengths: Sequence[int], points: int) -> None:
         )
 
 
-def _check_stages(stages: int) -> None:
-    """Refuse a pipeline without stages."""
-    if stages < 1:
-        raise ShapeError(f"there must be at least 1 stage, not {stages}")
-
-
 def evaluate_slices(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
     """Return the sum and the peaks of given slices."""
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -174,22 +177,6 @@ def evaluate_slices(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
     sums, peaks = times.of(prefixes, sizes)
     first, second = peaks.max(axis=1).tolist()
     return SliceSum(float(sums.sum()), (first, second), tuple(sizes.tolist()))
-
-
-def _fastest(candidates: Iterable[SliceSum], weight: float) -> SliceSum:
-    """Return the candidate of the least latency."""
-    return min(candidates, key=lambda slices: latency_with_peaks(slices, weight))
-
-
-def _as_slicing(best: BestSlices, weight: float) -> Slicing:
-    """Return the result of a search, or refuse one that found nothing."""
-    latency = latency_with_peaks(best.slices, weight)
-    if latency == math.inf:
-        raise ShapeError(
-            "no cuts take a finite time; "
-            "allow more slices, or give shorter slices a finite time"
-        )
-    return Slicing(best.slices.lengths, latency, best.bound, best.passes)
 
 
 def equal_length(points: int, slices: int) -> list[int]:
@@ -264,7 +251,7 @@ def least_latency(
         passes += 1
         if candidate is None:
             continue
-        best = _better(best, candidate, weight)
+        best = _best_of((best, candidate), weight)
         if not weight:
             continue
         allowance = peak_allowance(
@@ -279,9 +266,9 @@ def least_latency(
     return BestSlices(best, passes, latency_with_peaks(best, weight))
 
 
-def _better(best: SliceSum, candidate: SliceSum, weight: float) -> SliceSum:
-    """Return the slices of less latency; the first if both are equally good."""
-    return min(best, candidate, key=lambda slices: latency_with_peaks(slices, weight))
+def _best_of(candidates: Iterable[SliceSum], weight: float) -> SliceSum:
+    """Return the slices of least latency; the first of equally good ones."""
+    return min(candidates, key=lambda slices: latency_with_peaks(slices, weight))
 
 
 def _remaining_boxes(
@@ -329,7 +316,7 @@ def probe_limits(
             candidate = run_pass(limits, math.inf)
             passes += 1
             if candidate is not None:
-                best = _better(best, candidate, weight)
+                best = _best_of((best, candidate), weight)
         if latency_with_peaks(best, weight) >= before:
             step = 1 + (step - 1) / PROBE_STEP_SHRINK
     return best, passes

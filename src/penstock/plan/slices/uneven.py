@@ -102,14 +102,15 @@ def uneven_cuts(
         candidates, key=lambda lengths: longest_path(tables, lengths, microbatches)
     )
     lengths, latency = _improve(tables, start, microbatches)
-    is_proven = bound >= latency * (1 - EQUAL_LATENCY_SHARE)
-    if microbatches == 1 and tables.points <= MAX_EXACT_POINTS and not is_proven:
+    found = UnevenSlicing(lengths, latency, min(bound, latency))
+    if microbatches == 1 and tables.points <= MAX_EXACT_POINTS and not found.exact:
         rests = [_rest_of_paths(tables, mean) for mean in means]
         result = search_exactly(tables, rests, latency, effort)
         bound = max(bound, result.bound)
         if result.lengths:
             lengths, latency = _improve(tables, result.lengths, 1)
-    return UnevenSlicing(lengths, latency, min(bound, latency))
+        found = UnevenSlicing(lengths, latency, min(bound, latency))
+    return found
 
 
 def _check_tables(tables: StageTables) -> None:
