@@ -50,44 +50,31 @@ def test_orders_of_slices_and_odd_numbers_of_stages_keep_each_ranks_cap(stages):
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "comm", "cap", "split", "target"),
+    ("waves", "paths", "comm", "cap", "split", "work", "target"),
     [
         # The best order is known: it meets the bound, or CP-SAT proved it.
-        (wave_placement(8, 3), 8, 0.03, 8, True, 26.64),
-        (wave_placement(4, 2), 4, 0.0, 2, True, 15.75),
-        (wave_placement(3, 2), 4, 0.0, 1.5, True, 14.75),
-        (wave_placement(3, 2), 4, 0.0, 3, False, 14.0),
+        ((8, 3), (8, 1), 0.03, 8, True, None, 26.64),
+        ((4, 2), (4, 1), 0.0, 2, True, None, 15.75),
+        ((3, 2), (4, 1), 0.0, 1.5, True, None, 14.75),
+        ((3, 2), (4, 1), 0.0, 3, False, None, 14.0),
+        # The published order of V-Half takes as long.
+        ((8, 1), (16, 1), 0.0, 5, True, 24_000, 56.5),
+        # Slices need little memory.
+        ((8, 2), (8, 8), 0.03, 8, True, 600, 24.5),
+        ((8, 2), (8, 8), 0.03, 4, True, 600, 24.5),
+        ((8, 2), (8, 16), 0.03, 2, True, 600, 24.5),
+        ((8, 1), (8, 16), 0.03, 1.5, True, 600, 25.2),
     ],
 )
 def test_orders_are_as_good_as_the_best_known(
-    stages, microbatches, comm, cap, split, target
+    waves, paths, comm, cap, split, work, target
 ):
     cost = UnitCost(comm=comm)
-    paths = paths_through(stages, microbatches)
-    found = simulate(best_order(stages, paths, cost, cap, split=split), cost)
+    stages = wave_placement(*waves)
+    microbatches = paths_through(stages, *paths)
+    best = best_order(stages, microbatches, cost, cap, work, split=split)
+    found = simulate(best, cost)
     assert found.makespan <= target * (1 + 1e-3)
-    assert found.peak_activations.max() <= cap + 1e-9
-
-
-def test_an_order_takes_no_longer_than_the_published_v_half_and_holds_no_more():
-    cost = UnitCost()
-    stages = wave_placement(8, 1)
-    paths = paths_through(stages, 16)
-    found = simulate(best_order(stages, paths, cost, 5, 24_000, split=True), cost)
-    assert found.makespan <= 56.5 * (1 + 1e-3)
-    assert found.peak_activations.max() <= 5 + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("waves", "slices", "cap", "target"),
-    [(2, 8, 8, 24.5), (2, 8, 4, 24.5), (2, 16, 2, 24.5), (1, 16, 1.5, 25.2)],
-)
-def test_slices_reach_their_times_in_little_memory(waves, slices, cap, target):
-    cost = UnitCost(comm=0.03)
-    stages = wave_placement(8, waves)
-    paths = paths_through(stages, 8, slices)
-    found = simulate(best_order(stages, paths, cost, cap, 600, split=True), cost)
-    assert found.makespan <= target
     assert found.peak_activations.max() <= cap + 1e-9
 
 

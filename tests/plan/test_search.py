@@ -221,7 +221,7 @@ def test_more_memory_slices_or_stages_never_give_a_slower_plan(
 ):
     cost = UnitCost(F=1.0, B=backward, comm=comm)
     steps = {}
-    # Memories lie on rungs of the ladder and between them.
+    # Memories are those of levels, and between them.
     for memory, slices, stages in product(
         (0.9, 1.0, 1.7, 2.3, math.inf), (1, 2, 3), (1, 3)
     ):
@@ -410,7 +410,7 @@ SERIAL_CLUSTER = Cluster(
 )
 def test_a_plan_from_a_file_takes_the_predicted_time(memory, cluster, choices):
     found = model_search(4, memory, cluster, **choices)
-    for row in one_row_of_each_cell(found):
+    for row in one_of_each_division(found):
         plan = chosen_plan(replace(found, candidates=(row,)))
         plan = load_plan(dump_plan(plan))
         price = Price(UnitCost(), profile_at(row.division.rows), TOKENS)
@@ -419,7 +419,7 @@ def test_a_plan_from_a_file_takes_the_predicted_time(memory, cluster, choices):
         assert makespan == pytest.approx(row.makespan, rel=1e-9)
 
 
-def one_row_of_each_cell(found: Landscape):
+def one_of_each_division(found: Landscape):
     rows = {}
     for row in found.candidates:
         rows.setdefault(row.division, row)
@@ -470,7 +470,7 @@ def test_copies_sum_with_the_bandwidth_that_sums_have():
     workload = workload_for(4, fixed={"copies": 2, "ranks": 2, "microbatches": 1})
     question = profile_question(workload, lambda rows: profile, FEW, "a formula")
     found = find(question)
-    for row in one_row_of_each_cell(found):
+    for row in one_of_each_division(found):
         plan = chosen_plan(replace(found, candidates=(row,)))
         cost = Price(UnitCost(), profile, TOKENS).for_plan(plan).cost
         timeline = simulate(plan.schedule, cost)
@@ -536,7 +536,7 @@ def test_a_balanced_partition_is_as_good_as_any(layers, ranks, embed, head, spee
     fixed_ranks=st.sampled_from([0, 2, 5]),
 )
 @settings(max_examples=80)
-def test_every_cell_uses_the_devices_and_deals_out_the_batch(
+def test_every_division_uses_the_devices_and_deals_out_the_batch(
     devices, layers, batch, passes, heads, inner, memory, exact, uneven, fixed_ranks
 ):
     workload = Workload(

@@ -13,12 +13,7 @@ from penstock.errors import ShapeError
 from penstock.plan.pricing import ProfilePricing, Question
 from penstock.plan.search import search
 from penstock.plan.space import Limits, fixed_recipes
-from penstock.plan.workload import (
-    Division,
-    Fixed,
-    Workload,
-    divisions_of,
-)
+from penstock.plan.workload import Division, Fixed, Workload, divisions_of
 
 MODEL = ModelConfig(layers=4, width=64, heads=2, kv_heads=2, inner=96, vocab=64)
 LIMITS = Limits(stages=2)
@@ -56,7 +51,7 @@ def least_peaks() -> dict[Division, float]:
     }
 
 
-def test_no_schedule_of_a_cell_holds_less_than_its_least_bytes():
+def test_no_schedule_of_a_division_holds_less_than_its_least_bytes():
     pricing = pricing_for(1e12)
     for division, peak in least_peaks().items():
         assert pricing.least_bytes(division) <= peak, division.name
