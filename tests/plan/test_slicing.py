@@ -7,7 +7,7 @@ import math
 import random
 import runpy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise, product
 from pathlib import Path
@@ -67,6 +67,11 @@ def seconds_of(table: np.ndarray, lengths: tuple[int, ...]) -> list[float]:
         float(table[end - length, length - 1])
         for end, length in zip(ends, lengths, strict=True)
     ]
+
+
+def ends_of(lengths: Iterable[int], grain: int) -> tuple[int, ...]:
+    """Return the tokens at which slices of these lengths are cut, from 0 on."""
+    return (0, *(grain * np.cumsum([*lengths])).tolist())
 
 
 def latency(tables: list[np.ndarray], lengths: tuple[int, ...], stages: int) -> float:
@@ -323,7 +328,7 @@ def test_the_latency_of_two_tables_is_the_simulated_makespan_of_terapipe():
         pipeline = sliced_pipeline(ranks, cost, 4 * points, 4)
         assert pipeline.even
         slicing = best_cuts(pipeline.times(microbatches), ranks)
-        cuts = tuple(4 * cut for cut in slicing.cuts)
+        cuts = ends_of(slicing.lengths, 4)
         schedule = recut(
             make(
                 "terapipe", ranks=ranks, microbatches=microbatches, slices=len(cuts) - 1
@@ -347,7 +352,7 @@ def test_the_published_objective_misses_cuts_that_the_simulator_prefers():
     for slicing in (by_one, by_two):
         schedule = slice_tokens(
             make("gpipe", ranks=12, microbatches=1),
-            tuple(8 * cut for cut in slicing.cuts),
+            ends_of(slicing.lengths, 8),
         )
         spans.append(simulate(schedule, cost).makespan)
     assert by_one.latency < spans[0]  # the published objective promises too much
@@ -454,7 +459,7 @@ def test_the_longest_path_is_the_simulated_makespan_of_uneven_stages_and_hops():
         pipeline = sliced_pipeline(ranks, cost, 40, 4)
         assert pipeline.even == (ranks == 1)
         lengths = list(compositions(10))[int(rng.integers(512))]
-        cuts = (0, *(4 * np.cumsum(lengths)).tolist())
+        cuts = ends_of(lengths, 4)
         schedule = slice_tokens(
             make("gpipe", ranks=ranks, microbatches=microbatches), cuts
         )
@@ -642,9 +647,7 @@ def test_cuts_of_a_tiled_cost_are_the_best_and_a_formula_would_miss_the_tiles(to
     times = pipeline.times(2)
     slicing = best_cuts(times, 4, patience=2_000)
     assert slicing.latency <= 1.01 * best_latency(tokens // 16, 16, 4, 2)
-    assert tuple(16 * cut for cut in slicing.cuts) in cut_choices(
-        4, 2, tokens, cost, 16
-    )
+    assert ends_of(slicing.lengths, 16) in cut_choices(4, 2, tokens, cost, 16)
     smooth = Seconds(2.0, 1 / TILE, 0.0, 0.02 / TILE**2)
     twice = sum_curves([(2, smooth)])
     formula = times_from_curves(
@@ -725,8 +728,7 @@ def test_choices_have_the_best_cuts_and_a_limit_only_leaves_some_out(uneven):
     whole = make("gpipe", ranks=3, microbatches=1)
 
     def seconds(lengths):
-        ends = (128 * np.cumsum((0, *lengths))).tolist()
-        return simulate(slice_tokens(whole, tuple(ends)), cost).makespan
+        return simulate(slice_tokens(whole, ends_of(lengths, 128)), cost).makespan
 
     chosen = [np.diff(each) // 128 for each in every]
     least = min(map(seconds, compositions(8))) if not uneven else None

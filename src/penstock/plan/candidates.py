@@ -22,11 +22,10 @@ import numpy as np
 
 from penstock.cost.columns import columns, levels
 from penstock.cost.cost import CopiedCost, Cost, NoisyCost, WaitingCost
-from penstock.cost.memory import activation_caps, device_bytes
+from penstock.cost.memory import device_bytes
 from penstock.cost.placed import PlacedCost
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import Schedule, Stage
-from penstock.ir.table import Floats
 from penstock.ir.timeline import Timeline
 from penstock.plan.bound import lower_bound
 from penstock.plan.workload import Division
@@ -106,14 +105,6 @@ class Evaluator:
         if self.processors is None:
             return max(updates)
         return max(*updates, self.copies * sum(updates) / self.processors)
-
-    def caps(self, schedule: Schedule) -> Floats | None:
-        """Return the bytes that are left for the activations of each rank; None for any number."""
-        if self.memory is None:
-            return None
-        if not self.cost.units.bytes:  # The papers count activations and nothing else.
-            return np.full(schedule.ranks, self.memory)
-        return activation_caps(schedule, self.cost, self.memory, self.recorded)
 
     def peak(self, schedule: Schedule, pair: Schedule | None = None) -> float:
         """Return the bytes of the fullest device; in the units of the papers, its activations."""

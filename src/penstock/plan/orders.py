@@ -34,7 +34,6 @@ less work. This, too, follows from the placement, its cuts and its cost.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -116,28 +115,18 @@ MAX_TIMED_ACTIONS = 100_000_000  # in all simulations of a search together
 EQUAL_TIMES = 1e-9
 
 
-def default_work(actions: int) -> int:
-    """Return the work that takes about a second for a schedule with this many actions."""
-    return min(MAX_WORK, MAX_TIMED_ACTIONS // max(actions, 1))
-
-
 def best_order(
     stages: Sequence[Stage],
     microbatches: Sequence[MicroBatch],
     cost: Cost,
     cap: float | Sequence[float] | None = None,
     work: int | None = None,
-    seed: int = 0,
     split: bool | None = None,
-    starts: Sequence[Schedule] = (),
-    watch: Callable[[float], None] = lambda makespan: None,
 ) -> Schedule:
     """Return the fastest schedule found in which no rank holds more than its cap.
 
     work: how many simulations of all lanes to spend; by default about as many as fit into a second.
     split: whether backwards are split; by default both ways are tried.
-    starts: schedules with the same stages and micro-batches to begin with, besides the listed ones.
-    watch: called with the makespan whenever a better order is found.
 
     >>> from penstock import UnitCost, simulate
     >>> from penstock.schedules.orders import paths_through, wave_placement
@@ -146,8 +135,7 @@ def best_order(
     >>> float(max(simulate(best, UnitCost()).peak_activations)) <= 2
     True
     """
-    search = OrderSearch(stages, microbatches, cost, split)
-    return search.best(cap, work, seed, starts, watch)
+    return OrderSearch(stages, microbatches, cost, split).best(cap, work)
 
 
 class OrderSearch:
@@ -179,22 +167,20 @@ class OrderSearch:
         self,
         cap: float | Sequence[float] | None = None,
         work: int | None = None,
-        seed: int = 0,
-        starts: Sequence[Schedule] = (),
-        watch: Callable[[float], None] = lambda makespan: None,
         bound: float | None = None,
     ) -> Schedule:
         """Return the best order that is found under a cap; the arguments are those of `best_order`.
 
         `bound` is a time that no order can beat, if the caller knows one already.
         """
-        work = default_work(self.size) if work is None else work
+        if work is None:  # about a second
+            work = min(MAX_WORK, MAX_TIMED_ACTIONS // max(self.size, 1))
         bound = self.bound(cap) if bound is None else bound
-        pool = _OrderPool(self.cost, cap, seed, watch, bound)
+        pool = _OrderPool(self.cost, cap, bound)
         for draft in self.drafts:
             pool.add_draft(draft, work)
-        for start in (*starts, *self._known(cap)):
-            pool.add_start(start, work)
+        for known in self._known(cap):
+            pool.add_known(known, work)
         pool.run(work)
         return pool.schedule()
 
@@ -261,26 +247,21 @@ class _OrderPool:
         self,
         cost: Cost,
         cap: float | Sequence[float] | None,
-        seed: int,
-        watch: Callable[[float], None],
         bound: float,
     ) -> None:
         self.cost = cost
         self.cap = cap
-        self.seed = seed
-        self.watch = watch
         self.bound = bound
         self.drafts: list[tuple[Draft, OrderProblem]] = []
         self.searches: list[Search] = []
         self.left = 0
-        self.best = math.inf
 
     def add_draft(self, draft: Draft, work: int) -> None:
         """Search orders of these actions."""
         caps = caps_of_ranks(draft.schedule, draft.costs, self.cap)
         self.drafts.append((draft, draft.problem.with_caps(caps, work)))
 
-    def add_start(self, schedule: Schedule, work: int) -> None:
+    def add_known(self, schedule: Schedule, work: int) -> None:
         """Begin with this schedule, unless it holds too much."""
         problem = problem_of(schedule, self.cost, self.cap, work)
         lanes = np.arange(len(problem))
@@ -292,7 +273,8 @@ class _OrderPool:
         """Whether the work is done, or the best order cannot be improved."""
         if not self.searches:
             return False
-        return self.left <= 0 or self.best <= self.bound * (1 + EQUAL_TIMES)
+        best = min(search.makespan for search in self.searches)
+        return self.left <= 0 or best <= self.bound * (1 + EQUAL_TIMES)
 
     def run(self, work: int) -> None:
         """Spend the work. At least one order is listed in any case."""
@@ -313,7 +295,6 @@ class _OrderPool:
                 moves = min(search.round_moves, self.left)
                 search.run(moves)
                 self.left -= moves
-                self._note(search.makespan)
                 if self.is_over:
                     return
 
@@ -322,16 +303,9 @@ class _OrderPool:
         return min(self.searches, key=lambda search: search.makespan).schedule()
 
     def _add(self, problem: OrderProblem, lanes: Ints) -> None:
-        search = Search(problem, lanes, self.seed)
-        self.searches.append(search)
+        self.searches.append(Search(problem, lanes))
         if len(self.searches) > 2 * MAX_KEPT_ORDERS:
             self.searches = self._best(MAX_KEPT_ORDERS)
-        self._note(search.makespan)
-
-    def _note(self, makespan: float) -> None:
-        if makespan < self.best * (1 - EQUAL_TIMES):
-            self.best = makespan
-            self.watch(makespan)
 
     def _best(self, most: int) -> list[Search]:
         """Return the best orders, only one of each makespan."""

@@ -43,7 +43,6 @@ from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, RowProfiles, send_as
 from penstock.errors import ShapeError
 from penstock.ir.plan import Facts, Plan
-from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
 from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Timeline, Units
 from penstock.partition import even_partition
@@ -103,16 +102,10 @@ class Machines:
             machines = {self._machine(division, *place) for place in (one, other)}
             return self.inside if len(machines) == 1 else self.between
 
-        def matrix(value: Callable[[Link], float]) -> tuple[tuple[float, ...], ...]:
-            return tuple(
-                tuple(value(link(one, other)) for other in places) for one in places
-            )
-
-        return Network(
-            matrix(lambda one: one.latency),
-            matrix(lambda one: one.bandwidth),
-            serial=True,
-        )
+        links = [[link(one, other) for other in places] for one in places]
+        latency = tuple(tuple(one.latency for one in row) for row in links)
+        bandwidth = tuple(tuple(one.bandwidth for one in row) for row in links)
+        return Network(latency, bandwidth, serial=True)
 
     def copies_link(self, division: Division) -> Link:
         """Return the slowest link between copies of a rank."""
@@ -196,12 +189,6 @@ class Price:
     gather: float = 0.0  # seconds in which a step gathers sharded weights
     shard: int = 1  # processes of a rank that train on different sequences
 
-    def partition(self, schedule: Schedule) -> tuple[int, ...]:
-        """Return the layers of each part of an even partition; () without a profile."""
-        if self.profile is None:
-            return ()
-        return even_partition(self.profile.layers, schedule.parts)
-
     def for_plan(self, plan: Plan, cluster: Cluster | None = None) -> Price:
         """Return the price for one plan: with its own partition, recomputed parts, rows and mesh.
 
@@ -227,7 +214,8 @@ class Price:
         rows = plan.facts.get("rows")
         if self.profiles is not None and isinstance(rows, int):
             profile = self.profiles.at(rows)
-        partition = plan.partition or self.partition(plan.schedule)
+        parts = plan.schedule.parts
+        partition = plan.partition or even_partition(profile.layers, parts)
         workload = Workload(
             profile.layers, self.tokens, 1, ranks, fixed=Fixed(partition=partition)
         )

@@ -489,11 +489,6 @@ class DivisionResult:
     best: Candidate | None = None
     reason: str = ""  # why there is no candidate
 
-    @property
-    def fits(self) -> bool:
-        """Whether a plan of this division was found."""
-        return self.best is not None
-
 
 @dataclass(frozen=True, slots=True)
 class Landscape:
@@ -570,7 +565,10 @@ class _Search:
         self.shown = shown
         divisions = _divisions(question.workload, question.limits)
         results = [DivisionResult(one, self.pricing.bound(one)) for one in divisions]
-        results.sort(key=_order_of_bounds)
+        # Of equal bounds, those come first that recompute less.
+        results.sort(
+            key=lambda one: (one.bound, one.division.recomputed, one.division.processes)
+        )
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
         self.close_bound = cache(self.pricing.close_bound)
@@ -755,7 +753,7 @@ class _Search:
             best = candidates[0]
             self.best = min(self.best, best.step)
             return replace(result, best=best, reason="")
-        if result.fits:
+        if result.best is not None:
             return result
         if not too_large:  # It looked only for plans that are faster.
             return replace(result, reason=CANNOT_WIN)
@@ -846,11 +844,6 @@ def _divisions(workload: Workload, limits: Limits) -> list[Division]:
             f"microbatches={smallest.microbatches}",
         )
     return divisions
-
-
-def _order_of_bounds(result: DivisionResult) -> tuple[float, float, int]:
-    """Sort divisions by their bounds; of equal ones, those that recompute less come first."""
-    return result.bound, result.division.recomputed, result.division.processes
 
 
 MAX_SHOWN_RIVALS = 6  # rows that a plan.json stores besides the chosen one

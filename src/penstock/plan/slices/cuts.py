@@ -111,11 +111,6 @@ class Slicing:
     bound: float
     passes: int  # passes of the dynamic program that it took to prove the optimum
 
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The points at which the sequence is cut, from 0 to its end."""
-        return (0, *np.cumsum(self.lengths).tolist())
-
 
 def best_cuts(
     times: SliceTimes,
