@@ -50,7 +50,7 @@ def test_options_that_go_with_no_mesh_close_it(option):
     assert meshes(workload(config=config)) == {(1, 1)}
 
 
-def test_no_plan_beats_the_bound_of_its_cell_and_gathers_count():
+def test_no_plan_beats_the_bound_of_its_division_and_gathers_count():
     asked = workload()
     question = gpu_question(asked, MODEL, gpu_of("h100"), Limits(stages=2, slices=1))
     found = search(question)

@@ -63,7 +63,7 @@ def random_profile(rng: random.Random, layers: int) -> Profile:
     )
 
 
-def random_cell(seed: int) -> tuple[random.Random, Division, ProfilePricing]:
+def random_division(seed: int) -> tuple[random.Random, Division, ProfilePricing]:
     rng = random.Random(seed)
     layers = rng.randint(2, 8)
     ranks = rng.randint(1, min(4, layers))
@@ -120,11 +120,11 @@ def placement_of(candidate: Candidate) -> StagePlacement:
 @pytest.mark.parametrize(
     ("find", "seeds"), [(survey_pipeline, range(12)), (rank_pipeline, range(50, 62))]
 )
-def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
+def test_no_plan_of_a_random_division_beats_its_bound_under_any_memory(find, seeds):
     gaps = []
     with many_schedules():
         for seed in seeds:
-            rng, division, free = random_cell(seed)
+            rng, division, free = random_division(seed)
             every = find(free.pipeline(division)).candidates
             for one in every:
                 cuts = one.schedule.microbatches[0].cuts
@@ -165,7 +165,7 @@ def even_block(forward: float) -> Block:
 
 
 @pytest.mark.parametrize("in_flight", [1.0, 1.5, 2.0])
-def test_no_optimum_of_cp_sat_beats_the_bound_of_its_cell(in_flight):
+def test_no_optimum_of_cp_sat_beats_the_bound_of_its_division(in_flight):
     measured = Profile(
         layers=4,
         tokens=TOKENS,
@@ -189,7 +189,7 @@ def test_no_optimum_of_cp_sat_beats_the_bound_of_its_cell(in_flight):
 
 
 def test_less_memory_raises_the_bound_until_nothing_fits():
-    rng, _, free = random_cell(3)
+    rng, _, free = random_division(3)
     division = Division(1, 2, 1, 1, 6, 1, 0.0)
     workload = replace(free.workload, layers=8, batch=6, devices=2)
     measured = random_profile(rng, 8)

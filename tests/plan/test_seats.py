@@ -1,4 +1,4 @@
-"""Which seats of a plan stay empty: the others are planned nearly as fast as their number allows."""
+"""Which ranks of a plan stay empty: the others are planned nearly as fast as their number allows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTIAL = Plan(
 
 
 def speed(plan: Plan, empty: tuple[int, ...]) -> float:
-    """The planned speed without some seats, compared with all of them."""
+    """The planned speed without some ranks, compared with all of them."""
     return step_length(plan) / step_length(plan_without(plan, empty, {}))
 
 
@@ -28,14 +28,14 @@ def test_plans_for_fewer_workers_are_nearly_as_fast_as_possible(empty):
     taken = set(range(PARTIAL.schedule.ranks)) - set(empty)
     limit = speed_limit(PARTIAL, taken, {})
     assert 0.8 * limit <= speed(PARTIAL, empty) <= 1.1
-    if {seat % 3 for seat in empty} == {0}:  # They have most of the work.
+    if {rank % 3 for rank in empty} == {0}:  # They have most of the work.
         assert limit < (12 - len(empty)) / 12
 
 
-def test_a_worker_with_little_to_do_takes_the_seat_of_a_lost_one_with_much_to_do():
-    (seat, goal), *others = moves_to_empty_ranks(PARTIAL, [3]).items()
-    assert (others, goal, seat % 3 > 0) == ([], 3, True)
-    assert speed(PARTIAL, (seat,)) > 1.15 * speed(PARTIAL, (3,))
+def test_a_worker_with_little_to_do_takes_the_rank_of_a_lost_one_with_much_to_do():
+    (rank, goal), *others = moves_to_empty_ranks(PARTIAL, [3]).items()
+    assert (others, goal, rank % 3 > 0) == ([], 3, True)
+    assert speed(PARTIAL, (rank,)) > 1.15 * speed(PARTIAL, (3,))
     assert not moves_to_empty_ranks(PARTIAL, [4])
     assert len(moves_to_empty_ranks(PARTIAL, [0, 3])) == 2
 
@@ -45,7 +45,7 @@ def test_nobody_moves_away_from_a_part_that_nobody_else_holds():
     assert not moves_to_empty_ranks(plan, [0])
     two = Plan(replicate(plan.schedule, 2), "1f1b copies=2", (4, 1, 1))
     moves = moves_to_empty_ranks(two, [0, 4])
-    assert moves == {5: 0}  # Seat 1 alone has the second part.
+    assert moves == {5: 0}  # Rank 1 alone has the second part.
 
 
 def test_the_least_time_counts_whole_visits_and_the_way_there():
