@@ -243,8 +243,6 @@ class Trainer:
             loss, norm, numbers, counts = self.gradients.measure(
                 loss_share, own, self.counts(stop)
             )
-            if self.saver.step is not None and counts.saved == self.comm.ranks:
-                self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
             figures = StepFigures(
@@ -259,6 +257,8 @@ class Trainer:
                 interrupted=counts.stop > 0,
             )
             self.commit(figures, began)
+            if self.saver.step is not None and counts.saved == self.comm.ranks:
+                self.saver.commit()  # A rank may be lost in it, but the step is done.
             self.tell_work([one.worked for one in numbers])
             if self.close_step(history):
                 return not self.early_stop.gets_no_better
