@@ -199,6 +199,7 @@ CONFIG = Config(
     DataConfig(tokens=32, batch=16),
     run=RunConfig(accumulate=2, threads=1),
 )
+PLAN = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
 
 
 def profile_of(turn: float = 0.0) -> Profile:
@@ -214,27 +215,25 @@ def profile_of(turn: float = 0.0) -> Profile:
 
 
 def test_a_step_is_its_passes_and_the_optimizer():
-    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
-    found = forecast(CONFIG, plan, profile_of(), 2)
+    found = forecast(CONFIG, PLAN, profile_of(), 2)
     cost = profile_of().cost((2, 2), tokens=32)
     assert isinstance(cost, ModelCost)
     assert found.timeline.makespan == pytest.approx(
-        simulate(plan.schedule, cost).makespan
+        simulate(PLAN.schedule, cost).makespan
     )
     assert found.optimizer == pytest.approx(1.0)
     assert found.seconds == pytest.approx(2 * found.timeline.makespan + 1.0)
     assert found.speed == pytest.approx(16 * 32 / found.seconds)
-    shared = forecast(CONFIG, plan, profile_of(), 1)
+    shared = forecast(CONFIG, PLAN, profile_of(), 1)
     assert shared.optimizer == pytest.approx(2.0)
     assert shared.timeline.makespan == pytest.approx(8 * (4 * 3 + 1.5), rel=1e-6)
 
 
 def test_messages_in_bfloat16_take_half_as_long_on_their_way():
     """The hidden state on a rank stays as large as it is; so does the input that a recomputed part keeps."""
-    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
     slow = replace(profile_of(), message=8.0, network=Network(0.0, 64.0))
     halved = replace(CONFIG, run=replace(CONFIG.run, messages="bfloat16"))
-    whole, half = (forecast(config, plan, slow, 2) for config in (CONFIG, halved))
+    whole, half = (forecast(config, PLAN, slow, 2) for config in (CONFIG, halved))
     ways = [found.timeline.arrived - found.timeline.sent for found in (whole, half)]
     assert np.nanmax(ways[0]) == pytest.approx(32 * 8 / 64)
     assert np.nanmax(ways[1]) == pytest.approx(32 * 8 / 64 / 2)
@@ -244,17 +243,16 @@ def test_messages_in_bfloat16_take_half_as_long_on_their_way():
     already = replace(slow, device=(("dtype", "bfloat16"), ("messages", "bfloat16")))
     assert already.sent == 8.0
     assert send_as(slow, "int8").sent == 8.0 / 4 + 4 * slow.rows
-    assert profile_mark(CONFIG, plan) != profile_mark(halved, plan)
+    assert profile_mark(CONFIG, PLAN) != profile_mark(halved, PLAN)
 
 
 def test_over_nccl_the_messages_of_a_rank_wait_for_each_other():
-    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
     at_once = replace(profile_of(), network=Network(0.5, serial=True))
     nccl = replace(at_once, network=replace(at_once.network, channels=1))
-    found = forecast(CONFIG, plan, nccl, 2).timeline
+    found = forecast(CONFIG, PLAN, nccl, 2).timeline
     cost = at_once.cost((2, 2), tokens=32)
-    assert found.makespan == simulate_in_order(plan.schedule, cost).makespan
-    assert found.makespan > forecast(CONFIG, plan, at_once, 2).timeline.makespan
+    assert found.makespan == simulate_in_order(PLAN.schedule, cost).makespan
+    assert found.makespan > forecast(CONFIG, PLAN, at_once, 2).timeline.makespan
 
 
 def test_a_step_ends_with_its_sums_as_fast_as_all_ranks_sum():
@@ -301,20 +299,19 @@ def test_a_sample_of_a_large_model_is_taken_in_proportion():
 
 
 def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path):
-    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
-    assert known_forecast(tmp_path, CONFIG, plan) is None
+    assert known_forecast(tmp_path, CONFIG, PLAN) is None
     profile = profile_of(0.1)
     write_profile(profile, tmp_path / PROFILE)
-    assert known_forecast(tmp_path, CONFIG, plan) is None  # nobody knows of what
+    assert known_forecast(tmp_path, CONFIG, PLAN) is None  # nobody knows of what
     write_profile(
-        replace(profile, device=(*profile.device, ("run", profile_mark(CONFIG, plan)))),
+        replace(profile, device=(*profile.device, ("run", profile_mark(CONFIG, PLAN)))),
         tmp_path / PROFILE,
     )
-    found = known_forecast(tmp_path, CONFIG, plan)
+    found = known_forecast(tmp_path, CONFIG, PLAN)
     assert found is not None
-    assert found.seconds == pytest.approx(forecast(CONFIG, plan, profile, 2).seconds)
+    assert found.seconds == pytest.approx(forecast(CONFIG, PLAN, profile, 2).seconds)
     longer = replace(CONFIG, run=replace(CONFIG.run, steps=1000, seed=3))
-    assert known_forecast(tmp_path, longer, plan) is not None
+    assert known_forecast(tmp_path, longer, PLAN) is not None
     for section, change in {
         "data": {"batch": 64},
         "run": {"graphs": "true"},
@@ -323,7 +320,7 @@ def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path)
         other = replace(
             CONFIG, **{section: replace(getattr(CONFIG, section), **change)}
         )
-        assert known_forecast(tmp_path, other, plan) is None
+        assert known_forecast(tmp_path, other, PLAN) is None
     sliced = Plan(make("seq1f1b", ranks=2, microbatches=8, slices=2), "seq1f1b", (2, 2))
     assert known_forecast(tmp_path, CONFIG, sliced) is None
 
@@ -395,8 +392,7 @@ def test_a_forecast_ranges_over_the_rounds_of_its_measurement(monkeypatch):
     low, high = found.spread
     assert low < 1 < high
     assert high / low == pytest.approx(1.5, rel=0.05)
-    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
-    made = forecast(CONFIG, plan, load_profile(dump_profile(found)), 2)
+    made = forecast(CONFIG, PLAN, load_profile(dump_profile(found)), 2)
     assert made.range == pytest.approx((low * made.seconds, high * made.seconds))
     words = describe_step(made, CONFIG)
     for seconds in made.range:
@@ -505,14 +501,13 @@ def test_ranks_of_a_testbed_compute_side_by_side(gpus, count, share, at_once, wo
 
 def test_launches_that_take_longer_than_the_work_are_told():
     profile = replace(profile_of(), device=(("device", "cuda"), ("launch", 1.9)))
-    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
-    found = forecast(CONFIG, plan, profile, 2)
+    found = forecast(CONFIG, PLAN, profile, 2)
     words = "a step would be 1.9 times as fast with --set run.graphs=true"
     plain = replace(CONFIG, run=replace(CONFIG.run, graphs="false"))
     assert words in hint(found, plain)
     assert hint(found, CONFIG) == ""
     assert hint(found, replace(plain, data=replace(plain.data, separate=True))) == ""
-    assert hint(forecast(CONFIG, plan, profile_of(), 2), plain) == ""
+    assert hint(forecast(CONFIG, PLAN, profile_of(), 2), plain) == ""
 
 
 @pytest.mark.parametrize("separate", [False, True])
