@@ -30,16 +30,11 @@ def is_compiling(config: Config, device: torch.device) -> bool:
     for it and there is no compiler.
     """
     wanted = config.run.compile
-    if wanted == AUTO:
-        on_gpu = device.type == "cuda"
-        return (
-            on_gpu
-            and not reasons_against_compiling(config)
-            and not missing_compiler(device)
-        )
-    if wanted == "false":
+    if wanted == "false" or (wanted == AUTO and device.type != "cuda"):
         return False
     missing = missing_compiler(device)
+    if wanted == AUTO:
+        return not missing and not reasons_against_compiling(config)
     if missing:
         raise RunError(
             f"run.compile = true needs {missing}, which is not installed here\n"
