@@ -47,6 +47,8 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -116,27 +118,25 @@ class GlooComm(ProcessComm):
         """
         name = f"{purpose} {' '.join(map(str, group))}"
         store = PrefixStore(name, self.meeting)
-        made: list[dist.ProcessGroup] = []
-        errors: list[str] = []
+        made: Future[dist.ProcessGroup] = Future()
 
         def work() -> None:
             try:
-                made.append(self.make_group(store, group, rank))
-            except (RuntimeError, RunError) as error:
-                errors.append(str(error))
+                made.set_result(self.make_group(store, group, rank))
+            except Exception as error:  # It belongs to the thread that waits.
+                made.set_exception(error)
 
-        thread = threading.Thread(target=work, name="connects", daemon=True)
-        thread.start()
-        thread.join(LOOK_SECONDS)
-        while thread.is_alive():
+        threading.Thread(target=work, name="connects", daemon=True).start()
+        while not wait_for([made], LOOK_SECONDS).done:
             if self.broken():
                 raise PeerLostError(
                     f"rank {rank} connects to ranks {group}, but one of them is lost"
                 )
-            thread.join(LOOK_SECONDS)
-        if errors:
-            raise PeerLostError(f"rank {rank} cannot reach the others: {errors[0]}")
-        return made[0]
+        try:
+            return made.result()
+        except (RuntimeError, RunError) as error:
+            reason = f"rank {rank} cannot reach the others: {error}"
+            raise PeerLostError(reason) from None
 
     def make_group(
         self, store: Store, group: tuple[int, ...], rank: int

@@ -8,8 +8,8 @@ and the tokens that are not in a row yet. A stream with this state goes on with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,14 +22,6 @@ from penstock.train.data.tokenizer import Tokenizer, tokenizer_of
 StreamState = dict[str, Any]
 
 
-class Examples(Protocol):
-    """What is asked of a dataset: its examples, each a text or a mapping from names to values."""
-
-    def __iter__(self) -> Iterator[str | Mapping[str, Any]]:
-        """Iterate over the examples."""
-        ...
-
-
 class TextStream:
     """Rows of tokens out of a `Dataset` or `IterableDataset`, as (inputs, labels), each (rows, tokens).
 
@@ -39,7 +31,7 @@ class TextStream:
 
     def __init__(
         self,
-        dataset: Examples,
+        dataset: Iterable[str | Mapping[str, Any]],
         tokens: int,
         rows: int,
         tokenizer: str | Tokenizer = "bytes",
