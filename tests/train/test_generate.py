@@ -107,17 +107,17 @@ def test_a_temperature_that_is_none_is_refused(temperature):
 
 
 def test_a_run_keeps_its_tokenizer_wherever_it_goes(tmp_path):
-    train_tokenizer(["a text"], 257, tmp_path / "theirs.json")
+    named = tmp_path / "theirs.json"
+    train_tokenizer(["a text"], 257, named)
     run = tmp_path / "run"
     run.mkdir()
-    named = str(tmp_path / "theirs.json")
-    assert kept_tokenizer(named, run) == named
-    keep_tokenizer(named, run)
-    assert kept_tokenizer(named, run) == named
-    (tmp_path / "theirs.json").write_text("[]")
-    assert kept_tokenizer(named, run) == str(run / "tokenizer.json")
-    (tmp_path / "theirs.json").unlink()
-    assert kept_tokenizer(named, run) == str(run / "tokenizer.json")
+    assert kept_tokenizer(str(named), run) == str(named)
+    keep_tokenizer(str(named), run)
+    assert kept_tokenizer(str(named), run) == str(named)
+    named.write_text("[]")
+    assert kept_tokenizer(str(named), run) == str(run / "tokenizer.json")
+    named.unlink()
+    assert kept_tokenizer(str(named), run) == str(run / "tokenizer.json")
     keep_tokenizer(BYTE_TOKENIZER, run)
     assert kept_tokenizer(BYTE_TOKENIZER, run) == BYTE_TOKENIZER
 

@@ -259,8 +259,7 @@ def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
 
 
 def _unbuildable(sizes: DecoderConfig, error: Exception) -> PenstockError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return PenstockError(f"cannot build a {sizes.architecture}: {reason}")
+    return PenstockError(f"cannot build a {sizes.architecture}: {_reason(error)}")
 
 
 def keep_learned_buffers(model: nn.Module) -> None:

@@ -300,18 +300,18 @@ def evaluate_ablation(
     """
     parts = single_layer_parts(model)
     count = len(parts) - 1
-    whole = perplexity(parts, batches)
-    rows = [AblationRow("all", count, count, whole, 0.0, 1.0, tuple(range(count)))]
-    for share in omit:
-        paths = omit_parts(count, share, draws, seed)
+    everything = tuple(range(count))
+    ways = [("all", [everything])]
+    ways += [("random", [*omit_parts(count, share, draws, seed)]) for share in omit]
+    ways += [("chosen", [path]) for path in chosen]
+    rows: list[AblationRow] = []
+    for way, paths in ways:
         found = [perplexity(parts, batches, path) for path in paths]
         spread = stdev(found) if len(found) > 1 else 0.0
-        kept, ratio = len(paths[0]), mean(found) / whole
-        rows.append(AblationRow("random", kept, count, mean(found), spread, ratio, ()))
-    for path in chosen:
-        own = perplexity(parts, batches, path)
-        row = AblationRow("chosen", len(path), count, own, 0.0, own / whole, path)
-        rows.append(row)
+        own = mean(found)
+        ratio = own / rows[0].perplexity if rows else 1.0
+        path = () if way == "random" else paths[0]
+        rows.append(AblationRow(way, len(paths[0]), count, own, spread, ratio, path))
     return tuple(rows)
 
 

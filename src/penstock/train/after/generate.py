@@ -274,9 +274,7 @@ def generate_text(
     if trained.sizes.width < SMALL_WIDTH:
         torch.set_num_threads(1)
     room = len(row) + tokens
-    longest = room
-    if isinstance(trained.sizes, GPTConfig | DecoderConfig):
-        longest = trained.sizes.positions or room
+    longest = getattr(trained.sizes, "positions", 0) or room
     reader = Reader(parts_along(trained.model, path), longest, room)
     for _ in range(tokens):
         # A model may have more words than the tokenizer.
