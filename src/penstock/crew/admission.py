@@ -46,6 +46,7 @@ from penstock.crew.tls import (
     hang_up,
     receive_frame,
     send_frame,
+    write_address,
 )
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.formats.plan_json import read_plan
@@ -322,8 +323,7 @@ class Joining:
             self.token = str(answer["token"])
             self.bring_files()
             if listen is None:
-                host = control.getsockname()[0]
-                listen = f"[{host}]:0" if ":" in host else f"{host}:0"
+                listen = write_address(control.getsockname()[0], 0)
             ranks = read_plan(self.folder / PLAN_FILE).schedule.ranks
             exchange = Exchange(listen, self.key, ranks)
             place = self.wait_for_place(control)

@@ -238,14 +238,13 @@ class Situation:
         self, lost: tuple[int, ...], seated: Mapping[int, int]
     ) -> dict[int, int]:
         """The seats of workers that have orphaned parts already: adopted before, or as a mirror."""
-        homes: dict[int, int] = {}
+        homes = {}
+        seats = {worker: seat for seat, worker in seated.items()}
+        reports = [self.reports[worker] for worker in seats]
         for part in orphans(self.plan.schedule, lost):
-            for seat, worker in seated.items():
-                if part in self.reports[worker].parts:
-                    homes.setdefault(part, seat)
-            for seat, worker in seated.items():
-                if part in self.reports[worker].mirrors:
-                    homes.setdefault(part, seat)
+            holders = holders_among(reports, part)
+            if holders:
+                homes[part] = seats[holders[0]]
         return homes
 
     def length(self, plan: Plan, seated: Mapping[int, int]) -> float:
@@ -295,9 +294,10 @@ def decide(now: Situation) -> Decision:
     for rank, part in [*held, *mirrored]:
         if part in known[rank]:
             continue
-        source = _source(part, members, veterans)
-        if source is None:
-            source = restores.setdefault(part, rank)
+        holders = holders_among(veterans, part)
+        if not holders:
+            restores.setdefault(part, rank)
+        source = members.index(holders[0]) if holders else restores[part]
         if source != rank:
             transfers.append(PartTransfer(part, source, rank))
     if restores and now.saved() != ahead.step:
@@ -319,12 +319,7 @@ def decide(now: Situation) -> Decision:
     )
 
 
-def _source(
-    part: int, members: tuple[int, ...], veterans: Sequence[Report]
-) -> int | None:
-    """The rank that sends a part to one that does not have it; None if nobody has it."""
-    for known in ([one.parts for one in veterans], [one.mirrors for one in veterans]):
-        for report, parts in zip(veterans, known, strict=True):
-            if part in parts:
-                return members.index(report.worker)
-    return None
+def holders_among(reports: Sequence[Report], part: int) -> list[int]:
+    """The workers that have a part, and after them those that have only its mirror."""
+    holders = [one.worker for one in reports if part in one.parts]
+    return holders + [one.worker for one in reports if part in one.mirrors]

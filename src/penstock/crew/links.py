@@ -68,6 +68,7 @@ from penstock.crew.tls import (
     receive_bytes,
     receive_frame,
     send_frame,
+    write_address,
 )
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
@@ -571,8 +572,7 @@ class Exchange:
             host, port = split_address(listen)
             most = max(self.most_waiting, MAX_SERVED)
             self.listener = Listener(host, port, key, self._take, most=most)
-            shown = f"[{host}]" if ":" in host else host
-            self.address = f"{shown}:{self.listener.address[1]}"
+            self.address = write_address(host, self.listener.address[1])
 
     def begin(self, meeting: str) -> None:
         """Take part in a new meeting, and forget earlier ones."""

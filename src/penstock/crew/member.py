@@ -34,7 +34,7 @@ from penstock.crew.decision import (
 from penstock.crew.links import MOST_EARLY_BYTES, Exchange, GlooComm, WireComm
 from penstock.crew.pace import WorkWindow
 from penstock.crew.store import RemoteStore
-from penstock.crew.tls import KEY_FILE
+from penstock.crew.tls import KEY_FILE, write_address
 from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.formats.config_toml import CONFIG_FILE, read_config
 from penstock.models.family import count_parameters
@@ -91,8 +91,8 @@ def own_site(folder: Path, worker: int, workers: int) -> Site:
         return Site(folder)
     host, port = split_address(config.run.listen, "run.listen")
     own = port + 1 + worker if port else 0
-    shown = f"[{host}]" if ":" in host else host
-    return Site(folder, Exchange(f"{shown}:{own}", key_of(config, folder), workers))
+    address = write_address(host, own)
+    return Site(folder, Exchange(address, key_of(config, folder), workers))
 
 
 BEAT_SECONDS = 0.5  # between two signs of life

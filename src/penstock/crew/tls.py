@@ -289,6 +289,11 @@ class Listener:
             hang_up(connection)
 
 
+def write_address(host: str, port: int) -> str:
+    """Return an address as `split_address` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def dial(address: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
     """Connect to a listener; raise PeerLostError if nobody with the key answers."""
     host, port = address
