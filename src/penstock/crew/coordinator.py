@@ -502,22 +502,18 @@ class Coordinator:
     ) -> None:
         """Tell the user why a generation ended; give up if retrying does not help."""
         self.write_event()  # of a generation that ended before it trained
-        stories = list(self.losses)
-        kind = "lost"
-        if arrived:
-            kind = "lost" if self.losses else "joined"
+        joined = []
         for number in arrived:
             process = self.workers[number].process
             place = f" on {process.name}" if isinstance(process, RemoteWorker) else ""
-            stories.append(f"worker {number}{place} has joined")
-        if self.changed_paces and not stories:
-            kind = "pace"
-        stories += self.changed_paces
-        if not stories:
-            kind = "retry"
-            stories.append(self.reason_to_retry(before, decision))
-        else:
+            joined.append(f"worker {number}{place} has joined")
+        told = {"lost": self.losses, "joined": joined, "pace": self.changed_paces}
+        kind = next((kind for kind, lines in told.items() if lines), "retry")
+        stories = [*self.losses, *joined, *self.changed_paces]
+        if stories:
             self.retries = 0
+        else:
+            stories.append(self.reason_to_retry(before, decision))
         text = " and ".join(stories)
         workers = len(decision.members)
         step, back = decision.step, 0

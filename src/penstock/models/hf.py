@@ -103,7 +103,7 @@ def find_pieces(model: nn.Module, called: Sequence[str] = ()) -> Pieces:
     if encoder:
         prefix, word = _base_of_encoder(model, f"{prefix}.{word}")
     base = model.get_submodule(prefix)
-    children, layers = _stack_of(base, config.num_hidden_layers, encoder)
+    children, layers = stack_of(base, config.num_hidden_layers, encoder)
     if not layers:
         reason = f"there is no list of all its layers beside {prefix}.{word}"
         raise _unknown(name, reason)
@@ -169,7 +169,7 @@ def _base_of_encoder(model: nn.Module, embedding: str) -> tuple[str, str]:
     return base, embedding.removeprefix(f"{base}.").partition(".")[0]
 
 
-def _stack_of(
+def stack_of(
     base: nn.Module, count: int, deep: bool
 ) -> tuple[dict[str, nn.Module], str]:
     """The modules of a base model by name, and the name of the list of layers among them; empty if there is none.

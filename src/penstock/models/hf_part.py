@@ -341,16 +341,10 @@ def masks_of(
     layers: Iterable[LayerCall | LayerElsewhere], x: Tensor, piece: Slice
 ) -> dict[int, Tensor | None]:
     """The masks of a part's layers for a slice, by the number of the layer. Layers that see alike share one."""
-    by_sight: dict[tuple[str, int | None], Tensor | None] = {}
-    masks = {}
-    for call in layers:
-        if isinstance(call, LayerElsewhere):
-            continue
-        sight = _sight(call.layer)
-        if sight not in by_sight:
-            by_sight[sight] = causal_mask(*sight, x, piece)
-        masks[call.number] = by_sight[sight]
-    return masks
+    calls = [one for one in layers if isinstance(one, LayerCall)]
+    sights = {call.number: _sight(call.layer) for call in calls}
+    masks = {sight: causal_mask(*sight, x, piece) for sight in {*sights.values()}}
+    return {number: masks[sight] for number, sight in sights.items()}
 
 
 def causal_mask(

@@ -52,6 +52,7 @@ from penstock.models.hf import (
     Pieces,
     find_pieces,
     small_config,
+    stack_of,
 )
 from penstock.models.hf_part import (
     UNSLICEABLE,
@@ -153,13 +154,15 @@ def tried_layout(model: nn.Module) -> ModelLayout:
     refuse_kernel(kernel)
     kernel = kernel if kernel in ("eager", "sdpa") else "sdpa"
     small = small_config(config, encodes)
+    small._attn_implementation = kernel
+    small.use_cache = False
     said = json.dumps(small.to_dict(), sort_keys=True, default=str)
     text = f"{type(small).__name__} {kernel} {said}"
     kind = next(
         one for one in type(model).__mro__ if one.__module__.startswith("transformers.")
     )
     with BUILDING:
-        found = _try_once(kind, SmallConfig(text, small, kernel), _forwards_of(model))
+        found = _try_once(kind, SmallConfig(text, small), _forwards_of(model))
     if found.fault:
         raise PenstockError(
             f"cannot split a {kind.__name__}: {found.fault}\n"
@@ -193,7 +196,6 @@ class SmallConfig:
 
     text: str
     config: Any = field(compare=False)
-    kernel: str = field(compare=False)
 
 
 def _forwards_of(model: nn.Module) -> frozenset[object]:
@@ -215,7 +217,7 @@ def _try_once(kind: Any, small: SmallConfig, forwards: frozenset[object]) -> Fin
         torch.manual_seed(SEED)
         what = "a small model with its config does not run ({}); do the sizes in its config fit together?"
         try:
-            model = random_model(kind, small)
+            model = random_model(kind, small.config)
             if find_pieces(model).encoding is not None:
                 tokens = trial_words(model, 2, TOKENS)
             else:
@@ -229,12 +231,9 @@ def _try_once(kind: Any, small: SmallConfig, forwards: frozenset[object]) -> Fin
             return Findings(what.format(first_line(error)))
 
 
-def random_model(kind: Any, small: SmallConfig) -> Any:
-    """A small model without a cache, whose biases and norms are random too."""
-    config = copy.deepcopy(small.config)
-    config._attn_implementation = small.kernel
-    config.use_cache = False
-    model: Any = kind(config).float()
+def random_model(kind: Any, config: Any) -> Any:
+    """A small model whose biases and norms are random too."""
+    model: Any = kind(copy.deepcopy(config)).float()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
     return model.eval()
@@ -287,12 +286,9 @@ def _watch_layers(
 ) -> tuple[tuple[str, ...], bool]:
     """In which order a model calls the modules of its base model, and whether its layers return tuples."""
     base = model.get_submodule(pieces.base)
-    watched = dict(base.named_children())
-    holder, _, _ = pieces.layers.rpartition(".")
-    if holder:
-        inner = watched.pop(holder).named_children()
-        watched |= {f"{holder}.{name}": module for name, module in inner}
-    watched[pieces.layers] = watched[pieces.layers][0]
+    count, encodes = model.config.num_hidden_layers, pieces.encoding is not None
+    watched, layers = stack_of(base, count, encodes)
+    watched[layers] = base.get_submodule(f"{layers}.0")
     calls = calls_of(model, watched, tokens)
     if pieces.layers not in calls:
         raise PenstockError(
