@@ -87,11 +87,7 @@ class ShapedComm:
         """Start receiving the next tensor from a rank."""
         arrival = self.inner.receive((1,), torch.float64, source)
         tensor = self.inner.receive(shape, dtype, source)
-        return _DelayedReceive(self.inner, arrival, tensor)
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Return a tensor to the underlying `Comm`."""
-        self.inner.give_back(tensor)
+        return _DelayedReceive(arrival, tensor)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Set up groups in the underlying `Comm`."""
@@ -162,10 +158,9 @@ class _DelayedSend:
 class _DelayedReceive:
     """A tensor that is not available before its arrival time."""
 
-    __slots__ = ("arrival", "comm", "tensor")
+    __slots__ = ("arrival", "tensor")
 
-    def __init__(self, comm: Comm, arrival: Arriving, tensor: Arriving) -> None:
-        self.comm = comm
+    def __init__(self, arrival: Arriving, tensor: Arriving) -> None:
         self.arrival = arrival
         self.tensor = tensor
 
@@ -174,7 +169,6 @@ class _DelayedReceive:
         arrival = self.arrival.wait()
         tensor = self.tensor.wait(into)
         sleep_until(float(arrival))
-        self.comm.give_back(arrival)
         return tensor
 
 

@@ -372,8 +372,7 @@ def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
         if sends:
             comm.send(payload, peer).wait()
         else:
-            received = comm.receive((len(payload),), payload.dtype, peer).wait()
-            comm.give_back(received)
+            comm.receive((len(payload),), payload.dtype, peer).wait()
 
 
 def main() -> None:

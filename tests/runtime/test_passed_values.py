@@ -124,48 +124,6 @@ def test_frozen_stages_pass_tensors_on_and_get_no_gradients():
     assert not any(message.goes_back for message in received)
 
 
-class Watched:
-    """A `Comm` that notes the memory of what is sent and of the buffers that are given back."""
-
-    def __init__(self, comm) -> None:
-        self.comm, self.sent, self.given_back = comm, [], []
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.comm, name)
-
-    def send(self, tensor: Tensor, target: int) -> object:
-        self.sent.append(tensor)
-        return self.comm.send(tensor, target)
-
-    def give_back(self, tensor: Tensor) -> None:
-        self.given_back.append(tensor)
-
-
-def test_a_frozen_stage_keeps_the_buffers_of_what_it_sends_on():
-    """Its backward waits for nobody, so the send may not be over."""
-
-    def work(comm):
-        layers = workers.layers()
-        for layer in layers[:3]:
-            layer.requires_grad_(False)
-        watched = Watched(comm)
-        pipeline = Pipeline(
-            layers,
-            make("1f1b", ranks=3, microbatches=2),
-            workers.summed,
-            comm=watched,
-            partition=(1, 2, 5),
-            prove=False,  # it sends messages of its own
-        )
-        pipeline.step(**workers.batch())
-        sent = {x.data_ptr() for x in watched.sent}
-        return len(sent), [x.data_ptr() in sent for x in watched.given_back]
-
-    _, (sent, given_back), _ = run_threads(3, work)
-    assert sent == 4  # x and the skip, of two micro-batches
-    assert given_back == [False] * 4  # x and the mask
-
-
 # ---------------------------------------------------------------- shapes
 class Patches(nn.Module):
     """A small ViT's entry: images become patches."""

@@ -39,6 +39,7 @@ from penstock.cost.network import (
 )
 from penstock.cost.sizes import FLOAT32_BYTES
 from penstock.runtime.comm.comm import Comm, exchange
+from penstock.runtime.process.machine import keep_freed_memory
 from penstock.torch_internals import sleep_on_gpu
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
@@ -121,6 +122,7 @@ def _measure_links(
     comm: Comm, pairs: Sequence[Pair], device: torch.device | str
 ) -> dict[Pair, MeasuredLink]:
     """Measure each pair in both directions, as many pairs at a time as hosts allow."""
+    keep_freed_memory()  # as in a step, whose messages use the same memory again
     # For each pair, the round trip and the seconds per byte, measured from both ends.
     table = torch.zeros(len(pairs), 4, dtype=torch.float64)
     for turn in disjoint_pairs(pairs, hosts_of(comm)):
@@ -199,9 +201,8 @@ def answer(comm: Comm, other: int, device: torch.device | str = "cpu") -> None:
             return
         for _ in range(count):
             shape = (size // FLOAT32_BYTES,)
-            message = comm.receive(shape, torch.float32, other).wait()
+            comm.receive(shape, torch.float32, other).wait()
             _send_number(comm, 0, other, device)
-            comm.give_back(message)
 
 
 def _send_number(
@@ -212,18 +213,14 @@ def _send_number(
 
 
 def _receive_number(comm: Comm, source: int) -> int:
-    tensor = comm.receive((1,), torch.float64, source).wait()
-    number = int(tensor)
-    comm.give_back(tensor)
-    return number
+    return int(comm.receive((1,), torch.float64, source).wait())
 
 
 def _time_trip(comm: Comm, other: int, size: int, device: torch.device | str) -> float:
     """The seconds from sending a message to receiving its reply."""
     begin = time.perf_counter()
     sent = comm.send(torch.zeros(size // FLOAT32_BYTES, device=device), other)
-    reply = comm.receive((1,), torch.float64, other).wait()
-    comm.give_back(reply)
+    comm.receive((1,), torch.float64, other).wait()
     sent.wait()
     settle(device)  # under NCCL it is the GPU that waits
     return time.perf_counter() - begin
@@ -309,8 +306,7 @@ def pass_on(comm: Comm, payload: torch.Tensor, peer: int) -> None:
     if comm.rank < peer:
         comm.send(payload, peer).wait()
     else:
-        received = comm.receive(tuple(payload.shape), payload.dtype, peer).wait()
-        comm.give_back(received)
+        comm.receive(tuple(payload.shape), payload.dtype, peer).wait()
 
 
 def device_seconds(act: Callable[[], None], device: torch.device | str) -> float:

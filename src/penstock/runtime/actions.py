@@ -12,7 +12,7 @@ x and y are tuples of tensors, because stages may pass several. A sliced micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
@@ -63,13 +63,10 @@ from penstock.runtime.passed_values import (
     forward_parameters,
     leaves,
     named_arguments,
-    outside,
     passed_by,
     take_gradients,
 )
 from penstock.torch_internals import changes, walk_back
-
-GiveBack = Callable[[Tensor], None]  # returns a receive buffer to the `Comm`
 
 
 class StageActions(Protocol):
@@ -234,10 +231,9 @@ class KeptForward:
     """What a forward keeps for its backward."""
 
     x: Value
-    y: Value | None  # None: the backward computes it again
-    ledger: Ledger | None
-    buffers: list[Tensor]  # receive buffers of x and of the gradient of y
     piece: Slice | None = None
+    y: Value | None = None  # None: the backward computes it again
+    ledger: Ledger | None = None
     drawn: Drawn | None = None  # random numbers that the backward has to draw again
     # The module's buffers before this forward, if the backward computes it again.
     before: Sequence[Buffers] = ()
@@ -255,7 +251,6 @@ class ComputedActions:
 
     stages: LaneStages
     data: StepData
-    give_back: GiveBack
     checks: FirstStepChecks | None = None
     restores_randomness: bool = True
     kept: dict[int, KeptForward] = field(default_factory=dict, init=False)
@@ -279,31 +274,34 @@ class ComputedActions:
 
     def run_forward(self, step: LaneStep) -> None:
         """The same without a look at copies of buffers."""
-        x = self.stage_input(step)
         carries = self.data.carries
         piece = None if carries is None else carries.open(step)
+        x = self.stage_input(step)
+        kept = KeptForward(x, piece)
         if not self.data.training:
-            self.evaluate(step, x, piece)
+            y = self.apply(step, x, piece)
         elif step.value in self.stages.rests.idle:
-            self.forward_without_graph(step, x, piece)
-        elif step.stage in self.stages.recompute:
-            self.forward_to_recompute(step, x, piece)
-        else:
-            ledger = self.new_ledger(step)
-            record_in(ledger)
-            saved = None
-            if step.offloaded:
-                saved = SavedTensors(self.staying_tensors(step, x))
-                with saved.saving():
-                    y = self.apply(step, x, piece)
-            else:
+            # Nothing trains up to here, so the backward has nothing to do.
+            with torch.no_grad():
                 y = self.apply(step, x, piece)
-            buffers = self.data.take_buffers()
-            kept = KeptForward(x, y, ledger, buffers, piece, saved=saved)
+        elif step.stage in self.stages.recompute:
+            y = self.forward_to_recompute(step, kept)
+        else:
+            kept.ledger = self.new_ledger(step)
+            record_in(kept.ledger)
+            if step.offloaded:
+                kept.saved = SavedTensors(self.staying_tensors(step, x))
+                with kept.saved.saving():
+                    y = kept.y = self.apply(step, x, piece)
+            else:
+                y = kept.y = self.apply(step, x, piece)
+        self.data.publish(step, y)
+        if self.data.added:
+            kept.added = self.count_added(step)
+        if self.data.training:
             self.kept[step.value] = kept
-            self.data.publish(step, y)
-            if self.data.added:
-                kept.added = self.count_added(step)
+        elif carries is not None and piece is not None and piece.end == piece.tokens:
+            carries.drop(step)
 
     def stage_input(self, step: LaneStep) -> Value:
         """The tokens, or what the stage before has passed on."""
@@ -322,43 +320,13 @@ class ComputedActions:
         """The sum of the added losses, times the share of this unit in all labels."""
         return take_sum(self.data.added) * self.data.share(step.unit)
 
-    def evaluate(self, step: LaneStep, x: Value, piece: Slice | None) -> None:
-        """Run a forward that has no backward."""
-        self.data.publish(step, self.apply(step, x, piece))
-        if self.data.added:
-            self.count_added(step)
-        if piece is not None and piece.end == piece.tokens:
-            assert self.data.carries is not None
-            self.data.carries.drop(step)
-
-    def forward_without_graph(
-        self, step: LaneStep, x: Value, piece: Slice | None
-    ) -> None:
-        """Run a forward up to which nothing trains, so that its backward has nothing to do."""
-        with torch.no_grad():
-            y = self.apply(step, x, piece)
-        self.data.publish(step, y)
-        if self.data.added:
-            self.count_added(step)
-        # Nothing comes back to this stage, so what goes through it may still be on its way when its backward
-        # would give the buffers back.
-        buffers = outside(self.data.take_buffers(), y)
-        self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
-
-    def forward_to_recompute(
-        self, step: LaneStep, x: Value, piece: Slice | None
-    ) -> None:
+    def forward_to_recompute(self, step: LaneStep, kept: KeptForward) -> Value:
         """Run a forward that keeps only its input, the random numbers it drew, and the buffers it began with."""
         with DRAWING_LOCK:
-            before = copied(self.stages.buffers[step.stage])
-            y, drawn = self.apply_once(step, x, piece)
-        self.data.publish(step, y)
-        if self.data.added:
-            self.count_added(step)
-        ledger = self.new_ledger(step)
-        buffers = self.data.take_buffers()
-        kept = KeptForward(x, None, ledger, buffers, piece, drawn, before)
-        self.kept[step.value] = kept
+            kept.before = copied(self.stages.buffers[step.stage])
+            y, kept.drawn = self.apply_once(step, kept.x, kept.piece)
+        kept.ledger = self.new_ledger(step)
+        return y
 
     def apply_once(
         self, step: LaneStep, x: Value, piece: Slice | None
@@ -489,7 +457,8 @@ class ComputedActions:
             self.skip_backward(step, kept)
             return
         self.walk_graph(step, kept, roots, gradients)
-        self.finish_backward(step, kept)
+        if step.forward not in self.stages.rests.closed:
+            self.data.held[step.value] = take_gradients(kept.x)
 
     def output_gradients(
         self, step: LaneStep, kept: KeptForward, y: Value
@@ -532,17 +501,6 @@ class ComputedActions:
         if self.data.added:
             self.data.added.clear()  # by a layer that computed its forward again
 
-    def finish_backward(self, step: LaneStep, kept: KeptForward) -> None:
-        """Hold the gradient of x for the stage before, and give back buffers."""
-        kept.buffers += self.data.take_buffers()
-        if step.forward not in self.stages.rests.closed:
-            gradients = take_gradients(kept.x)
-            self.data.held[step.value] = gradients
-            # Autograd may have written them into receive buffers, which are still to be sent.
-            kept.buffers = outside(kept.buffers, gradients)
-        if not step.split:
-            self.give_back_buffers(kept)
-
     def apply_again(self, step: LaneStep, kept: KeptForward) -> Value:
         """Run the forward again to get its graph, with the random numbers and buffers of the first time."""
         record_in(kept.ledger)
@@ -573,12 +531,9 @@ class ComputedActions:
     def skip_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Finish a backward that has nothing to compute."""
         kept.y = None
-        kept.buffers += self.data.take_buffers()
         if kept.piece is not None:
             kept.piece.carry.back(kept.piece)
             self.close_slice(step, kept.piece)
-        if not step.split:
-            self.give_back_buffers(kept)
 
     def close_slice(self, step: LaneStep, piece: Slice) -> None:
         """Hand the gradients of a slice to the slice before it; the first slice ends the micro-batch."""
@@ -593,12 +548,6 @@ class ComputedActions:
         kept = self.kept.pop(step.forward)
         if kept.ledger is not None:  # None: nothing trains here
             kept.ledger.settle()
-        self.give_back_buffers(kept)
-
-    def give_back_buffers(self, kept: KeptForward) -> None:
-        """Let the buffers of a finished unit take the next messages."""
-        for buffer in kept.buffers:
-            self.give_back(buffer)
 
     # ------------------------------------------------------------ O and R
     def staying_tensors(self, step: LaneStep, x: Value) -> list[Tensor]:

@@ -280,8 +280,6 @@ class StepData:
     held: dict[int, Value] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     added: list[Tensor] = field(default_factory=list)  # by layers, in this forward
-    # In which the next action's input lies.
-    buffers: list[Tensor] = field(default_factory=list)
 
     def named(self, step: LaneStep) -> Mapping[str, Tensor]:
         """The named tensors of an action's micro-batch; of the whole sequence, if that is cut."""
@@ -304,12 +302,6 @@ class StepData:
             self.losses.append(y[0].detach())
         else:
             self.held[step.value] = y
-
-    def take_buffers(self) -> list[Tensor]:
-        """The receive buffers that hold this action's input. The action that takes them has to give them back."""
-        buffers = self.buffers
-        self.buffers = []
-        return buffers
 
     def total_loss(self) -> Tensor:
         """The sum of the losses that were computed on this rank."""

@@ -260,11 +260,9 @@ class Executor:
             self.casts.refresh()
             self.stages.casts = self.casts
         recordings = None if outputs else self.recordings_for(data, checks)
-        actions: StageActions
-        if recordings is None:
-            actions = ComputedActions(self.stages, data, self.comm.give_back, checks)
-        else:
-            actions = PlayedActions(recordings, data, self.comm.give_back)
+        actions: StageActions = ComputedActions(self.stages, data, checks)
+        if recordings is not None:
+            actions = PlayedActions(recordings, data)
         clock = self.clock if timed else None
         result = self.walk(actions, data, recordings, clock, sums)
         if checks is not None:
@@ -288,7 +286,7 @@ class Executor:
         """Run only the forwards of a step, without gradients."""
         self.check_lengths(batch)
         data = self.cut(batch, training=False, outputs=outputs)
-        actions = ComputedActions(self.stages, data, self.comm.give_back)
+        actions = ComputedActions(self.stages, data)
         return self.walk(actions, data)
 
     def walk(

@@ -370,12 +370,6 @@ def backward_roots(value: Value, gradients: Value) -> tuple[list[Tensor], list[T
     return roots, given
 
 
-def outside(buffers: Sequence[Tensor], value: Value) -> list[Tensor]:
-    """The receive buffers in which no tensor of a value lies."""
-    places = {x.data_ptr() for x in value}
-    return [buffer for buffer in buffers if buffer.data_ptr() not in places]
-
-
 # ---------------------------------------------------------------- messages in int8
 # Messages of one byte a number: every row has its own scale, and what rounding loses is sent along next time.
 #

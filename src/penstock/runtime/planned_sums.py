@@ -144,12 +144,10 @@ class PlannedSum:
     ) -> None:
         """Wait for everything that a round receives, and add it or take it over."""
         layers: dict[int, list[tuple[int, Tensor]]] = {}
-        received = []
         for message, posted in zip(one.receives, arriving, strict=True):
             if posted is None:
                 continue
             whole = posted.wait()
-            received.append(whole)
             lengths = self.lengths(message.cells)
             sizes = list(map(self.format.packed_length, lengths))
             pieces = torch.split(whole, sizes)
@@ -172,8 +170,6 @@ class PlannedSum:
                 sums[cell] = self.pack((TOTALS, cell), total)
                 total = self.format.restore(sums[cell], len(total))
             cells[cell].copy_(total)
-        for whole in received:
-            comm.give_back(whole)
 
 
 class SumThread:

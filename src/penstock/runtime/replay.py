@@ -42,7 +42,6 @@ from penstock.ir.schedule import Schedule
 from penstock.runtime.actions import (
     ComputedActions,
     FirstStepChecks,
-    GiveBack,
     LaneStages,
 )
 from penstock.runtime.backward import record_in
@@ -65,7 +64,7 @@ from penstock.torch_internals import (
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing: in place of a recording without work, of what prepares one, and of giving buffers back."""
+    """Do nothing: in place of a recording without work and of what prepares one."""
 
 
 # ---------------------------------------------------------------- playing
@@ -75,7 +74,6 @@ class PlayedActions:
 
     recordings: Recordings
     data: StepData
-    give_back: GiveBack
     kept: set[int] = field(default_factory=set, init=False)
     # Random numbers, by forward.
     drawn: dict[int, Drawn] = field(default_factory=dict, init=False)
@@ -93,7 +91,6 @@ class PlayedActions:
             self.keep_result(step, results[:passed])
         for loss in results[passed:]:
             self.data.losses.append(loss.clone())
-        self.give_back_input(step)
 
     def keep_result(self, step: LaneStep, tensors: Sequence[Tensor]) -> None:
         """Keep the result of an action for others: where it is, or as a copy."""
@@ -145,7 +142,6 @@ class PlayedActions:
                 self.keep_result(step, gradients)
         if not step.split:
             self.kept.remove(step.forward)
-        self.give_back_input(step)
 
     def first_randomness(self, step: LaneStep) -> AbstractContextManager[None]:
         """A context that draws the random numbers of the forward again, if it drew any."""
@@ -158,11 +154,6 @@ class PlayedActions:
         """Play the weight gradients that the I has left."""
         self.recordings.action(step)()
         self.kept.remove(step.forward)
-
-    def give_back_input(self, step: LaneStep) -> None:
-        """Give back the receive buffers of an input, which has been copied."""
-        for buffer in self.data.take_buffers():
-            self.give_back(buffer)
 
 
 @dataclass(slots=True)
@@ -418,7 +409,7 @@ class RecordingSession:
             if step.source >= 0:
                 zeros = [x.zero_() for x in self.empty_value(step.source)]
                 data.held[step.source] = tuple(zeros)
-        return ComputedActions(self.stages, data, _nothing, restores_randomness=False)
+        return ComputedActions(self.stages, data, restores_randomness=False)
 
     def clone_named(self, microbatches: set[int]) -> tuple[Mapping[str, Tensor], ...]:
         """The named tensors of the batch that stages of this rank may ask for, with copies for some micro-batches."""

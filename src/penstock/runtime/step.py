@@ -319,13 +319,9 @@ class Messages:
                 place = places[number]
             received = one.wait(place)
             converts = places is not None and not spec.quantized
-            if received is place or converts or received.dtype is spec.dtype:
-                value.append(received)
-                if received is not place and self.training:
-                    self.data.buffers.append(received)
-            else:
-                value.append(unpacked(received, spec))
-                self.comm.give_back(received)
+            if not converts and received.dtype is not spec.dtype:
+                received = unpacked(received, spec)
+            value.append(received)
         self.data.held[source] = tuple(value)
 
     def finish(self) -> None:

@@ -219,7 +219,6 @@ class Mirrors:
                 present = [one.grad for one in trained if one.grad is not None]
                 scale_down(present, norm, most)
             mirror.optimizer.step(factor)
-            self.comm.give_back(mirror.gradients)
             mirror.gradients = None
         self.seconds += time.perf_counter() - began
 

@@ -50,7 +50,7 @@ class Arriving(Protocol):
 
 
 class Comm(Protocol):
-    """One rank's connection to the other ranks. A connection may have nothing to set up, and nothing to reuse."""
+    """One rank's connection to the other ranks. A connection may have nothing to set up."""
 
     rank: int  # the number of this rank
     ranks: int
@@ -70,10 +70,6 @@ class Comm(Protocol):
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
     ) -> Arriving:
         """Start receiving the next tensor from a rank; its shape and type must match."""
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Return a received tensor that nobody reads any more, so its memory can be reused."""
-        return
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Set up the groups that `add` will use; all ranks pass the same list."""

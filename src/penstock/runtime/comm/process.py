@@ -159,8 +159,6 @@ class ProcessComm(Comm):
         ]
         # Work that was handed to the GPU; `pending` drops it once it is done.
         self.launched: deque[tuple[dist.Work, PendingMessage]] = deque()
-        # Receive buffers that can be used again.
-        self.spare: dict[BufferKind, list[Tensor]] = {}
         self.waiting: _Work | None = None  # what this rank waits for now
         self.set_guard(None)
 
@@ -327,10 +325,7 @@ class ProcessComm(Comm):
         return _ReceiveWork(_Work(self, work, "receive", (source,), turn, buffer))
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer to receive into: one that was given back, or a new one."""
-        spare = self.spare.get((shape, dtype))
-        if spare:
-            return spare.pop()
+        """A buffer to receive into."""
         return torch.empty(shape, dtype=dtype, device=self.wire)
 
     def tag(self, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -340,12 +335,6 @@ class ProcessComm(Comm):
             tag = fold(dtype.itemsize, shape)
             self.tags[shape, dtype] = tag
         return (tag + turn * TAG_STRIDE) % UNUSED_TAG
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Keep a received tensor's memory for the next message of the same shape."""
-        if tensor.device == self.wire:
-            kind = (tuple(tensor.shape), tensor.dtype)
-            self.spare.setdefault(kind, []).append(tensor)
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
         """Start summing a tensor over a group of ranks, in place."""
