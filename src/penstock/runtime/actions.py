@@ -47,7 +47,6 @@ from penstock.runtime.module_state import (
     copied,
     drawing_again,
     drawn_since,
-    gathering_norms,
     refuse_changed_copies,
     states,
     statistics_locks,
@@ -118,8 +117,7 @@ class LaneStages:
     def __post_init__(self) -> None:
         self.parameters = {n: forward_parameters(m) for n, m in self.modules.items()}
         self.buffers = {n: buffers_of(m) for n, m in self.modules.items()}
-        norms = {n: gathering_norms(m) for n, m in self.modules.items()}
-        self.locks = {n: statistics_locks(m) for n, m in norms.items()}
+        self.locks = {n: statistics_locks(m) for n, m in self.modules.items()}
 
 
 class FirstStepChecks:

@@ -74,7 +74,6 @@ class CompiledMethod:
     """A method of a class of layers, or a function, which is compiled for all its callers together."""
 
     def __init__(self, method: Callable[..., Any], compiler: str) -> None:
-        self.method = method
         self.name = method.__qualname__
         self.compiler = compiler
         self.graphs = 0  # compiled so far
@@ -190,12 +189,7 @@ class CompiledLayer:
 
 def _bring_slice(arguments: Iterable[object]) -> bool:
     """Whether one of the arguments is a slice, or the keys and values of one."""
-    for argument in arguments:
-        if isinstance(argument, Slice):
-            return True
-        if isinstance(getattr(argument, "piece", None), Slice):
-            return True
-    return False
+    return any(isinstance(getattr(one, "piece", one), Slice) for one in arguments)
 
 
 def let_tokens_vary(tensors: Iterable[object]) -> None:

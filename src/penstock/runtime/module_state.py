@@ -254,19 +254,14 @@ def refuse_changed_copies(
 
 
 # ---------------------------------------------------------------- norms that threads share
-def gathering_norms(module: nn.Module) -> list[Norm]:
-    """The norms inside a module that gather statistics."""
-    norms = [one for one in module.modules() if isinstance(one, Norm)]
-    return [norm for norm in norms if norm.track_running_stats]
-
-
-def statistics_locks(norms: Sequence[Norm]) -> list[threading.Lock]:
-    """The locks that a forward through these norms holds.
+def statistics_locks(module: nn.Module) -> list[threading.Lock]:
+    """The locks that a forward of a module holds: those of the norms inside that gather statistics.
 
     Their order is the same for all threads, so that two of them cannot wait for each other.
     """
-    ordered = sorted(norms, key=id)
-    return [_LOCKS.setdefault(norm, threading.Lock()) for norm in ordered]
+    norms = [one for one in module.modules() if isinstance(one, Norm)]
+    gathering = sorted((norm for norm in norms if norm.track_running_stats), key=id)
+    return [_LOCKS.setdefault(norm, threading.Lock()) for norm in gathering]
 
 
 # ---------------------------------------------------------------- traceless

@@ -68,6 +68,9 @@ OPTION_NAMES = {
     Option.INTERLEAVED: "several micro-batches in flight",
 }
 
+# Why nothing is proven.
+DISTRIBUTED = "its weights are distributed over processes (mesh.shard, mesh.tensor), so no rank can run a plain call alone"
+
 MAX_NAMES_SHOWN = 3
 
 LAST_RESORT = "  `--set run.prove=false`, or Pipeline(prove=False), skips this check"
@@ -120,8 +123,9 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     began = time.perf_counter()
     comm = executor.comm
     executor.compare_batches(batch)
-    compiled = any(map(has_compiled_layer, _modules(executor)))
-    mine = {"obstacle": _find_obstacle(executor), "compiled": compiled}
+    compiled = any(map(has_compiled_layer, executor.modules.values()))
+    alone = not any(map(is_distributed, _parameters(executor)))
+    mine = {"obstacle": "" if alone else DISTRIBUTED, "compiled": compiled}
     facts = exchange(comm, mine)
     obstacles = [fact["obstacle"] for fact in facts if fact["obstacle"]]
     if obstacles:
@@ -215,27 +219,13 @@ def _starved_verdict(verdicts: Sequence[RankVerdict]) -> RankVerdict:
     return RankVerdict(warnings=warnings)
 
 
-def _modules(executor: Executor) -> list[nn.Module]:
-    return list(executor.modules.values())
-
-
 def _parameters(executor: Executor) -> Iterator[nn.Parameter]:
-    for module in _modules(executor):
+    for module in executor.modules.values():
         yield from module.parameters()
 
 
 def _devices(executor: Executor) -> set[torch.device]:
     return {parameter.device for parameter in _parameters(executor)}
-
-
-def _find_obstacle(executor: Executor) -> str:
-    """Why one rank alone cannot run a plain call, or an empty text."""
-    if any(is_distributed(parameter) for parameter in _parameters(executor)):
-        return (
-            "its weights are distributed over processes (mesh.shard, mesh.tensor), so no "
-            "rank can run a plain call alone"
-        )
-    return ""
 
 
 # ---------------------------------------------------------------- real inputs

@@ -86,7 +86,7 @@ class Walk:
         pending = comm.add(loss, tuple(range(comm.ranks)))
         sleeps = comm.channels is not None  # NCCL needs the cores
         if self.clock is None:
-            return Result(loss, pending, sleeps=sleeps)
+            return Result(loss, pending, None, sleeps)
         start = self.clock.seconds(self.start)
         end = self.clock.seconds(self.end)
         sums = self.gradients.replicas.times() if self.gradients.sums else {}
@@ -169,6 +169,7 @@ class Walk:
 # The result of a step: its loss and, on request, its timeline and the outputs of the last stages.
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Result:
     """The mean loss of a step over all valid tokens and, if it was timed, its timeline. All ranks get the same.
 
@@ -177,20 +178,11 @@ class Result:
     ends on another rank. With `sleeps`, the host sleeps until a GPU has the loss, instead of keeping a core busy.
     """
 
-    __slots__ = ("_loss", "_recording", "_sleeps", "_sum", "outputs")
-
-    def __init__(
-        self,
-        loss: Tensor,
-        pending: Pending,
-        recording: Recording | None = None,
-        sleeps: bool = False,
-    ) -> None:
-        self._loss = loss
-        self._sum = pending
-        self._recording = recording
-        self._sleeps = sleeps
-        self.outputs: tuple[Any, ...] = ()
+    _loss: Tensor
+    _sum: Pending
+    _recording: Recording | None = None
+    _sleeps: bool = False
+    outputs: tuple[Any, ...] = ()
 
     def wait(self) -> None:
         """Wait until the loss is summed, without reading it: on a GPU, the host does not wait."""

@@ -198,13 +198,7 @@ def run_threads(
     for thread in threads:
         thread.join()
     if errors:
-        raise _root_cause(errors)
+        # The first one that is not merely a reaction to another rank's failure.
+        own = (error for error in errors if not isinstance(error, PeerLostError))
+        raise next(own, errors[0])
     return [results[rank] for rank in range(ranks)]
-
-
-def _root_cause(errors: list[BaseException]) -> BaseException:
-    """The first error that is not merely a reaction to another rank's failure."""
-    for error in errors:
-        if not isinstance(error, PeerLostError):
-            return error
-    return errors[0]
