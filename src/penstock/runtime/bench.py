@@ -428,11 +428,9 @@ class Bench:
         self, module: nn.Module, sample: Sample, edge: Edge
     ) -> Value:
         """Call a module, without gradients if it can run so. A forward that hooks a tensor cannot."""
-        y: Value
         try:
             with torch.no_grad():
-                y = self.call(module, sample.x, sample, edge)
-                return y
+                return self.call(module, sample.x, sample, edge)  # type: ignore[no-any-return]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, RunError) as error:
@@ -440,7 +438,7 @@ class Bench:
                 raise
         self.memory.restore()
         with torch.enable_grad():
-            y = self.call(module, self._plain_input(sample), sample, edge)
+            y: Value = self.call(module, self._plain_input(sample), sample, edge)
         return tuple(x.detach() for x in y)
 
     def set_input(self, x: Value, batch: Batch, number: int) -> None:
@@ -656,18 +654,14 @@ class Bench:
         """
         modules: dict[int, nn.Module] = {0: module}
         microbatches: list[MicroBatch] = []
-        feeds: dict[int, int] = {}  # the stages of the feeds, by micro-batch
-        sinks: dict[int, int] = {}
         for number, sample in enumerate(self.samples):
             path = [0]
             if not self.first:
-                feeds[number] = len(modules)
+                path.insert(0, len(modules))
                 modules[len(modules)] = Feed(sample.x, self.incoming)
-                path.insert(0, feeds[number])
             if not self.last:
-                sinks[number] = len(modules)
+                path.append(len(modules))
                 modules[len(modules)] = OutputSink(sample.target, self.outgoing)
-                path.append(sinks[number])
             tokens = 1
             cuts: tuple[int, ...] = ()
             if Option.SLICES in options:
@@ -676,19 +670,13 @@ class Bench:
             microbatches.append(MicroBatch(tuple(path), tokens, cuts))
         lane: list[Action] = []
         for action in self.order.under(self.options, options):
-            op, _, number, piece = action
-            if op.kind == FORWARD:
-                before, after = feeds.get(number), sinks.get(number)
-            elif op.kind == BACKWARD:
-                before, after = sinks.get(number), feeds.get(number)
-            else:  # the other kinds are about the stage alone
-                before, after = None, None
-            end_op = Op.F if op is Op.F else Op.B
-            if before is not None:
-                lane.append(Action(end_op, before, number, piece))
-            lane.append(action)
-            if after is not None:
-                lane.append(Action(end_op, after, number, piece))
+            visited = microbatches[action.microbatch].path
+            if action.op.kind not in (FORWARD, BACKWARD):
+                visited = (0,)  # the other kinds are about the stage alone
+            elif action.op.kind == BACKWARD:
+                visited = visited[::-1]
+            end = action._replace(op=Op.F if action.op is Op.F else Op.B)
+            lane += [end._replace(stage=n) if n else action for n in visited]
         stages = [Stage(0, part) for part in range(len(modules))]
         return schedule_of(stages, microbatches, [tuple(lane)]), modules
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, isnan
 
@@ -67,9 +67,6 @@ OPTION_NAMES = {
     Option.COMPILED: "torch.compile",
     Option.INTERLEAVED: "several micro-batches in flight",
 }
-
-# Why nothing is proven.
-DISTRIBUTED = "its weights are distributed over processes (mesh.shard, mesh.tensor), so no rank can run a plain call alone"
 
 MAX_NAMES_SHOWN = 3
 
@@ -124,8 +121,13 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     comm = executor.comm
     executor.compare_batches(batch)
     compiled = any(map(has_compiled_layer, executor.modules.values()))
-    alone = not any(map(is_distributed, _parameters(executor)))
-    mine = {"obstacle": "" if alone else DISTRIBUTED, "compiled": compiled}
+    obstacle = ""
+    if any(map(is_distributed, _parameters(executor))):
+        obstacle = (
+            "its weights are distributed over processes (mesh.shard, mesh.tensor), so no "
+            "rank can run a plain call alone"
+        )
+    mine = {"obstacle": obstacle, "compiled": compiled}
     facts = exchange(comm, mine)
     obstacles = [fact["obstacle"] for fact in facts if fact["obstacle"]]
     if obstacles:
@@ -339,8 +341,7 @@ def _judge(bench: Bench, verdict: RankVerdict) -> None:
     """Judge one stage, and add the result to the verdict."""
     where = f"stage {bench.stage} on rank {bench.executor.comm.rank}"
     proven = True
-    for make_judge in _rounds(bench):
-        judge = make_judge()
+    for judge in _rounds(bench):
         if not judge.finite:
             verdict.warnings.append(
                 f"{where} is not proven: its plain call produces infinite or NaN values"
@@ -371,7 +372,7 @@ def _judge(bench: Bench, verdict: RankVerdict) -> None:
     _check_split(bench, where, verdict)
 
 
-def _rounds(bench: Bench) -> list[Callable[[], DifferenceJudge]]:
+def _rounds(bench: Bench) -> Iterator[DifferenceJudge]:
     """The comparisons of a stage, which are not all made if one of them fails.
 
     One is enough, unless the stage draws random numbers and the plan draws other ones. Then
@@ -380,14 +381,13 @@ def _rounds(bench: Bench) -> list[Callable[[], DifferenceJudge]]:
     """
     plain = DifferenceJudge(bench, quiet=False)
     if not plain.drew_random or not bench.options & REDRAWS:
-        return [lambda: plain]
-    rounds: list[Callable[[], DifferenceJudge]] = [
-        lambda: DifferenceJudge(bench, quiet=True)
-    ]
+        yield plain
+        return
+    del plain  # its tensors
+    yield DifferenceJudge(bench, quiet=True)
     base = bench.options - {Option.SPLIT, Option.RECOMPUTE}
     if base != bench.options:
-        rounds.append(lambda: DifferenceJudge(bench, quiet=False, base=base))
-    return rounds
+        yield DifferenceJudge(bench, quiet=False, base=base)
 
 
 def _is_only_random(judge: DifferenceJudge, difference: TensorDifference) -> bool:
