@@ -323,16 +323,19 @@ class PartsCost(Cost):
         model = self.model(schedule)
         tokens = model.length(schedule, action)
         part = model.part(schedule, action.stage)
+        left = part.left
         rebuilt = working = 0.0
         if part.recompute and action.op.kind == BACKWARD:
             rebuilt = max(part.held - part.message, 0.0) * tokens
-        if action.op.kind != WEIGHTS:
+        if action.op.kind in (FORWARD, BACKWARD):
             working = part.working * tokens
+        if action.op.kind in (OFFLOAD, RELOAD):
+            left = max(left - part.message, 0.0)  # The input stays where it is.
         has_weights = action.op.kind in (BACKWARD, WEIGHTS)
         if has_weights and action.op.row.then < 0:  # a B or a W
             working += part.scratch
         return ActionBytes(
-            held=part.left * tokens,
+            held=left * tokens,
             kept=(part.held if part.kept is None else part.kept) * tokens,
             rebuilt=rebuilt,
             working=working,
