@@ -99,12 +99,7 @@ def random_division(seed: int) -> tuple[random.Random, Division, ProfilePricing]
 
 
 def with_memory(pricing: ProfilePricing, memory: float) -> ProfilePricing:
-    return ProfilePricing(
-        replace(pricing.workload, memory=memory),
-        pricing.profile_at,
-        pricing.limits,
-        pricing.machines,
-    )
+    return replace(pricing, workload=replace(pricing.workload, memory=memory))
 
 
 def placement_of(candidate: Candidate) -> StagePlacement:
