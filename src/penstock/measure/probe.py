@@ -182,19 +182,21 @@ class Probe:
         while time.perf_counter() < end:
             for _, action in self.actions(tokens, prefix):
                 action()
-        passes: list[list[tuple[str, Moment, Moment]]] = []
+        names: list[str] = []
+        moments: list[Moment] = []  # the begin and the end of each action
         for _ in range(count):
-            passes.append([])
             for name, action in self.actions(tokens, prefix):
-                begin = clock.now()
+                names.append(name)
+                moments.append(clock.now())
                 action()
-                passes[-1].append((name, begin, clock.now()))
-        times = []
-        for marks in passes:
-            names, begun, done = zip(*marks, strict=True)
-            spans = map(sub, clock.seconds(done), clock.seconds(begun))
-            times.append(_pass_times(zip(names, spans, strict=True)))
-        return times
+                moments.append(clock.now())
+        seconds = clock.seconds(moments)
+        spans = list(map(sub, seconds[1::2], seconds[::2]))
+        each = len(names) // count  # actions of a pass
+        return [
+            _pass_times(zip(names[at : at + each], spans[at : at + each], strict=True))
+            for at in range(0, len(names), each)
+        ]
 
     def times_of_replays(
         self,
