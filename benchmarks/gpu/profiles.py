@@ -16,7 +16,7 @@ from typing import Any
 from bench import DRY, Size, arguments, note, profile_of, write
 
 from penstock.formats import dump_profile
-from penstock.ir import Op
+from penstock.ir.action import COMPUTING_OPS
 from penstock.models import LlamaConfig
 from penstock.runtime import Comm, spawn
 
@@ -56,7 +56,7 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
         layer = profile.layer
         worst = {
             op.value: (layer.fit(op).worst, layer.fit(op).median, layer.fit(op).form)
-            for op in Op
+            for op in COMPUTING_OPS
         }
         took = time.perf_counter() - begin
         rows.append(

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from commands import called
 from penstock.config import LoraConfig
@@ -366,6 +367,23 @@ def test_all_ranks_agree_when_one_of_them_finds_damage(tmp_path):
     file.write_bytes(file.read_bytes()[:-4])
     found = run_threads(2, lambda comm: newest_good(job.checkpoints, comm))
     assert [path.name for path in found] == ["step-00000002"] * 2
+
+
+def test_a_folder_that_another_rank_takes_away_is_made_again(tmp_path, monkeypatch):
+    """It gives up when its disk is full, and this rank then says what is wrong with its own, if anything is."""
+    taken = []
+
+    def save(*args: object, **kwargs: object) -> object:
+        if not taken:
+            taken.append((tmp_path / "step-00000002.saving").rmdir())
+        return dcp_save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "dcp_save", save)
+    saver = Saver(tmp_path, alone(), 2)
+    saver.begin(2, {"weight": torch.ones(3)}, {})
+    saver.finish()
+    assert taken
+    assert newest_good(tmp_path).name == "step-00000002"
 
 
 def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):

@@ -7,7 +7,7 @@ slice_tokens     | F0 F1 B0 B1      ->  F0 F0.1 F1 F1.1 B0.1 B0 B1.1 B1
 recut            | the same order, with other boundaries between the slices
 replicate        | more ranks do the same with micro-batches of their own
 repeat           | F0 F1 B0 B1      ->  F0 F1 B0 B1 F2 F3 B2 B3
-offload          | F0 F1 F2 B0 B1 B2    ->  F0 O0 F1 O1 F2 R0 B0 R1 B1 B2
+offload          | F0 F1 F2 B0 B1 B2  ->  F0 O0 F1 O1 R0 F2 O2 R1 B0 R2 B1 B2
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def repeat(schedule: Schedule, units: int) -> Schedule:
 
 
 def offload(schedule: Schedule, ahead: int) -> Schedule:
-    """Move what a forward keeps to the host (O), and back `ahead` actions before its backward (R).
+    """Move what a forward keeps to the host (O), and back (R) when `ahead` actions remain until its backward.
 
     A forward whose backward comes sooner keeps everything where it is.
 
     >>> from penstock import make
     >>> offload(make("gpipe", ranks=1, microbatches=3), 1).lanes[0]
-    (<0F0>, <0O0>, <0F1>, <0O1>, <0F2>, <0R0>, <0B0>, <0R1>, <0B1>, <0B2>)
+    (<0F0>, <0O0>, <0F1>, <0O1>, <0R0>, <0F2>, <0O2>, <0R1>, <0B0>, <0R2>, <0B1>, <0B2>)
     """
     require_at_least(1, offload=ahead)
     lanes = []

@@ -181,9 +181,7 @@ class Saver:
     ) -> None:
         """Write this rank's file, and bring it where it is wanted; runs on a thread."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            if tensors:
-                _save(path, tensors, corners, self.comm.rank, self.comm.ranks)
+            self._save(path, tensors, corners)
             own = path.glob(self.own_files)
             self.files = {file.name: _fingerprint(file) for file in own}
             if self.storage is not None and self.apart is not None:
@@ -198,6 +196,23 @@ class Saver:
                 file.unlink(missing_ok=True)
             with suppress(OSError):  # Others may have files there.
                 path.rmdir()
+
+    def _save(
+        self,
+        path: Path,
+        tensors: dict[str, Tensor],
+        corners: dict[str, tuple[int, ...]],
+    ) -> None:
+        """Write this rank's file, again if another rank gave up and took the folder away before it was there."""
+        for is_last in (False, True):
+            path.mkdir(parents=True, exist_ok=True)
+            try:
+                if tensors:
+                    _save(path, tensors, corners, self.comm.rank, self.comm.ranks)
+                return
+            except BaseException as error:
+                if is_last or not isinstance(_cause(error), FileNotFoundError):
+                    raise
 
     def _copy(self, path: Path, storage: RemoteCheckpoints) -> None:
         """Copy this rank's files to the storage. A copy that fails is no reason to stop the run."""
