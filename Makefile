@@ -6,8 +6,8 @@ SEED ?= 0
 STEPS ?= 300
 # Many tests wait, for processes or for emulated links, so that four workers keep two cores busy.
 WORKERS ?= $(shell nproc 2>/dev/null | awk '{print $$1 < 8 ? 2 * $$1 : 16}' | grep . || echo 4)
-# How many tests may be skipped on a machine without a GPU, where `make setup` has installed everything.
-MOST_SKIPS ?= 130
+# How many tests may be skipped on a machine without a GPU and without a browser, where `make setup` has installed everything.
+MOST_SKIPS ?= 145
 
 # The environment: .venv, or with TORCH=2.15 one of its own with that version of torch, or with SETUP=none the packages that
 # this machine has. Packages have the versions that were tested or, with LATEST=1, the newest ones.
