@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 import pytest
 
 from penstock import lower, make
-from penstock.ir.lane import Do, lane_turns
+from penstock.ir.lane import RECEIVE, lane_turns
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.runtime.comm.ipc import (
     FLAG_BYTES,
@@ -295,7 +295,7 @@ def streams_of(program, sizes, seconds, shapes) -> list[list[tuple]]:
                     ring.fetch(due, 0)
                 tape.does.append(("act", seconds(turn.step.instruction.action)))
             for step in turn.messages:
-                if step.do is Do.RECEIVE:
+                if step.do == RECEIVE:
                     ring = into[step.peer]
                     request = SlotRequest(sizes[step.unit], (0, None))
                     held[step.value] = ring, ring.request(request, 0)

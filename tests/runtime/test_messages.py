@@ -10,7 +10,8 @@ from torch import nn
 
 from again_tape import Again
 from penstock import lower, make
-from penstock.ir.lane import Do, lane_turns
+from penstock.ir.action import BACKWARD
+from penstock.ir.lane import lane_turns
 from penstock.models import split, token_loss
 from penstock.runtime import Executor, batch_of, run_threads
 from penstock.runtime.comm.thread import ThreadComm
@@ -151,7 +152,7 @@ def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_e
         {
             (turn.step.value, 0)
             for turn in lane
-            if turn.step and turn.step.do is Do.BACKWARD
+            if turn.step and turn.step.do == BACKWARD
         }
         for lane in turns
     ]

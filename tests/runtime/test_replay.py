@@ -13,7 +13,7 @@ from again_tape import Again, leave_in_place
 from penstock import REGISTRY, lower, make
 from penstock.errors import RunError
 from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
-from penstock.ir.lane import Do, lane_turns
+from penstock.ir.lane import RECEIVE, SEND, lane_turns
 from penstock.measure.probe import Probe, Subject
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, replay, run_threads
@@ -166,15 +166,15 @@ def test_messages_leave_and_arrive_without_further_copies(name):
     assert all(found == pytest.approx(losses, abs=1e-12) for found in ours.losses)
     for comm in comms.values():
         # The evaluation at the end is computed, and is not looked at.
-        evaluated = forward_messages(schedule, comm.rank, Do.SEND)
+        evaluated = forward_messages(schedule, comm.rank, SEND)
         sent = comm.sent[: len(comm.sent) - evaluated]
         step = len(sent) // 3
         assert sent[:step] == sent[step : 2 * step] == sent[2 * step :]
-        evaluated = forward_messages(schedule, comm.rank, Do.RECEIVE)
+        evaluated = forward_messages(schedule, comm.rank, RECEIVE)
         assert all(comm.in_place[: len(comm.in_place) - evaluated])
 
 
-def forward_messages(schedule, rank: int, do: Do) -> int:
+def forward_messages(schedule, rank: int, do: int) -> int:
     """The messages of a rank in a step that only evaluates, sent or received."""
     return sum(
         step.do is do and not step.goes_back

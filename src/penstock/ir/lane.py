@@ -11,32 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from itertools import accumulate, chain, pairwise
 
-from penstock.ir.action import BACKWARD, FORWARD, OFFLOAD, WEIGHTS
+from penstock.ir.action import BACKWARD, FORWARD, KINDS, OFFLOAD, WEIGHTS
 from penstock.ir.program import Free, Instruction, Program, RunAction, Send
 from penstock.ir.schedule import Schedule
 
-
-class Do(IntEnum):
-    """What a step does. The first five are the kinds of action."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    WEIGHTS = 2
-    OFFLOAD = 3
-    RELOAD = 4
-    SEND = 5
-    RECEIVE = 6
-    FREE = 7
+# What a step does: one of the kinds of action, or one of these.
+SEND, RECEIVE, FREE = range(KINDS, KINDS + 3)
 
 
 @dataclass(frozen=True, slots=True)
 class LaneStep:
     """One compiled instruction; -1 marks a field that does not apply."""
 
-    do: Do
+    do: int
     instruction: Instruction
     value: int  # made, sent, received or freed
     source: int = -1  # the value it needs: the input of an F, the gradient of a B
@@ -68,22 +57,22 @@ class Lane:
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = turns
         messages = chain.from_iterable(turn.messages for turn in turns)
-        self.receives = [message for message in messages if message.do is Do.RECEIVE]
+        self.receives = [message for message in messages if message.do == RECEIVE]
         self.position = 0
 
 
 def lane_turns(program: Program, rank: int) -> list[Turn]:
     """The turns of a rank's lane."""
     steps = lane_steps(program, rank)
-    starts = [number for number, step in enumerate(steps) if step.do < Do.SEND]
+    starts = [number for number, step in enumerate(steps) if step.do < SEND]
     cuts = sorted({0, *starts, len(steps)})
     return [_turn(steps[begin:end]) for begin, end in pairwise(cuts)]
 
 
 def _turn(steps: list[LaneStep]) -> Turn:
-    action = steps[0] if steps[0].do < Do.SEND else None
-    messages = tuple(step for step in steps if step.do in (Do.SEND, Do.RECEIVE))
-    frees = tuple(step.value for step in steps if step.do is Do.FREE)
+    action = steps[0] if steps[0].do < SEND else None
+    messages = tuple(step for step in steps if step.do in (SEND, RECEIVE))
+    frees = tuple(step.value for step in steps if step.do == FREE)
     return Turn(action, messages, frees)
 
 
@@ -102,10 +91,10 @@ def lane_steps(program: Program, rank: int) -> list[LaneStep]:
         if isinstance(instruction, RunAction):
             steps.append(_action(schedule, instruction, value, unit))
         elif isinstance(instruction, Free):
-            steps.append(LaneStep(Do.FREE, instruction, value))
+            steps.append(LaneStep(FREE, instruction, value))
         else:
             message = LaneStep(
-                Do.SEND if isinstance(instruction, Send) else Do.RECEIVE,
+                SEND if isinstance(instruction, Send) else RECEIVE,
                 instruction,
                 value,
                 unit=unit,
@@ -126,7 +115,7 @@ def _action(
     first_slot = int(table.slots[value]) - kind
     backward = int(table.at[first_slot + BACKWARD])
     return LaneStep(
-        Do(kind),
+        kind,
         instruction,
         value,
         _source_of(schedule, value, action.stage),
@@ -206,7 +195,7 @@ def rest_frozen_stages(
         visit = step.stage, step.microbatch
         if visit in idle_visits:
             idle.add(step.value)
-        if step.do is Do.FORWARD and visit in closed_visits:
+        if step.do == FORWARD and visit in closed_visits:
             closed.add(step.value)
     return needed_turns, Rests(frozenset(idle), frozenset(closed))
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
-from penstock.ir.action import FORWARD, Action
-from penstock.ir.lane import Do, LaneStep, Turn
+from penstock.ir.action import BACKWARD, FORWARD, Action
+from penstock.ir.lane import LaneStep, Turn
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.models.slice import Carry, Slice
 from penstock.runtime.comm.comm import Comm, exchange
@@ -209,9 +209,11 @@ def edges_of_lane(
 
     for turn in turns:
         for step in (turn.step, *turn.messages):
-            if step is None or step.do is Do.WEIGHTS:
+            if step is None:
                 continue
             action = step.instruction.action
+            if action.op.kind not in (FORWARD, BACKWARD):  # others stay on their stage
+                continue
             before = edge_at(action, step.unit, -1)
             after = edge_at(action, step.unit, 0)
             if action.op.kind == FORWARD:

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
-from penstock.ir.action import WEIGHTS
-from penstock.ir.lane import Do, LaneStep, Rests, StageVisit, Turn
+from penstock.ir.action import FORWARD, WEIGHTS
+from penstock.ir.lane import SEND, LaneStep, Rests, StageVisit, Turn
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.runtime.actions import (
@@ -255,7 +255,7 @@ class Recordings:
         """
         if self.by_lane:
             return step.value in self.leaving
-        return step.do is not Do.FORWARD
+        return step.do != FORWARD
 
 
 # ---------------------------------------------------------------- recording
@@ -320,7 +320,7 @@ class RecordingSession:
         The places are part of the memory that the recordings share, from this action on until nobody needs them.
         """
         places: list[Tensor] = []
-        has_source = step.do is not Do.WEIGHTS and step.source >= 0
+        has_source = step.do != WEIGHTS and step.source >= 0
         arrives = has_source and step.source not in own
 
         def work() -> Results:
@@ -445,7 +445,7 @@ class RecordingSession:
             return RecordedAction((), (), _nothing)
         results, play = self.record_work(partial(_run, actions, step), step)
         inputs: list[Tensor] = []
-        if step.do is not Do.WEIGHTS and step.source >= 0:
+        if step.do != WEIGHTS and step.source >= 0:
             inputs += actions.data.held[step.source]
         return _with_batch(actions, step, inputs, results, play, copiers)
 
@@ -473,7 +473,7 @@ def sent_values(turns: Sequence[Turn], only_later: bool = False) -> Iterator[int
     for turn in turns:
         made = turn.step.value if turn.step is not None and only_later else -1
         for message in turn.messages:
-            if message.do is Do.SEND and message.value != made:
+            if message.do == SEND and message.value != made:
                 yield message.value
 
 
@@ -485,7 +485,7 @@ def refuse_other_ops(schedule: Schedule) -> None:
     if other is not None:
         raise ShapeError(
             f"{other} cannot be recorded: recorded actions keep their tensors where they are\n"
-            "  train without a tape (run.graphs = false), or make the schedule without `offload`"
+            "  train without a tape (run.graphs = false), or take a schedule without it"
         )
 
 
@@ -518,7 +518,7 @@ def _run(actions: ComputedActions, step: LaneStep) -> Results:
         act(step)
     record_in(None)
     results: list[Tensor] = []
-    if step.do is not Do.WEIGHTS and step.value in values.held:
+    if step.do != WEIGHTS and step.value in values.held:
         results += [x.detach() for x in values.held[step.value]]
     results += values.losses
     values.losses.clear()
@@ -527,11 +527,11 @@ def _run(actions: ComputedActions, step: LaneStep) -> Results:
 
 def _does_nothing(actions: ComputedActions, step: LaneStep) -> bool:
     """Whether nothing trains up to this backward, or its I has left nothing for this W."""
-    if step.do is Do.FORWARD:
+    if step.do == FORWARD:
         return False
     if step.value in actions.stages.rests.idle:
         return True
-    if step.do is not Do.WEIGHTS:
+    if step.do != WEIGHTS:
         return False
     kept = actions.kept.get(step.forward)
     return kept is None or kept.ledger is None or not kept.ledger.due
@@ -557,7 +557,7 @@ def _with_batch(
     The `copiers` are the forwards that copy the named tensors of their micro-batch for all that come after them.
     """
     names: tuple[str, ...] = ()
-    if step.do is Do.FORWARD:
+    if step.do == FORWARD:
         if step.source < 0:
             inputs.append(actions.data.inputs[step.unit])
         if step.last:
@@ -573,7 +573,7 @@ def first_forwards(steps: Iterable[LaneStep]) -> set[int]:
     """The first forward of each micro-batch."""
     first: dict[int, int] = {}
     for step in steps:
-        if step.do is Do.FORWARD:
+        if step.do == FORWARD:
             earliest = first.get(step.microbatch, step.value)
             first[step.microbatch] = min(earliest, step.value)
     return set(first.values())
@@ -595,7 +595,7 @@ def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:
 # The shapes of a micro-batch, its cuts, and what the stage gets and passes on.
 VisitShape: TypeAlias = tuple[Hashable, ...]
 
-TakeMoment = tuple[Do, int]  # an action within a take: what it does, on which slice
+TakeMoment = tuple[int, int]  # an action within a take: what it does, on which slice
 Take = Mapping[TakeMoment, RecordedAction]
 
 
@@ -604,7 +604,7 @@ class TakeKind(NamedTuple):
 
     stage: int
     shape: VisitShape
-    steps: tuple[tuple[Do, int, bool, bool], ...]  # action, slice, split, last
+    steps: tuple[tuple[int, int, bool, bool], ...]  # action, slice, split, last
     idle: bool = False  # nothing trains up to here: the backward has nothing to do
     closed: bool = False  # nothing trains before it: its input needs no gradient
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
 from penstock.errors import ShapeError
-from penstock.ir.action import METHODS
-from penstock.ir.lane import Do, Lane, LaneStep
+from penstock.ir.action import FORWARD, METHODS
+from penstock.ir.lane import RECEIVE, Lane, LaneStep
 from penstock.ir.timeline import Timeline
 from penstock.runtime.actions import StageActions
 from penstock.runtime.backward import record_in
@@ -108,7 +108,7 @@ class Walk:
         tell_gradients = training and gradients.wait_for_actions
         for number, turn in enumerate(lane.turns):
             step = turn.step
-            if step is not None and (training or step.do is Do.FORWARD):
+            if step is not None and (training or step.do == FORWARD):
                 lane.position = number
                 if step.source in messages.arriving:
                     places = recordings.action(step).inputs if recordings else None
@@ -122,7 +122,7 @@ class Walk:
                 if tell_gradients:
                     gradients.after(step.value)
             for message in turn.messages:
-                if message.do is Do.RECEIVE:
+                if message.do == RECEIVE:
                     messages.reach_receive()
                 elif training or not message.goes_back:
                     messages.send(message)
@@ -161,7 +161,7 @@ class Walk:
         act(step)
         self.end.append(clock.now())
         kept = self.actions.kept
-        just_dropped = step.do is not Do.FORWARD and step.forward not in kept
+        just_dropped = step.do != FORWARD and step.forward not in kept
         self.forwards_kept.append(len(kept) + just_dropped)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.ir.lane import Do, LaneStep, Turn
+from penstock.ir.lane import RECEIVE, LaneStep, Turn
 from penstock.runtime.comm.comm import IPC
 from penstock.torch_internals import (
     AllreduceOptions,
@@ -347,7 +347,7 @@ def _drop_used(requested: deque[tuple[int, int]], used: int) -> int:
 def _receives(turn: Turn, source: int) -> Iterator[LaneStep]:
     """The receives of a turn that come from one rank."""
     for step in turn.messages:
-        if step.do is Do.RECEIVE and step.peer == source:
+        if step.do == RECEIVE and step.peer == source:
             yield step
 
 
