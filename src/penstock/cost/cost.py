@@ -30,6 +30,7 @@ from penstock.cost.sums import (
 from penstock.errors import ShapeError
 from penstock.ir.action import (
     BACKWARD,
+    COMPUTING_OPS,
     FORWARD,
     OFFLOAD,
     RELOAD,
@@ -195,6 +196,8 @@ class UnitCost(Cost):
         """The time of an op on everything that a micro-batch does on a rank."""
         if op.kind in (OFFLOAD, RELOAD):
             return self.copy
+        if op not in COMPUTING_OPS:
+            return 0.0
         given: float | None = getattr(self, op.value)
         return self.B / 2 if given is None else given
 
@@ -281,8 +284,10 @@ class PartCost:
 
     def curves(self, op: Op) -> tuple[Curve, ...]:
         """The curves whose sum is the time of an op."""
-        if op.kind in (OFFLOAD, RELOAD):
-            return () if self.copy is None else (self.copy,)
+        if op.kind in (OFFLOAD, RELOAD) and self.copy is not None:
+            return (self.copy,)
+        if op not in COMPUTING_OPS:
+            return ()
         own: Curve | None = getattr(self, op.value)
         curves = (self.I, self.W) if own is None else (own,)
         if self.recompute and op.kind == BACKWARD:

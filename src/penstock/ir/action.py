@@ -90,7 +90,8 @@ METHODS = tuple(
     for kind in range(KINDS)
 )
 
-_TEXT = re.compile(r"([0-9]{1,9})([FBIWOR])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+_LETTERS = "".join(OPS)
+_TEXT = re.compile(rf"([0-9]{{1,9}})([{_LETTERS}])([0-9]{{1,9}})(?:\.([0-9]{{1,9}}))?")
 
 
 class Action(NamedTuple):
@@ -140,7 +141,7 @@ def parse_action(text: str) -> Action:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise FileError(
-            f"{text!r} is not an action: an action is stage, op F B I W O or R, "
+            f"{text!r} is not an action: an action is stage, op ({' '.join(OPS)}), "
             "micro-batch, as in 2F0, or 2F0.1 for a slice"
         )
     stage, op, microbatch, piece = match.groups()
