@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from commands import write_text_run
 from hugging_face import NO_MARKS, decoder_sizes, gpt2_sizes
+from penstock import make
 from penstock.config import Config, ModelConfig
 from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
 from penstock.formats.config_toml import read_config
-from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, token_loss
+from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, hf_trial, token_loss
 from penstock.models.decoder import (
     LOADER,
     build_decoder,
@@ -48,7 +49,7 @@ from penstock.train.job import (
     settle_model,
 )
 from penstock.train.own_models import limits_of
-from penstock.train.weights import copy_weights, draw_parameters, hold_whole
+from penstock.train.weights import copy_weights, draw_parameters, hold, hold_whole
 
 SIZES = decoder_sizes(256, width=32, inner=48, max_position_embeddings=64, **NO_MARKS)
 SCALED = {
@@ -107,6 +108,25 @@ def penstock(run, tmp_path):
         return out + err
 
     return run_line
+
+
+def test_what_a_run_adds_to_a_model_is_not_tried_on_empty_memory(monkeypatch):
+    """Weights come later than the schedule, which asks whether a part can be sliced."""
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    def adapt(model: torch.nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.__class__ = Adapted
+
+    monkeypatch.setattr(hf_trial, "_fault_of", lambda *_: "it gives random numbers")
+    schedule = make("seq1f1b", ranks=1, microbatches=2, slices=2)
+    sizes = decoder_of(transformers.LlamaConfig(**SIZES))
+    part = hold(sizes, schedule, (sizes.layers,), 0, prepare=adapt).stages[0]
+    assert part.unsliceable == ""
 
 
 def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):

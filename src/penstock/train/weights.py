@@ -148,6 +148,8 @@ def hold(
         if number in kept:
             parts[number] = kept[number]
             continue
+        # What `prepare` has added is tried while there are no numbers: those of empty memory would tell nothing.
+        parts[number].try_own_modules()
         if place is not None:
             place.arrange(parts[number])
         give_memory(parts[number], device or torch.device("cpu"))
