@@ -181,7 +181,7 @@ class Saver:
     ) -> None:
         """Write this rank's file, and bring it where it is wanted; runs on a thread."""
         try:
-            self._save(path, tensors, corners)
+            _save(path, tensors, corners, self.comm.rank, self.comm.ranks)
             own = path.glob(self.own_files)
             self.files = {file.name: _fingerprint(file) for file in own}
             if self.storage is not None and self.apart is not None:
@@ -196,23 +196,6 @@ class Saver:
                 file.unlink(missing_ok=True)
             with suppress(OSError):  # Others may have files there.
                 path.rmdir()
-
-    def _save(
-        self,
-        path: Path,
-        tensors: dict[str, Tensor],
-        corners: dict[str, tuple[int, ...]],
-    ) -> None:
-        """Write this rank's file, again if another rank gave up and took the folder away before it was there."""
-        for is_last in (False, True):
-            path.mkdir(parents=True, exist_ok=True)
-            try:
-                if tensors:
-                    _save(path, tensors, corners, self.comm.rank, self.comm.ranks)
-                return
-            except BaseException as error:
-                if is_last or not isinstance(_cause(error), FileNotFoundError):
-                    raise
 
     def _copy(self, path: Path, storage: RemoteCheckpoints) -> None:
         """Copy this rank's files to the storage. A copy that fails is no reason to stop the run."""
@@ -352,15 +335,30 @@ def _save(
     rank: int,
     ranks: int,
 ) -> None:
-    """Write this rank's tensors as one file, with DCP."""
+    """Write this rank's tensors as one file of a folder, with DCP.
+
+    A rank that gives up takes the folder away, perhaps before this file is there. Then it is made again.
+    """
     # DCP warns about what we asked for.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     # The last entry only tells DCP how many files there are.
     file_numbers = dict.fromkeys(tensors, rank + 1) | {"": ranks}
-    writer = HuggingFaceStorageWriter(str(path), file_numbers, save_distributed=True)
-    dcp_save(
-        dict(tensors), storage_writer=writer, planner=_Planner(corners), no_dist=True
-    )
+    for is_last in (False, True):
+        path.mkdir(parents=True, exist_ok=True)
+        if not tensors:
+            return
+        writer = HuggingFaceStorageWriter(
+            str(path), file_numbers, save_distributed=True
+        )
+        planner = _Planner(corners)
+        try:
+            dcp_save(
+                dict(tensors), storage_writer=writer, planner=planner, no_dist=True
+            )
+            return
+        except BaseException as error:
+            if is_last or not isinstance(_cause(error), FileNotFoundError):
+                raise
 
 
 def describe_failure(error: Exception) -> str:
