@@ -151,7 +151,7 @@ class FirstStepChecks:
 # Moves what autograd has saved in a forward to the memory of the host, and back before its backward.
 #
 #     F   autograd saves tensors; several may be views of one storage      device  [a a a|b b]    host
-#     O   each storage is copied to the host once; the first is freed     device                 host  [a a a|b b]
+#     O   each storage is copied to the host once; the first is freed      device                 host  [a a a|b b]
 #     R   the storages come back; saved tensors are views of them again    device  [a a a|b b]    host
 #     B   autograd asks for the tensors
 #
@@ -528,7 +528,7 @@ class ComputedActions:
 
     def skip_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Finish a backward that has nothing to compute."""
-        kept.y = None
+        kept.y = kept.saved = None
         if kept.piece is not None:
             kept.piece.carry.back(kept.piece)
             self.close_slice(step, kept.piece)
