@@ -322,19 +322,54 @@ def test_copies_do_the_same_work_side_by_side():
 
 
 # ---------------------------------------------------------------- mistakes
+def test_a_wrong_name_suggests_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'hanayo'"):
+        make("hanyo", ranks=2, microbatches=2)
+
+
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "published"),
     [
-        ("hanyo", "hanayo"),
         ("Schedule1F1B", "1f1b"),
+        ("Interleaved1F1B", "interleaved"),
         ("ScheduleDualPipeV", "dualpipe-v"),
         ("ScheduleZBVZeroBubble", "zb-v"),
     ],
 )
-def test_a_wrong_name_suggests_the_nearest(name, meant):
-    """Also the names that torch has for them."""
-    with pytest.raises(UnknownNameError, match=f"did you mean '{meant}'"):
-        make(name, ranks=2, microbatches=2)
+def test_the_names_of_torch_and_of_papers_are_taken(name, published):
+    sizes = {"ranks": 2, "microbatches": 2}
+    assert make(name, **sizes) == make(published, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("hanayo:waves=2", {"waves": 2}),
+        ("hanayo:waves=2,slices=4,split", {"waves": 2, "slices": 4, "split": True}),
+        ("1f1b:split", {"split": True}),
+        ("1f1b:", {}),
+    ],
+)
+def test_a_name_brings_its_shape(text, shape):
+    name = text.partition(":")[0]
+    sizes = {"ranks": 2, "microbatches": 4}
+    assert make(text, **sizes) == make(name, **sizes, **shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("hanayo:wave=2", "hanayo has no 'wave'.*did you mean 'waves'"),
+        ("hanayo:waves=two", "waves takes a whole number, not 'two'"),
+        ("hanayo:waves", "waves takes a whole number, not ''"),
+        ("hanayo:waves=2,waves=3", "gives waves twice"),
+        ("1f1b:split=3", "split is a switch"),
+        ("1f1b:ranks=3", "1f1b has no 'ranks'"),
+    ],
+)
+def test_a_wrong_shape_is_refused_with_its_key(text, fault):
+    with pytest.raises(ShapeError, match=fault):
+        make(text, ranks=2, microbatches=4)
 
 
 def test_an_unknown_word_of_a_shape_is_refused():

@@ -26,6 +26,7 @@ from penstock.schedules.transforms import (
     split_backward,
 )
 from penstock.schedules.zero_bubble import interleaved_zb, zb_h1, zb_v
+from penstock.shaped import Shape, read_shape, split_name
 
 REGISTRY: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -50,6 +51,7 @@ OTHER_NAMES = {
     "vpp": "interleaved",
     "interleavedzerobubble": "interleaved-zb",
     "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
     "zero-bubble": "zb-h1",
     "zerobubble": "zb-h1",
     "zb": "zb-h1",
@@ -66,10 +68,30 @@ COMMON_SHAPE_WORDS = ("slices", "split", "offload", "copies")
 def shape_of(name: str) -> tuple[str, ...]:
     """Return the words of a schedule's own shape, such as `ranks` and `microbatches`."""
     if name not in REGISTRY:
-        bare = name.casefold().removeprefix("schedule")
-        meant = OTHER_NAMES.get(bare) or nearest_name(bare, REGISTRY)
+        meant = nearest_name(name.casefold(), REGISTRY)
         raise UnknownNameError("schedule", name, REGISTRY, meant)
     return tuple(signature(REGISTRY[name]).parameters)
+
+
+def read_name(text: str) -> tuple[str, Shape]:
+    """Read a schedule's name with its shape, as tables print it.
+
+    >>> read_name("hanayo:waves=2,split"), read_name("ZBVZeroBubble")
+    (('hanayo', {'waves': 2, 'split': True}), ('zb-v', {}))
+    """
+    name, shape = split_name(text)
+    name = published_name(name)
+    words = (*shape_of(name)[2:], *COMMON_SHAPE_WORDS)
+    kinds = {word: bool if word == "split" else int for word in words}
+    return name, read_shape(name, shape, kinds)
+
+
+def published_name(name: str) -> str:
+    """The name under which the schedule is listed here, for one that torch or a paper uses."""
+    if name in REGISTRY:
+        return name
+    bare = name.casefold().removeprefix("schedule")
+    return bare if bare in REGISTRY else OTHER_NAMES.get(bare, name)
 
 
 def max_actions(name: str, **shape: int) -> int:
@@ -89,7 +111,7 @@ def max_actions(name: str, **shape: int) -> int:
 
 
 def make(name: str, **shape: int) -> Schedule:
-    """Build the schedule with this name and shape.
+    """Build the schedule with this name and shape, such as `hanayo:waves=2`.
 
     Beside the words of its own shape, every schedule accepts four more. `slices` cuts
     each micro-batch into this many equal slices (some schedules have `slices` in their
@@ -99,10 +121,11 @@ def make(name: str, **shape: int) -> Schedule:
 
     >>> make("1f1b", ranks=4, microbatches=8).actions
     64
-    >>> shape = {"ranks": 4, "microbatches": 4, "waves": 2}
-    >>> make("hanayo", **shape, slices=2, split=True, copies=2).ranks
+    >>> make("hanayo:waves=2,slices=2,split", ranks=4, microbatches=4, copies=2).ranks
     8
     """
+    name, written = read_name(name)
+    shape = {**written, **shape}
     own_words = shape_of(name)
     _check_words(name, own_words, shape)
     title = " ".join([name, *(f"{word}={value}" for word, value in shape.items())])
