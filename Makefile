@@ -37,7 +37,7 @@ $(VENV)/.ready: $(VENV)/.users pyproject.toml constraints.txt
 # Users need neither linters nor browsers.
 $(VENV)/.users: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH).*/; /^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH).*/; /^setuptools==/d; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip $(PIP_INSTALL) --editable ".[hf]"
 	touch $@
 
