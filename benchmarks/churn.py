@@ -5,7 +5,7 @@
 
 All runs train the same model on the same data with six workers, and are stopped after a fixed time. For each mean time
 between two kills there are several rounds. In each round one run goes on without lost workers and replaces them
-(run.elastic = true), and one restarts all workers from the last checkpoint (run.elastic = false), with the same kills
+(elastic.mode = true), and one restarts all workers from the last checkpoint (elastic.mode = false), with the same kills
 at the same moments: as many as the mean says, at random moments of the run. Each round also has a quiet run. A signal
 may hit a worker that is already dead.
 
@@ -37,11 +37,26 @@ from penstock.train.history import read_events, read_rows
 
 WORKERS = 6
 SETTINGS = (
-    *("model.layers=6", "model.width=64", "model.heads=4", "model.inner=128"),
-    *("data.tokens=64", "data.batch=12", "schedule.name=1f1b", "schedule.ranks=2"),
-    *("schedule.copies=3", "schedule.microbatches=2", "run.evaluate=0", "run.timed=0"),
+    *(
+        "model.layers=6",
+        "model.hidden_size=64",
+        "model.heads=4",
+        "model.intermediate_size=128",
+    ),
+    *("data.seq_len=64", "data.global_batch=12", "schedule.name=1f1b", "parallel.pp=2"),
+    *(
+        "parallel.dp_replicate=3",
+        "schedule.microbatches=2",
+        "run.eval_every=0",
+        "run.timed=0",
+    ),
     *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
-    *("run.save=20", "run.restarts=1000", "run.log=100", "run.steps=1000000"),
+    *(
+        "run.save_every=20",
+        "elastic.restarts=1000",
+        "run.log_every=100",
+        "run.steps=1000000",
+    ),
 )
 SECONDS = {10.0: 40.0, 30.0: 60.0, 90.0: 90.0}  # of a run, by the mean between kills
 QUIET_SECONDS = 30.0
@@ -102,7 +117,7 @@ def train(
     folder: Path, elastic: bool, seconds: float, moments: Sequence[float], seed: int
 ) -> Outcome:
     """Run `penstock train` for a while, and kill a random worker at each of these moments."""
-    words = [*SETTINGS, f"run.folder={folder}", f"run.elastic={str(elastic).lower()}"]
+    words = [*SETTINGS, f"run.folder={folder}", f"elastic.mode={str(elastic).lower()}"]
     changes = [word for one in words for word in ("--set", one)]
     command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
     draw = random.Random(seed)

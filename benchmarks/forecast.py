@@ -42,7 +42,7 @@ LLAMA = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-ON_GPU = ("data.tokens=2048", "data.batch=16", "run.precision=bfloat16")
+ON_GPU = ("data.seq_len=2048", "data.global_batch=16", "run.precision=bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ def cases(gpu: bool, runs: int, steps: int) -> list[Case]:
             model.mkdir()
             (model / "config.json").write_text(json.dumps(LLAMA))
             ours = [
-                "model.width=2048",
-                "model.inner=5632",
+                "model.hidden_size=2048",
+                "model.intermediate_size=5632",
                 "model.layers=16",
                 "model.heads=16",
                 "model.kv_heads=16",
-                "model.vocab=32000",
+                "model.vocab_size=32000",
             ]
-            common = [*ON_GPU, f"run.steps={steps}", "run.save=0"]
+            common = [*ON_GPU, f"run.steps={steps}", "run.save_every=0"]
             kinds = {
                 "ours": [*ours, *common],
                 "Hugging Face": [f"model.config={model}", *common],

@@ -16,7 +16,7 @@ its bytes take at the bandwidth of its link, and nothing else is slowed down. In
 after the other, and compared within the round; the page has the medians over the rounds, and how far the rounds differ.
 
 For encryption, two processes send each other large tensors and add up small ones, over gloo and over the encrypted
-links of a run with `run.listen`. The time of the processor counts, which other work hardly changes.
+links of a run with `elastic.listen`. The time of the processor counts, which other work hardly changes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from penstock.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -89,22 +90,36 @@ class Scale:
 FULL = Scale(steps=200, seeds=3, timed_steps=8, rounds=5, tensors=64)
 QUICK = Scale(steps=3, seeds=1, timed_steps=3, rounds=1, tensors=2)
 CONFIG = Config(
-    ModelConfig(layers=4, width=64, heads=4, kv_heads=4, inner=176, vocab=VOCAB),
-    DataConfig(tokens=64, batch=16, held_out=0.02, tokenizer="bytes"),
-    ScheduleConfig(name="1f1b", ranks=RANKS, microbatches=4),
-    OptimizerConfig(rate=3e-3, warmup=20),
-    RunConfig(evaluate=0, evaluations=8, save=0, timed=0, prove=False, threads=1),
+    ModelConfig(
+        layers=4,
+        hidden_size=64,
+        heads=4,
+        kv_heads=4,
+        intermediate_size=176,
+        vocab_size=VOCAB,
+    ),
+    DataConfig(seq_len=64, global_batch=16, held_out=0.02, tokenizer="bytes"),
+    ScheduleConfig(name="1f1b", microbatches=4),
+    OptimizerConfig(lr=3e-3, warmup_steps=20),
+    RunConfig(
+        eval_every=0, evaluations=8, save_every=0, timed=0, prove=False, threads=1
+    ),
+    parallel=ParallelConfig(pp=RANKS),
 )
 
 
 def job_of(corpus: Corpus, folder: Path, kind: str, seed: int, steps: int) -> Job:
     """The run of one kind of messages."""
     run = replace(
-        CONFIG.run, messages=kind.partition(",")[0], seed=seed, steps=steps, log=steps
+        CONFIG.run,
+        comm_dtype=kind.partition(",")[0],
+        seed=seed,
+        steps=steps,
+        log_every=steps,
     )
     config = replace(CONFIG, run=run)
     schedule = make("1f1b", ranks=RANKS, microbatches=4)
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     return Job(config, Plan(schedule, "1f1b"), sizes, corpus, folder)
 
 
@@ -225,10 +240,10 @@ def link_table(links: CoreSeconds) -> str:
 # ---------------------------------------------------------------- the page
 def message_kilobytes(kind: str) -> float:
     """The size of a message between two ranks."""
-    rows = CONFIG.data.batch // 4
-    message = rows * CONFIG.model.width * 4
+    rows = CONFIG.data.global_batch // 4
+    message = rows * CONFIG.model.hidden_size * 4
     sent = sent_bytes(message, rows, kind.partition(",")[0])
-    return sent * CONFIG.data.tokens / 1e3
+    return sent * CONFIG.data.seq_len / 1e3
 
 
 def loss_table(losses: dict[str, list[float]]) -> str:
@@ -272,16 +287,17 @@ def page(
     load = os.getloadavg()[0]
     return f"""# Smaller and encrypted messages
 
-`run.messages` says in which type hidden states and their gradients travel between ranks. This page says what the
+`run.comm_dtype` says in which type hidden states and their gradients travel between ranks. This page says what the
 smaller types cost a model, and what they save over slow links. `benchmarks/messages.py` measured it: a Llama of 4
-layers of width 64 learns Python source for {scale.steps} steps of {CONFIG.data.batch} x {CONFIG.data.tokens} tokens,
-through a 1F1B pipeline of {RANKS} ranks, with {scale.seeds} seeds. All runs of a seed have the same initial weights and
+layers of width 64 learns Python source for {scale.steps} steps of
+{CONFIG.data.global_batch} x {CONFIG.data.seq_len} tokens, through a 1F1B pipeline of {RANKS} ranks,
+with {scale.seeds} seeds. All runs of a seed have the same initial weights and
 data, so differences are taken within a seed.
 
 {loss_table(losses)}
 
 *No feedback* rounds every message for itself. *All feedback* also adds to a hidden state what rounding took from the
-last hidden state of the same action, which belonged to other text; `run.messages = "int8"` does that only for
+last hidden state of the same action, which belonged to other text; `run.comm_dtype = "int8"` does that only for
 gradients.
 
 The time of a step over emulated links (`ShapedComm`), as the median of {scale.rounds} rounds, and how many times as
@@ -292,8 +308,8 @@ fast as with float32 a step is (in brackets: in the worst and in the best round)
 The ranks are threads of one process, so computing takes more of a step here than on four machines, where slow links
 matter more. Packing costs time as well, so small messages do not help over fast links.
 
-Runs with `run.listen` [encrypt their links](../guides/several_machines.md). The time that a core is busy with messages,
-between two processes of one machine, as the median and the range of {scale.rounds} rounds:
+Runs with `elastic.listen` [encrypt their links](../guides/several_machines.md). The time that a core is busy with
+messages, between two processes of one machine, as the median and the range of {scale.rounds} rounds:
 
 {link_table(links)}
 

@@ -29,6 +29,7 @@ from penstock.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     PathsConfig,
     RunConfig,
     ScheduleConfig,
@@ -52,11 +53,21 @@ SUMS = (
 )
 RATE, WARM_UP_PASSES = 3e-3, 40
 CONFIG = Config(
-    ModelConfig(layers=4, width=64, heads=4, kv_heads=4, inner=176, vocab=VOCAB),
-    DataConfig(tokens=64, batch=8, held_out=0.02, tokenizer="bytes"),
-    ScheduleConfig(name="1f1b", ranks=2, microbatches=2, copies=2),
-    OptimizerConfig(rate=RATE),
-    RunConfig(evaluate=0, evaluations=16, save=0, timed=0, prove=False, threads=1),
+    ModelConfig(
+        layers=4,
+        hidden_size=64,
+        heads=4,
+        kv_heads=4,
+        intermediate_size=176,
+        vocab_size=VOCAB,
+    ),
+    DataConfig(seq_len=64, global_batch=8, held_out=0.02, tokenizer="bytes"),
+    ScheduleConfig(name="1f1b", microbatches=2),
+    OptimizerConfig(lr=RATE),
+    RunConfig(
+        eval_every=0, evaluations=16, save_every=0, timed=0, prove=False, threads=1
+    ),
+    parallel=ParallelConfig(pp=2, dp_replicate=2),
 )
 
 
@@ -89,18 +100,18 @@ def job_of(corpus: Corpus, folder: Path, kind: Kind, seed: int, passes: int) -> 
     steps = passes // kind.passes
     config = replace(
         CONFIG,
-        data=replace(CONFIG.data, batch=CONFIG.data.batch * kind.passes),
+        data=replace(CONFIG.data, global_batch=CONFIG.data.global_batch * kind.passes),
         optimizer=replace(
             CONFIG.optimizer,
-            rate=kind.rate,
-            warmup=min(WARM_UP_PASSES // kind.passes, steps - 1),
+            lr=kind.rate,
+            warmup_steps=min(WARM_UP_PASSES // kind.passes, steps - 1),
         ),
         paths=PathsConfig(sum_messages=kind.messages),
         run=replace(
-            CONFIG.run, seed=seed, steps=steps, log=steps, accumulate=kind.passes
+            CONFIG.run, seed=seed, steps=steps, log_every=steps, accumulate=kind.passes
         ),
     )
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     return Job(config, Plan(SCHEDULE, "1f1b", sums=SUMS), sizes, corpus, folder)
 
 
@@ -158,8 +169,8 @@ def page(losses: dict[Kind, list[float]], passes: int, seeds: int) -> str:
 Replicas of a part sum their gradients. Over slow links this can be made cheaper in two ways besides
 [planning it](../guides/partial_paths.md#sums-of-gradients): numbers travel in fewer bytes (`paths.sum_messages`), or
 several passes share one sum (`run.accumulate`). This page says what that costs a model. `benchmarks/sums.py` measured
-it: a Llama of 4 layers of width 64 learns Python source with AdamW for {passes} passes of {CONFIG.data.batch} x
-{CONFIG.data.tokens} tokens, through two copies of a pipeline of two ranks, with {seeds} seeds. All runs of a seed have
+it: a Llama of 4 layers of width 64 learns Python source with AdamW for {passes} passes of {CONFIG.data.global_batch} x
+{CONFIG.data.seq_len} tokens, through two copies of a pipeline of two ranks, with {seeds} seeds. All runs of a seed have
 the same initial weights and the same tokens, so differences are taken within a seed.
 
 {loss_table(losses)}

@@ -60,10 +60,20 @@ INTRODUCTION = (
     "parts than it must. Both plans of a workload have the same ranks and micro-batches."
 )
 LLAMA_7B = ModelConfig(
-    layers=32, width=4096, heads=32, kv_heads=32, inner=11_008, vocab=32_000
+    layers=32,
+    hidden_size=4096,
+    heads=32,
+    kv_heads=32,
+    intermediate_size=11_008,
+    vocab_size=32_000,
 )
 LLAMA_1B = ModelConfig(
-    layers=16, width=2048, heads=32, kv_heads=8, inner=8192, vocab=128_256
+    layers=16,
+    hidden_size=2048,
+    heads=32,
+    kv_heads=8,
+    intermediate_size=8192,
+    vocab_size=128_256,
 )
 
 
@@ -170,10 +180,9 @@ def workload_for(case: Case) -> Workload:
     config = replace(
         config,
         model=case.model,
-        data=replace(config.data, tokens=case.tokens, batch=case.batch),
-        schedule=replace(
-            config.schedule, ranks=case.ranks, microbatches=case.microbatches, copies=1
-        ),
+        data=replace(config.data, seq_len=case.tokens, global_batch=case.batch),
+        schedule=replace(config.schedule, microbatches=case.microbatches),
+        parallel=replace(config.parallel, pp=case.ranks, dp_replicate=1),
         run=replace(config.run, precision="bfloat16", device="cuda"),
     )
     return workload_of(
@@ -252,7 +261,7 @@ def section(case: Case, landscape: Landscape, best: Candidate, usual: Candidate)
     speedup = usual.step / best.step
     story = f"**{speedup:.2f} times as fast.** {case.explain(best, usual)}"
     sizes = (
-        f"{case.model.layers} layers of width {case.model.width:,}, {case.batch} sequences of "
+        f"{case.model.layers} layers of width {case.model.hidden_size:,}, {case.batch} sequences of "
         f"{case.tokens:,} tokens, {case.ranks} {gpu_of(case.gpu).name} with {case.memory:g} GiB "
         f"for a plan, {case.microbatches} micro-batches. A bound says that no plan of this space "
         f"takes less than {landscape.bound * 1e3:,.0f} ms."

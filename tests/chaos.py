@@ -49,13 +49,23 @@ WORKERS = RANKS * COPIES
 RESTARTS = 20
 FEWEST_WORKERS = 7  # of which none is killed or stopped any more
 SETTINGS = (
-    *("model.layers=3", "model.width=32", "model.heads=4", "model.inner=64"),
-    *("data.tokens=32", "data.batch=24", "optimizer.rate=3e-4"),
-    *("schedule.name=skip", f"schedule.ranks={RANKS}", f"schedule.copies={COPIES}"),
+    *(
+        "model.layers=3",
+        "model.hidden_size=32",
+        "model.heads=4",
+        "model.intermediate_size=64",
+    ),
+    *("data.seq_len=32", "data.global_batch=24", "optimizer.lr=3e-4"),
+    *("schedule.name=skip", f"parallel.pp={RANKS}", f"parallel.dp_replicate={COPIES}"),
     *("schedule.microbatches=3", "paths.share=0.33", "paths.rotate=4", "paths.full=10"),
     *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
-    *("run.elastic=true", f"run.restarts={RESTARTS}", "run.silence=60", "run.slow=3"),
-    *("run.evaluate=0", "run.timed=0", "run.save=25", "run.log=25"),
+    *(
+        "elastic.mode=true",
+        f"elastic.restarts={RESTARTS}",
+        "elastic.silence=60",
+        "elastic.slow=3",
+    ),
+    *("run.eval_every=0", "run.timed=0", "run.save_every=25", "run.log_every=25"),
 )
 # Losses differ because sums over replicas are added in another order, and a little more
 # with every step.

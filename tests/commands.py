@@ -23,22 +23,23 @@ from penstock.train.history import StepRow, read_rows
 SMALL_CONFIG = """
 [model]
 layers = 4
-width = 32
+hidden_size = 32
 heads = 4
-inner = 64
+intermediate_size = 64
 [data]
-tokens = 32
-batch = 8
+seq_len = 32
+global_batch = 8
 [schedule]
 name = "hanayo"
-ranks = 2
 microbatches = 4
+[parallel]
+pp = 2
 [optimizer]
-warmup = 5
+warmup_steps = 5
 [run]
 steps = 12
-evaluate = 0
-save = 3
+eval_every = 0
+save_every = 3
 timed = 5
 threads = 1
 forecast = false

@@ -220,7 +220,7 @@ class Crew:
                 self.reports,
                 self.generation,
                 self.job.resume,
-                self.job.config.run.mirror != "false",
+                self.job.config.elastic.mirror != "false",
                 lambda: good_step(self.job.checkpoints),
                 written=lambda: last_step(self.job.folder),
                 seats=self.seats,

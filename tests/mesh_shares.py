@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config import MeshConfig
+from penstock.config import ParallelConfig
 from penstock.models.tensor import largest_share
 from penstock.train.weights import (
     NUMBERS_PER_PARAMETER,
@@ -24,7 +24,7 @@ class Share:
     memory: float  # peak of weights, gradients and optimizer state
 
 
-def shares_of(sizes: Sizes, mesh: MeshConfig) -> tuple[Share, Share, Share]:
+def shares_of(sizes: Sizes, mesh: ParallelConfig) -> tuple[Share, Share, Share]:
     """Return the shares of embedding, layer and head in the fullest process.
 
     Every process has whole hidden states and logits. Of a sharded parameter it holds one
@@ -35,19 +35,19 @@ def shares_of(sizes: Sizes, mesh: MeshConfig) -> tuple[Share, Share, Share]:
     """
     model = blueprint(sizes)
     whole, cut = held_in_layer(sizes)
-    layer_held = (whole + cut / mesh.tensor) / (whole + cut)
+    layer_held = (whole + cut / mesh.tp) / (whole + cut)
     rows = (
         ("embed", 1.0, 1.0, 3),
-        ("layers.0", 1 / mesh.tensor, layer_held, 2),
-        ("head", 1 / mesh.tensor, 1.0, 3),
+        ("layers.0", 1 / mesh.tp, layer_held, 2),
+        ("head", 1 / mesh.tp, 1.0, 3),
     )
     shares = []
     for path, work, held, copies in rows:
         module = model.get_submodule(path)
         total = sum(parameter.numel() for parameter in module.parameters())
-        numbers = largest_share(module, path, mesh.tensor) / total
-        gathered = copies / NUMBERS_PER_PARAMETER if mesh.shard > 1 else 0.0
-        memory = numbers * (1 / mesh.shard + gathered)
-        shares.append(Share(work, held, numbers / mesh.shard, memory))
+        numbers = largest_share(module, path, mesh.tp) / total
+        gathered = copies / NUMBERS_PER_PARAMETER if mesh.dp_shard > 1 else 0.0
+        memory = numbers * (1 / mesh.dp_shard + gathered)
+        shares.append(Share(work, held, numbers / mesh.dp_shard, memory))
     embed, layer, head = shares
     return embed, layer, head

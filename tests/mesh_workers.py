@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock import Plan, make
-from penstock.config import MeshConfig, ModelConfig
+from penstock.config import ModelConfig, ParallelConfig
 from penstock.formats import load_plan
 from penstock.ir import lower
 from penstock.models import IGNORED_LABEL, even_partition, token_loss
@@ -47,7 +47,7 @@ class Case:
 
     name: str = "1f1b"
     shape: dict[str, int] = field(default_factory=dict)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: ParallelConfig = field(default_factory=ParallelConfig)
     family: str = "llama"
     tied: bool = False
     recompute: bool = False
@@ -57,11 +57,11 @@ class Case:
         model = ModelConfig(
             self.family,
             layers=max(parts, 2),
-            width=16,
+            hidden_size=16,
             heads=4,
             kv_heads=2,
-            inner=24,
-            tied=self.tied,
+            intermediate_size=24,
+            tie_embeddings=self.tied,
         )
         return sizes_of(model, VOCAB, TOKENS)
 
@@ -90,12 +90,12 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         recompute=frozenset(holding.stages if case.recompute else ()),
     )
     count = len(schedule.microbatches)
-    inputs, labels = _data(count * case.mesh.shard * case.passes)
+    inputs, labels = _data(count * case.mesh.dp_shard * case.passes)
     inputs, labels = ([x.to(device) for x in each] for each in (inputs, labels))
     valid = sum(int((y != IGNORED_LABEL).sum()) for y in labels)
     loss = 0.0
     for turn in range(case.passes):
-        first = (turn * case.mesh.shard + place.shard) * count
+        first = (turn * case.mesh.dp_shard + place.shard) * count
         here = slice(first, first + count)
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
@@ -167,14 +167,14 @@ def trains(
     schedule = make(case.name, **given)
     config = replace(
         SMALL,
-        model=replace(SMALL.model, family=case.family, tied=case.tied),
+        model=replace(SMALL.model, family=case.family, tie_embeddings=case.tied),
         schedule=replace(
             SMALL.schedule, name=case.name, microbatches=len(schedule.microbatches)
         ),
-        mesh=case.mesh,
-        run=replace(SMALL.run, steps=steps, accumulate=case.passes, evaluate=steps),
+        parallel=replace(case.mesh, pp=2),
+        run=replace(SMALL.run, steps=steps, accumulate=case.passes, eval_every=steps),
     )
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     job = Job(
         config, Plan(schedule, case.name), sizes, corpus(config), Path(folder), resume
     )
@@ -183,7 +183,11 @@ def trains(
 
 
 def trains_along(
-    comm: ProcessComm, folder: str, plan: str, meshes: dict[str, MeshConfig], steps: int
+    comm: ProcessComm,
+    folder: str,
+    plan: str,
+    meshes: dict[str, ParallelConfig],
+    steps: int,
 ) -> None:
     """Train along the paths of a plan, on one mesh after the other, each in its own folder."""
     found = load_plan(plan)
@@ -192,20 +196,27 @@ def trains_along(
             SMALL.schedule, name="own", microbatches=len(found.schedule.microbatches)
         )
         config = replace(
-            SMALL, schedule=shape, mesh=mesh, run=replace(SMALL.run, steps=steps)
+            SMALL,
+            schedule=shape,
+            parallel=replace(mesh, pp=2),
+            run=replace(SMALL.run, steps=steps),
         )
-        sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+        sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
         Trainer(
             Job(config, found, sizes, corpus(config), Path(folder) / name), comm
         ).run()
 
 
 # ---------------------------------------------------------------- memory
-def peaks(comm: ProcessComm, meshes: list[MeshConfig], sizes: Sizes) -> list[int]:
+def peaks(comm: ProcessComm, meshes: list[ParallelConfig], sizes: Sizes) -> list[int]:
     """Return the peak memory of two steps of this process, in bytes, for each mesh."""
     torch.set_num_threads(1)
     small = sizes_of(
-        ModelConfig(layers=2, width=16, heads=4, kv_heads=4, inner=24), VOCAB, TOKENS
+        ModelConfig(
+            layers=2, hidden_size=16, heads=4, kv_heads=4, intermediate_size=24
+        ),
+        VOCAB,
+        TOKENS,
     )
     found = []
     for mesh in meshes:
@@ -214,7 +225,7 @@ def peaks(comm: ProcessComm, meshes: list[MeshConfig], sizes: Sizes) -> list[int
     return found
 
 
-def _steps(comm: ProcessComm, mesh: MeshConfig, sizes: Sizes) -> int:
+def _steps(comm: ProcessComm, mesh: ParallelConfig, sizes: Sizes) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -240,7 +251,7 @@ def _status(name: str) -> int:
 # ---------------------------------------------------------------- trouble
 def sleeps(comm: ProcessComm) -> None:
     """Let rank 1 of one of two pipelines that share layers fall asleep."""
-    schedule, mesh = make("1f1b", ranks=2, microbatches=4), MeshConfig(tensor=2)
+    schedule, mesh = make("1f1b", ranks=2, microbatches=4), ParallelConfig(tp=2)
     place = place_of(comm, mesh, schedule.ranks, CPU)
     sizes = Case().sizes(schedule.parts)
     holding = hold(

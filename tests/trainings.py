@@ -17,6 +17,7 @@ from penstock.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -32,11 +33,19 @@ VOCAB = 31
 LENGTH = 8
 END = 7  # the last word of a document, where documents are kept apart
 SMALL = Config(
-    ModelConfig(layers=4, width=16, heads=4, kv_heads=2, inner=24, vocab=VOCAB),
-    DataConfig(tokens=LENGTH, batch=8, held_out=0.1),
-    ScheduleConfig(name="1f1b", ranks=2, microbatches=4),
-    OptimizerConfig(rate=1e-2, warmup=5, clip=0.5),
-    RunConfig(steps=12, evaluate=0, save=0, timed=0, prove=False),
+    ModelConfig(
+        layers=4,
+        hidden_size=16,
+        heads=4,
+        kv_heads=2,
+        intermediate_size=24,
+        vocab_size=VOCAB,
+    ),
+    DataConfig(seq_len=LENGTH, global_batch=8, held_out=0.1),
+    ScheduleConfig(name="1f1b", microbatches=4),
+    OptimizerConfig(lr=1e-2, warmup_steps=5, clip_norm=0.5),
+    RunConfig(steps=12, eval_every=0, save_every=0, timed=0, prove=False),
+    parallel=ParallelConfig(pp=2),
 )
 
 
@@ -50,7 +59,7 @@ def corpus(config: Config = SMALL) -> Corpus:
         np.array(words, dtype=np.uint16),
         config.data,
         "made up",
-        END if config.data.separate else None,
+        END if config.data.document_mask else None,
     )
 
 
@@ -67,10 +76,11 @@ def job_of(
     total = len(make(name, **given).microbatches)
     config = replace(
         config,
-        schedule=ScheduleConfig(name=name, ranks=given["ranks"], microbatches=total),
+        schedule=ScheduleConfig(name=name, microbatches=total),
+        parallel=replace(config.parallel, pp=given["ranks"], dp_replicate=1),
     )
     config = apply_changes(config, changes)
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     return Job(
         config, Plan(make(name, **given), name), sizes, corpus(config), folder, resume
     )

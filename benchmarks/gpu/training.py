@@ -17,17 +17,17 @@ from bench import arguments, write
 from trained import trained
 
 SIZES = (
-    "--preset llama-150m --set data.batch=16 --set run.log=100 --set run.evaluate=0 --set run.save=0 "
-    "--set run.timed=20"
+    "--preset llama-150m --set data.global_batch=16 --set run.log_every=100 --set run.eval_every=0 "
+    "--set run.save_every=0 --set run.timed=20"
 )
 SMALL = (
-    "--set data.batch=4 --set run.log=100 --set run.evaluate=0 --set run.save=0 --set run.timed=4 "
+    "--set data.global_batch=4 --set run.log_every=100 --set run.eval_every=0 --set run.save_every=0 --set run.timed=4 "
     "--set run.device=cpu"
 )
 SHAPES = {
-    1: "--set schedule.ranks=1 --set schedule.microbatches=4",
-    2: "--set schedule.ranks=2 --set schedule.microbatches=2",
-    4: "--set schedule.ranks=4 --set schedule.microbatches=8",
+    1: "--set parallel.pp=1 --set schedule.microbatches=4",
+    2: "--set parallel.pp=2 --set schedule.microbatches=2",
+    4: "--set parallel.pp=4 --set schedule.microbatches=8",
 }
 
 
@@ -36,7 +36,7 @@ def one(
 ) -> dict[str, Any]:
     """One run, and its figures."""
     settings = f"{SMALL if dry else SIZES} {SHAPES[ranks]} --set run.steps={steps}"
-    settings += " --set run.graphs=true" if graphs else ""
+    settings += " --set run.cuda_graphs=true" if graphs else ""
     done = trained(folder, settings, ranks if ranks > 1 and not dry else 0)
     advice = (
         text.strip()

@@ -59,7 +59,7 @@ Rows with a star are from an earlier run on another machine, whose hosts did not
 
 - Actions are slower too: those of 1F1B, without links, take {slower:.0%} longer than over `penstock_ipc`, most likely
   because kernels of NCCL wait on the multiprocessors that compute.
-- Messages in bfloat16 (`run.messages`) take {halved:.0%} off a step over NCCL in the median, and nothing over
+- Messages in bfloat16 (`run.comm_dtype`) take {halved:.0%} off a step over NCCL in the median, and nothing over
   `penstock_ipc`, which has room to spare.
 - Over `penstock_ipc`, *simulated* is within {ipc:.1%}.
 - Settings of NCCL do not help. On another machine, ZB-V with bfloat16 took 314 ms with the defaults, 320 with one

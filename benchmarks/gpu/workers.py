@@ -28,12 +28,12 @@ MODELS = {
 }
 DRY_MODELS = {"4 layers of width 32": "layers=4 width=32 heads=2 kv_heads=2 inner=48"}
 COMMON = (
-    "--set data.tokens=1024 --set data.batch=32 --set run.precision=bfloat16 --set optimizer.rate=3e-4 "
-    "--set run.log=100 --set run.evaluate=0 --set run.save=0 --set run.timed=10"
+    "--set data.seq_len=1024 --set data.global_batch=32 --set run.precision=bfloat16 --set optimizer.lr=3e-4 "
+    "--set run.log_every=100 --set run.eval_every=0 --set run.save_every=0 --set run.timed=10"
 )
 DRY = (
-    "--set data.tokens=32 --set data.batch=4 --set run.device=cpu --set run.log=100 --set run.evaluate=0 "
-    "--set run.save=0 --set run.timed=4 --set run.prove=false"
+    "--set data.seq_len=32 --set data.global_batch=4 --set run.device=cpu --set run.log_every=100 "
+    "--set run.eval_every=0 --set run.save_every=0 --set run.timed=4 --set run.prove=false"
 )
 COUNT = "import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)"
 
@@ -44,9 +44,9 @@ def settings_of(model: str, ranks: int, plan: Path, dry: bool) -> str:
     If there is no plan yet, auto plans what is open; a dry run takes 1F1B, because planning takes long.
     """
     sizes = " ".join(f"--set model.{word}" for word in model.split())
-    sizes += " --set model.vocab=8192"
+    sizes += " --set model.vocab_size=8192"
     microbatches = 2 * ranks if ranks > 1 or dry else 0
-    shape = f"--set schedule.ranks={ranks} --set schedule.microbatches={microbatches}"
+    shape = f"--set parallel.pp={ranks} --set schedule.microbatches={microbatches}"
     if plan.is_file():
         shape = f"--set schedule.name={plan}"
     elif dry:

@@ -154,20 +154,20 @@ def check_family_shares(sizes: FamilySizes, tensor: int) -> None:
         if count % tensor:
             fitting = max(n for n in range(1, tensor) if largest % n == 0)
             raise ShapeError(
-                f"mesh.tensor = {tensor} does not divide the model's {name} = {count}; "
+                f"parallel.tp = {tensor} does not divide the model's {name} = {count}; "
                 f"{fitting} does"
             )
     if (tensor - 1) * words_of_share(sizes.vocab, tensor) >= sizes.vocab:
         raise ShapeError(
-            f"mesh.tensor = {tensor} is too large: with {sizes.vocab} words, some process would hold no word"
+            f"parallel.tp = {tensor} is too large: with {sizes.vocab} words, some process would hold no word"
         )
 
 
 def undividable(name: str, tensor: int) -> ShapeError:
     """The error about a model whose layers cannot be divided between processes."""
     return ShapeError(
-        f"mesh.tensor = {tensor}: only our own Llama and GPT can be divided in this way, "
-        f"not a {name}; use schedule.ranks or mesh.shard"
+        f"parallel.tp = {tensor}: only our own Llama and GPT can be divided in this way, "
+        f"not a {name}; use parallel.pp or parallel.dp_shard"
     )
 
 

@@ -165,7 +165,7 @@ def start_workers(
         run_worker,
         folder,
         placement.processes,
-        config.run.restarts,
+        config.elastic.restarts,
         resume,
         say_stopping,
     )

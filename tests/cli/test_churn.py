@@ -57,7 +57,7 @@ def undisturbed(
             name = f"step-{step:08d}"
             kept = other / str(number - 1) / "checkpoints" / name
             shutil.copytree(kept, stage / "checkpoints" / name)
-        run = replace(whole.config.run, save=0, prove=False)
+        run = replace(whole.config.run, save_every=0, prove=False)
         job = replace(
             whole,
             plan=plan,
@@ -91,8 +91,8 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
     text,
 ):
     words = (
-        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.silence=300 "
-        "--set run.restarts=1 --set run.save=50"
+        f"train config.toml --sample 0 --set run.steps={STEPS} --set elastic.silence=300 "
+        "--set elastic.restarts=1 --set run.save_every=50"
     )
     process = Command(text, words.split(), environment())
     folder = text / "runs" / "config"
@@ -126,9 +126,9 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
 
 def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text):
     words = (
-        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.silence=300 "
-        "--set run.mirror=true --set run.restarts=0 --set run.save=0 "
-        "--set schedule.copies=1 --set run.timed=0 --set run.forecast=false"
+        f"train config.toml --sample 0 --set run.steps={STEPS} --set elastic.silence=300 "
+        "--set elastic.mirror=true --set elastic.restarts=0 --set run.save_every=0 "
+        "--set parallel.dp_replicate=1 --set run.timed=0 --set run.forecast=false"
     )
     process = Command(text, words.split(), environment())
     folder = text / "runs" / "config"
@@ -155,8 +155,8 @@ def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text
 
 def test_a_worker_that_becomes_slow_gets_less_work_until_it_is_fast_again(text):
     words = (
-        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.silence=300 "
-        "--set run.slow=4 --set run.save=0 --set run.timed=0 --set run.forecast=false"
+        f"train config.toml --sample 0 --set run.steps={STEPS} --set elastic.silence=300 "
+        "--set elastic.slow=4 --set run.save_every=0 --set run.timed=0 --set run.forecast=false"
     )
     script = Path(__file__).parents[1] / "slow_worker.py"
     process = Command(text, words.split(), environment(), script=script)

@@ -88,7 +88,8 @@ def test_a_mistake_with_a_measured_step_says_what_to_do(run, measured, line, wor
 @pytest.fixture
 def profile(run):
     write_profile(
-        analytic_profile(ModelConfig(layers=8, vocab=512), 512, ranks=4), "profile.json"
+        analytic_profile(ModelConfig(layers=8, vocab_size=512), 512, ranks=4),
+        "profile.json",
     )
 
 

@@ -112,9 +112,12 @@ def test_joining_needs_a_key_and_a_run(monkeypatch, capsys, tmp_path):
     code, _, err = called(monkeypatch, capsys, "join here --key key.pem")
     assert (code, "must be HOST:PORT" in err) == (2, True)
     for line, text in (
-        ("run.workers=2", "run.workers is for workers of other machines"),
-        ("run.listen=a:1 --set run.elastic=false", "does not allow"),
-        ("run.listen=a:1 --set run.loss=a.py:f", "run.loss = a.py:f is a file that"),
+        ("elastic.workers=2", "elastic.workers is for workers of other machines"),
+        ("elastic.listen=a:1 --set elastic.mode=false", "does not allow"),
+        (
+            "elastic.listen=a:1 --set run.loss=a.py:f",
+            "run.loss = a.py:f is a file that",
+        ),
     ):
         code, _, err = called(
             monkeypatch, capsys, f"init {tmp_path}/c.toml --set {line}"

@@ -101,15 +101,15 @@ CONFIG = """\
 [model]
 family = "llama"
 layers = 8
-width = 64
+hidden_size = 64
 heads = 4
 kv_heads = 2
-inner = 128
-vocab = 512
+intermediate_size = 128
+vocab_size = 512
 
 [data]
-tokens = 64
-batch = 12
+seq_len = 64
+global_batch = 12
 """
 MODEL = "--parts 3 --microbatches 2 --rule share=1/3 --iterations 200"
 

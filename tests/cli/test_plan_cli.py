@@ -30,10 +30,10 @@ MISTAKES = {
     "plan config.toml --gpu h100 --granularity 0": "granularity must be at least 1, not 0",
     "plan config.toml --gpu h100 --devices 1000000": "from 1 to 100,000 devices",
     "plan config.toml --gpu h100 --memory abc": "a size above 0, such as 80GiB, not abc",
-    "plan config.toml --gpu h100 --set schedule.ranks=16": "4 layers cannot fill 16 ranks",
-    "plan config.toml --gpu h100 --devices 2 --set mesh.tensor=4": "4 processes, but there are only 2",
-    "plan config.toml --gpu h100 --devices 2 --set data.batch=7 --set schedule.microbatches=4": (
-        "7 sequences cannot be dealt out evenly to 4 micro-batches"
+    "plan config.toml --gpu h100 --set parallel.pp=16": "4 layers cannot fill 16 ranks",
+    "plan config.toml --gpu h100 --devices 2 --set parallel.tp=4": "4 processes, but there are only 2",
+    "plan config.toml --gpu h100 --devices 2 --set data.global_batch=7 --set schedule.microbatches=4": (
+        "data.global_batch = 7 is not divisible by 4"
     ),
     "plan --gpu h100 --devices 64": "which model should be planned for the H100?",
     "simulate 1f1b --ranks 2 --microbatches 2 --cluster c.toml": "--cluster needs the times",
@@ -79,14 +79,16 @@ def test_a_plan_for_devices_is_shown_in_a_narrow_terminal_and_trains(run):
     code, _, err = run("train config.toml --set schedule.name=plan.json --dry-run")
     assert code == 0, err
     code, _, err = run(
-        "train config.toml --set schedule.name=plan.json --set schedule.ranks=7 --dry-run"
+        "train config.toml --set schedule.name=plan.json --set parallel.pp=7 --dry-run"
     )
-    assert "schedule.ranks = 7, but plan.json has" in err
+    assert "parallel.pp = 7, but plan.json has" in err
 
 
 def test_the_first_line_of_a_plan_names_precision_and_origin_of_its_times(run):
     run("init fresh.toml")
-    line = "plan fresh.toml --set model.vocab=256 --devices 2 --stages 1 --slices 1"
+    line = (
+        "plan fresh.toml --set model.vocab_size=256 --devices 2 --stages 1 --slices 1"
+    )
     steps = {}
     for gpu, precision, words in (
         ("h100", "bfloat16", ""),
@@ -113,7 +115,7 @@ def test_the_first_line_of_a_plan_names_precision_and_origin_of_its_times(run):
 
 
 def test_a_plan_by_a_measured_profile_says_that_it_was_measured():
-    computed = analytic_profile(ModelConfig(vocab=256), 64, gpu="h100")
+    computed = analytic_profile(ModelConfig(vocab_size=256), 64, gpu="h100")
     device = (("device", "cpu"), ("dtype", "float32"), ("autocast", None))
     profile = replace(computed, device=device)
     workload = Workload(8, 64, batch=4, devices=2)
@@ -122,7 +124,7 @@ def test_a_plan_by_a_measured_profile_says_that_it_was_measured():
 
 
 def test_a_plan_gives_the_range_of_its_step(run):
-    computed = analytic_profile(ModelConfig(layers=4, vocab=256), 64, gpu="h100")
+    computed = analytic_profile(ModelConfig(layers=4, vocab_size=256), 64, gpu="h100")
     rounds = ((FASTEST_ROUND, 0.88), (SLOWEST_ROUND, 1.09))
     device = (("device", "cpu"), ("dtype", "float32"), *rounds)
     write_profile(replace(computed, device=device), "profile.json")
@@ -173,7 +175,7 @@ def test_train_and_profile_compute_as_a_plan_for_this_machine_says():
 
 
 def test_a_search_says_which_settings_of_the_config_it_does_not_use(run):
-    change = "--set model.vocab=256 --set schedule.ranks=2 --stages 1 --slices 1"
+    change = "--set model.vocab_size=256 --set parallel.pp=2 --stages 1 --slices 1"
     named = "--set schedule.name=hanayo --set schedule.waves=2"
     run("init named.toml")
     line = f"plan named.toml --gpu h100 --devices 2 {change}"

@@ -54,7 +54,7 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
     write_text_run(a, TEXT)
     line = (
         "train config.toml --set run.folder=run --set run.prove=false --set run.timed=0 "
-        f"--set run.checkpoints=file://{tmp_path}/bucket"
+        f"--set run.checkpoint_url=file://{tmp_path}/bucket"
     )
     first, second = run_both(tmp_path, [a, b], f"{line} --set run.steps=2 --sample 4")
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
@@ -73,7 +73,7 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
         wait_for(b / "run", 1)
         (new / "run" / "stop").touch()
 
-    line = "train run --resume --set run.steps=3000 --set run.save=0"
+    line = "train run --resume --set run.steps=3000 --set run.save_every=0"
     first, second = run_both(tmp_path, [b, new], line, stop_new_machine)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert "fetched step-00000002" in first[2]

@@ -212,7 +212,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
 ):
     process = start(
         text,
-        "train config.toml --set run.steps=30 --set run.save=5 --set run.timed=0 --sample 0",
+        "train config.toml --set run.steps=30 --set run.save_every=5 --set run.timed=0 --sample 0",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 7)
@@ -240,7 +240,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
 def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
     process = start(
         text,
-        "train config.toml --set run.steps=400 --set run.save=0 --set run.timed=0 --sample 0",
+        "train config.toml --set run.steps=400 --set run.save_every=0 --set run.timed=0 --sample 0",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 4)
@@ -304,7 +304,8 @@ def test_two_processes_do_not_train_in_one_folder_and_a_second_ctrl_c_ends_one_a
     text, here
 ):
     process = start(
-        text, "train config.toml --set run.steps=10000000 --set run.save=0 --sample 0"
+        text,
+        "train config.toml --set run.steps=10000000 --set run.save_every=0 --sample 0",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 2)
@@ -443,7 +444,7 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
     sys.platform != "linux", reason="workers are forks of one process only there"
 )
 def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
-    line = "train config.toml --set run.steps=4000 --set run.save=0 --set run.timed=0 --sample 0"
+    line = "train config.toml --set run.steps=4000 --set run.save_every=0 --set run.timed=0 --sample 0"
     process = start(text, line, session=True)
     wait_for(text / "runs" / "config", 2)
     os.killpg(process.pid, signal.SIGTERM)
@@ -469,9 +470,9 @@ def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_only_tokens(here, text
 
 
 def test_auto_picks_a_schedule_that_fits_the_layers(here):
-    sizes = "--set model.layers=6 --set model.width=32 --set model.inner=32"
+    sizes = "--set model.layers=6 --set model.hidden_size=32 --set model.intermediate_size=32"
     done = passed(
-        here, f"train --dry-run {sizes} --set data.tokens=16 --set data.batch=4"
+        here, f"train --dry-run {sizes} --set data.seq_len=16 --set data.global_batch=4"
     )
     found = re.search(
         r"4 ranks, (\d+) micro-batch(?:es)? of (\d+) x 16 tokens", done.err
@@ -512,7 +513,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set run.precision=bf16  =>  there is no run.precision 'bf16'; did you mean 'bfloat16'?
         train config.toml --set schedule.waves=4  =>  16 parts, but the model has only 4 layers
         train config.toml --set schedule.name=1f1b --set schedule.waves=2  =>  1f1b has no waves
-        train config.toml --set schedule.name=auto --set schedule.ranks=8  =>  4 layers cannot fill 8 ranks
+        train config.toml --set schedule.name=auto --set parallel.pp=8  =>  4 layers cannot fill 8 ranks
         train config.toml --set data.sources=["gone.txt"]  =>  cannot read gone.txt
         train config.toml --set model.weights=nowhere  =>  cannot read nowhere/config.json
         train config.toml --set model.heads=5  =>  width must be a multiple of heads
@@ -537,7 +538,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set optimizer.name=AdamX  =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
         train config.toml --set schedule.name=auto --set optimizer.name=AdamX
             =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
-        train config.toml --set data.tokens=200000  =>  too few for sequences of 200000
+        train config.toml --set data.seq_len=200000  =>  too few for sequences of 200000
         train config.toml --set data.validation=short.txt  =>  too few for sequences of 32
         train config.toml --resume  =>  there is no good checkpoint
         """
@@ -563,9 +564,9 @@ def test_a_folder_without_a_run_is_refused(here, text):
     ("change", "words"),
     cases(
         r"""
-        model.inner=96  =>  is of another model: its inner is 64, here it is 96
+        model.intermediate_size=96  =>  is of another model: its inner is 64, here it is 96
         run.seed=3  =>  its seed is 0, here
-        data.tokens=16  =>  its length is 32, here it is 16
+        data.seq_len=16  =>  its length is 32, here it is 16
         """
     ),
 )
@@ -646,10 +647,10 @@ def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text
     (text / "bare.toml").write_text(BARE)
     passed(here, "draw 1f1b --ranks 4 --microbatches 1 -o p.json")
     passed(here, "draw seq1f1b --ranks 2 --microbatches 4 --slices 2 -o cut.json")
-    line = "train bare.toml --dry-run --set schedule.name=p.json --set data.batch=1 --set data.tokens=16"
+    line = "train bare.toml --dry-run --set schedule.name=p.json --set data.global_batch=1 --set data.seq_len=16"
     done = passed(
         here,
-        f"{line} --set schedule.ranks=4 --set schedule.slices=1 --set schedule.copies=1",
+        f"{line} --set parallel.pp=4 --set schedule.slices=1 --set parallel.dp_replicate=1",
     )
     assert "4 ranks, 1 micro-batch of 1 x 16 tokens" in done.err
     for key, value, its in (
@@ -661,32 +662,32 @@ def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text
         ("waves", "2", "0.5"),
         ("skips", "1", "0"),
     ):
-        batch = "--set data.batch=2" if key == "skips" else ""
+        batch = "--set data.global_batch=2" if key == "skips" else ""
         refused = here(f"{line} --set schedule.{key}={value} {batch}")
         assert refused.code == 2
         assert f"schedule.{key} = {value}, but p.json has {its}" in refused.err
-    assert "schedule.microbatches = 8" not in here(f"{line} --set schedule.ranks=2").err
+    assert "schedule.microbatches = 8" not in here(f"{line} --set parallel.pp=2").err
     changes = ["schedule.name=cut.json", "schedule.slices=2"]
     written = written_keys(Path("config.toml"), changes)
-    assert {"schedule.slices", "data.batch"} < written
-    assert "schedule.ranks" not in written  # The plan replaces the config's schedule.
+    assert {"schedule.slices", "data.global_batch"} < written
+    assert "parallel.pp" not in written  # The plan replaces the config's schedule.
     # What is written agrees.
     config, plan = plan_run(read_config("config.toml", changes), 4, written)
     assert (config.schedule.slices, plan.schedule.slices, config.rows) == (0, 2, 2)
     # Which has 16 micro-batches.
     preset = apply_changes(PRESETS["llama-150m"], ["schedule.name=p.json"])
     assert plan_run(preset, 12, {"schedule.name"})[0].rows == 64
-    other = "--set schedule.ranks=2 --set schedule.microbatches=4"
+    other = "--set parallel.pp=2 --set schedule.microbatches=4"
     refused = here(f"train config.toml --dry-run --set schedule.name=p.json {other}")
     assert refused.code == 2
     for words in (
-        "schedule.ranks = 2, but p.json has 4",
+        "parallel.pp = 2, but p.json has 4",
         "schedule.microbatches = 4, but p.json has 1",
         "leave these",
     ):
         assert words in refused.err
     odd = here(
-        "train bare.toml --dry-run --set schedule.name=p.json --set data.batch=1 --set schedule.partition=[4]"
+        "train bare.toml --dry-run --set schedule.name=p.json --set data.global_batch=1 --set schedule.partition=[4]"
     )
     assert (
         "the partition [4] is for 1 parts and 4 layers, but there are 4 parts"
@@ -700,25 +701,25 @@ def test_copies_in_a_plan_file_agree_with_ranks_times_copies(text, here):
         Plan(replicate(make("1f1b", ranks=2, microbatches=4), 2), "two", (1, 3)),
         text / "two.json",
     )
-    line = (
-        "train bare.toml --dry-run --set schedule.name=two.json --set schedule.copies=2"
-    )
+    line = "train bare.toml --dry-run --set schedule.name=two.json --set parallel.dp_replicate=2"
     told = [
         "schedule.name=two.json",
-        "schedule.copies=2",
-        "schedule.ranks=2",
+        "parallel.dp_replicate=2",
+        "parallel.pp=2",
         "schedule.microbatches=4",
         "schedule.partition=[1,3]",
     ]
     config, plan = plan_run(read_config("bare.toml", told), 4, written_keys(None, told))
     assert (
         plan.schedule.ranks,
-        config.schedule.copies,
+        config.parallel.dp_replicate,
         config.rows,
         plan.partition,
     ) == (4, 1, 2, (1, 3))
-    refused = here(f"{line} --set schedule.ranks=4 --set schedule.partition=[2,2]")
-    assert "schedule.ranks = 4 x schedule.copies = 2, but two.json has 4" in refused.err
+    refused = here(f"{line} --set parallel.pp=4 --set schedule.partition=[2,2]")
+    assert (
+        "parallel.pp = 4 x parallel.dp_replicate = 2, but two.json has 4" in refused.err
+    )
     assert "schedule.partition = [2, 2], but two.json has [1, 3]" in refused.err
 
 
@@ -756,7 +757,10 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
         'name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"'
     )
     config.write_text(told)
-    passed(here, "train config.toml --set run.steps=3 --set run.keep=1 --sample 2")
+    passed(
+        here,
+        "train config.toml --set run.steps=3 --set run.keep_checkpoints=1 --sample 2",
+    )
     passed(here, "train runs/config --resume --set run.steps=5 --sample 0")
     shown = passed(here, "eval runs/config --batches 1000")
     assert re.search(

@@ -129,7 +129,7 @@ def broken(tmp_path, monkeypatch):
     Path("config.toml").write_text(
         SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
     )
-    Path("wrong-type.toml").write_text('[data]\ntokens = "64"\n')
+    Path("wrong-type.toml").write_text('[data]\nseq_len = "64"\n')
     Path("no-toml.toml").write_text("[model\nlayers = 4\n")
     Path("short.txt").write_text("too few tokens")
     Path("lines.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')

@@ -33,9 +33,13 @@ def test_every_preset_is_valid_and_survives_a_round_trip(name):
 def test_a_named_schedule_needs_no_numbers_beside_a_preset(name):
     config = check_config(apply_changes(preset(name), ["schedule.name=1f1b"]))
     schedule = config.schedule
-    assert schedule.ranks * schedule.copies == (preset(name).schedule.devices or 4)
-    assert schedule.microbatches >= schedule.ranks
-    assert config.data.batch == config.rows * schedule.microbatches * schedule.copies
+    parallel = config.parallel
+    assert parallel.pp * parallel.dp_replicate == (preset(name).parallel.devices or 4)
+    assert schedule.microbatches >= parallel.pp
+    assert (
+        config.data.global_batch
+        == config.rows * schedule.microbatches * parallel.dp_replicate
+    )
 
 
 def test_every_value_has_a_comment():
@@ -70,14 +74,14 @@ def test_set_changes_values_of_every_type():
     changes = [
         "model.layers=24",
         "schedule.name=hanayo",
-        "optimizer.rate=1",
+        "optimizer.lr=1",
         "run.recompute=true",
         'data.sources=["a", "b"]',
         "schedule.partition=[4, 4]",
         "data.tokenizer=some/tokenizer.json",
     ]
     config = apply_changes(Config(), changes)
-    assert (config.model.layers, config.optimizer.rate) == (24, 1.0)
+    assert (config.model.layers, config.optimizer.lr) == (24, 1.0)
     assert (config.schedule.name, config.schedule.partition) == ("hanayo", (4, 4))
     assert config.run.recompute is True
     assert config.data.sources == ("a", "b")
@@ -92,27 +96,27 @@ WRONG = cases(r"""
 model = 3  =>  model is a section
 preset = 3  =>  preset must be a name in quotes
 [model]\nlayers = "3"  =>  model.layers must be a whole number, not '3'
-[model]\ntied = 1  =>  model.tied must be true or false
+[model]\ntie_embeddings = 1  =>  model.tie_embeddings must be true or false
 [run]\nsteps = 0  =>  run.steps = 0 must be at least 1
-[optimizer]\nrate = -1.0  =>  optimizer.rate = -1 must be at least 0
-[optimizer]\nrate = inf  =>  optimizer.rate = inf must be a finite number
+[optimizer]\nlr = -1.0  =>  optimizer.lr = -1 must be at least 0
+[optimizer]\nlr = inf  =>  optimizer.lr = inf must be a finite number
 [optimizer]\nfinal = 2  =>  optimizer.final = 2 must be at most 1
 [model]\nfamily = "lama"  =>  there is no model.family 'lama'; did you mean 'llama'?
 [data]\nsources = [1]  =>  data.sources must be a list of strings
-[data]\nbatch = 12\n[schedule]\nname = "1f1b"\nmicrobatches = 8
-    =>  12 sequences cannot be dealt out evenly to 8 micro-batches
-[model]\nfamily = "gpt"\npositions = 8  =>  data.tokens = 128 is more than model.positions = 8
+[data]\nglobal_batch = 12\n[schedule]\nname = "1f1b"\nmicrobatches = 8
+    =>  data.global_batch = 12 is not divisible by 8
+[model]\nfamily = "gpt"\npositions = 8  =>  data.seq_len = 128 is more than model.positions = 8
 [schedule]\npartition = [1, 2]  =>  schedule.partition has 3 layers, but model.layers = 8
-[schedule]\nname = "1f1b"\nranks = 8\ndevices = 4  =>  devices = 4, but 1f1b needs 8
-[run]\ngraphs = true\n[data]\nseparate = true  =>  does not go with data.separate = true: documents differ
-[run]\ngraphs = true\n[mesh]\nshard = 2  =>  run.graphs = true does not go with mesh.shard = 2 and mesh.ten
-[run]\ngraphs = true\ndevice = "cpu"  =>  run.graphs = true does not go with run.device = cpu
-[run]\ncompile = true\n[mesh]\nshard = 2  =>  run.compile = true does not go with mesh.shard = 2 and mesh.ten
+[schedule]\nname = "1f1b"\n[parallel]\npp = 8\ndevices = 4  =>  devices = 4, but 1f1b needs 8
+[run]\ncuda_graphs = true\n[data]\ndocument_mask = true  =>  data.document_mask = true: documents differ
+[run]\ncuda_graphs = true\n[parallel]\ndp_shard = 2  =>  run.cuda_graphs = true does not go with parallel.dp_shard = 2
+[run]\ncuda_graphs = true\ndevice = "cpu"  =>  run.cuda_graphs = true does not go with run.device = cpu
+[run]\ncompile = true\n[parallel]\ndp_shard = 2  =>  run.compile = true does not go with parallel.dp_shard = 2
 [run]\ncompile = "yes"  =>  there is no run.compile 'yes'
 """)
 HUGE = [
     (f"[run]\nsteps = {10**400}", "must be between -2^63 and 2^63"),
-    (f"[optimizer]\nrate = {10**400}", "optimizer.rate = inf must be a finite number"),
+    (f"[optimizer]\nlr = {10**400}", "optimizer.lr = inf must be a finite number"),
 ]
 
 
@@ -125,7 +129,7 @@ def test_a_wrong_value_is_named_with_the_right_type_or_range(text, words):
 
 def test_one_error_has_all_wrong_values():
     with pytest.raises(ConfigError) as caught:
-        load_config("[run]\nsteps = 0\nkeep = 0\n[model]\nwidth = 0")
+        load_config("[run]\nsteps = 0\nkeep_checkpoints = 0\n[model]\nhidden_size = 0")
     assert len(str(caught.value).splitlines()) == 3
 
 

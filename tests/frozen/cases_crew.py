@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from penstock import Plan, make
-from penstock.config import RunConfig
+from penstock.config import Config, ElasticConfig, RunConfig
 from penstock.crew.coordinator import Coordinator, Worker
 from penstock.crew.decision import (
     Decision,
@@ -185,7 +185,10 @@ def launcher_texts() -> object:
 
     with folder_of_a_run() as run:
         said: list[str] = []
-        settings = RunConfig(silence=600.0, patience=600.0, restarts=0)
+        settings = Config(
+            run=RunConfig(timeout=600.0),
+            elastic=ElasticConfig(silence=600.0, restarts=0),
+        )
         coordinator = Coordinator(nobody, run, TWO_COPIES, settings, False, said.append)
         coordinator.own_workers = 4
         coordinator.workers = {n: Worker(n, Alive()) for n in range(4)}  # type: ignore[arg-type]
@@ -298,7 +301,8 @@ def too_early() -> object:
 def addresses() -> object:
     texts = ("10.0.0.1:29500", "[::1]:80", "host", "host:", ":80", "host:x", "h:70000")
     return [
-        text_of(lambda text=text: split_address(text, "run.listen")) for text in texts
+        text_of(lambda text=text: split_address(text, "elastic.listen"))
+        for text in texts
     ]
 
 

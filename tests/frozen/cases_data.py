@@ -183,7 +183,7 @@ def write_tokenizer(folder: Path) -> None:
 def settings() -> dict[str, DataConfig]:
     """A config for every way from text to batches."""
     words = str(home() / "words" / "tokenizer.json")
-    plain = DataConfig(tokens=24, held_out=0.2)
+    plain = DataConfig(seq_len=24, held_out=0.2)
     formats = {
         "text": "a.txt",
         "lines": "a.jsonl",
@@ -205,31 +205,33 @@ def settings() -> dict[str, DataConfig]:
         sources=(str(home() / "chats.jsonl"),),
         tokenizer=words,
         instructions=True,
-        tokens=40,
+        seq_len=40,
     )
     found |= {
-        "body": replace(lines, field="body"),
+        "body": replace(lines, text_field="body"),
         "words": replace(lines, tokenizer=words),
-        "apart": replace(lines, separate=True),
-        "words apart": replace(lines, tokenizer=words, separate=True, tokens=32),
+        "apart": replace(lines, document_mask=True),
+        "words apart": replace(lines, tokenizer=words, document_mask=True, seq_len=32),
         "chats": chats,
-        "chats apart": replace(chats, separate=True),
+        "chats apart": replace(chats, document_mask=True),
         "chats of a table": replace(
-            chats, sources=(str(home() / "chats.parquet"),), tokens=25
+            chats, sources=(str(home() / "chats.parquet"),), seq_len=25
         ),
         "chats that say where": replace(
             chats, template=str(home() / "words" / "generation.jinja")
         ),
-        "pairs": replace(chats, sources=(str(home() / "pairs.jsonl"),), separate=True),
+        "pairs": replace(
+            chats, sources=(str(home() / "pairs.jsonl"),), document_mask=True
+        ),
         "pairs of bytes": replace(
-            chats, sources=(str(home() / "pairs.jsonl"),), tokenizer="bytes", tokens=99
+            chats, sources=(str(home() / "pairs.jsonl"),), tokenizer="bytes", seq_len=99
         ),
         "masked": replace(lines, tokenizer=words),
-        "masked apart": replace(lines, tokenizer=words, separate=True),
-        "masked bytes": replace(lines, mask=0.3),
+        "masked apart": replace(lines, tokenizer=words, document_mask=True),
+        "masked bytes": replace(lines, mlm_probability=0.3),
         "a segment": replace(lines, tokenizer=words, segments=1),
-        "segments": replace(lines, tokenizer=words, segments=2, tokens=20),
-        "segments apart": replace(lines, segments=2, tokens=96, separate=True),
+        "segments": replace(lines, tokenizer=words, segments=2, seq_len=20),
+        "segments apart": replace(lines, segments=2, seq_len=96, document_mask=True),
     }
     sources = (
         MixtureSource(sources=(str(home() / "a.txt"),), weight=3, name="prose"),
@@ -242,8 +244,8 @@ def settings() -> dict[str, DataConfig]:
     )
     found |= {
         "mixture": replace(plain, mixture=sources),
-        "mixture apart": replace(plain, mixture=sources, separate=True),
-        "mixed chats": replace(chats, sources=(), mixture=answers, separate=True),
+        "mixture apart": replace(plain, mixture=sources, document_mask=True),
+        "mixed chats": replace(chats, sources=(), mixture=answers, document_mask=True),
         "masked mixture": replace(plain, mixture=sources, tokenizer=words),
     }
     return found
@@ -261,7 +263,7 @@ def opened(name: str) -> Corpus:
     if not name.startswith("masked") and not data.segments:
         return corpus
     tokenizer = tokenizer_of(data.tokenizer)
-    masking = masking_of(tokenizer, data.mask, data.segments)
+    masking = masking_of(tokenizer, data.mlm_probability, data.segments)
     return replace(corpus, masking=masking, typed=data.segments > 1)
 
 
@@ -341,13 +343,13 @@ def hashed(tensors: list[Tensor], text: str = "") -> str:
 def datasets() -> dict[str, object]:
     """The digests of Python objects as text, tokens, conversations and segments."""
     words = str(home() / "words" / "tokenizer.json")
-    plain = DataConfig(tokens=24)
+    plain = DataConfig(seq_len=24)
     given: dict[str, tuple[Any, DataConfig]] = {
         "texts": (TEXTS, plain),
         "mappings": ([{"text": one} for one in TEXTS], replace(plain, tokenizer=words)),
         "tokens": (
             [{"input_ids": [*range(n % 7), 3]} for n in range(30)],
-            replace(plain, field="input_ids", tokenizer=words),
+            replace(plain, text_field="input_ids", tokenizer=words),
         ),
         "chats": (
             map(chat, range(9)),
@@ -416,7 +418,7 @@ def stream() -> dict[str, object]:
 def errors() -> dict[str, str]:
     """What is said of text that cannot be used."""
     words = str(home() / "words" / "tokenizer.json")
-    plain = DataConfig(tokens=24)
+    plain = DataConfig(seq_len=24)
     found = {}
     for name in BAD_LINES:
         found[name] = refused(replace(plain, sources=(str(home() / "bad" / name),)))
@@ -434,11 +436,11 @@ def errors() -> dict[str, str]:
         "nameless": {"sources": (" ",)},
         "without endings": {"sources": (str(home() / "many"),), "endings": (".rs",)},
         "split": {"sources": (str(home() / "split"),), "split": "dev"},
-        "column": {"sources": (str(home() / "a.parquet"),), "field": "words"},
-        "long": {"tokens": 99_999},
+        "column": {"sources": (str(home() / "a.parquet"),), "text_field": "words"},
+        "long": {"seq_len": 99_999},
         "nothing to learn": {"instructions": True, "sources": ()},
         "plain text": {"instructions": True, "sources": (str(home() / "a.txt"),)},
-        "short segments": {"segments": 2, "tokens": 4},
+        "short segments": {"segments": 2, "seq_len": 4},
         "tokenizer": {"tokenizer": str(home() / "none.json")},
         "bad tokenizer": {"tokenizer": str(home() / "bad" / "note.tokens")},
         "template": {

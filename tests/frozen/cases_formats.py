@@ -134,24 +134,24 @@ layers = 4
 family = "llama"
 [data]
 validation = ["a.txt", "b.txt"]
-separate = true
+document_mask = true
 mixture = [{sources = ["web"], weight = 3, name = "web"}, {sources = "b"}]
 [schedule]
 name = "skip"
-ranks = 4
 skips = 1
 partition = [1, 1, 1, 1]
-[mesh]
-tensor = 1
+[parallel]
+pp = 4
+tp = 1
 [paths]
 keep = [0, 3]
 [optimizer]
-rate = 1e-3
+lr = 1e-3
 options = {momentum = 0.9, betas = [0.9, 0.95]}
-groups = [{match = "*.bias", decay = 0.0}, {match = "embed*", frozen = true}]
+groups = [{match = "*.bias", weight_decay = 0.0}, {match = "embed*", frozen = true}]
 [run]
 compile = true
-log = 1
+log_every = 1
 """
 CSV = "0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n"
 CSV_TEXTS = [
@@ -295,8 +295,8 @@ def set_refusals() -> list[str]:
         for name in (
             *(
                 "model.layers",
-                "model.tied",
-                "model.theta",
+                "model.tie_embeddings",
+                "model.rope_theta",
                 "model.weights",
                 "modle.layers",
             ),

@@ -30,8 +30,17 @@ TOLERANCE = 1e-12
 SLOWER = 1e-3  # by which a plan may be slower than the frozen one
 ROUNDING = 1e-9
 TOKENS = 256
-MODEL = ModelConfig(layers=8, width=128, heads=4, kv_heads=4, inner=256, vocab=500)
-LARGE = replace(MODEL, width=1024, heads=8, inner=2816, vocab=32_000)
+MODEL = ModelConfig(
+    layers=8,
+    hidden_size=128,
+    heads=4,
+    kv_heads=4,
+    intermediate_size=256,
+    vocab_size=500,
+)
+LARGE = replace(
+    MODEL, hidden_size=1024, heads=8, intermediate_size=2816, vocab_size=32_000
+)
 FEW = Limits(stages=2, slices=4)
 Ask = Callable[[], Question]
 
@@ -89,7 +98,7 @@ def of_profile(
 def of_gpus(devices: int, gigabytes: float, limits: Limits, gpu: str = "h100") -> Ask:
     def ask() -> Question:
         config = replace(Config(), model=LARGE)
-        config = replace(config, data=replace(config.data, tokens=512, batch=8))
+        config = replace(config, data=replace(config.data, seq_len=512, global_batch=8))
         workload = workload_of(
             config,
             LARGE.layers,

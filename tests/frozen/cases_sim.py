@@ -48,13 +48,13 @@ class Sizes:
 
     family = "llama"
     layers = 12
-    width = 256
+    hidden_size = 256
     heads = 4
     kv_heads = 2
-    inner = 512
-    vocab = 1000
+    intermediate_size = 512
+    vocab_size = 1000
     positions = 0
-    tied = True
+    tie_embeddings = True
 
 
 @cache

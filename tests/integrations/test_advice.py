@@ -183,7 +183,7 @@ HALF = Division(1, 3, 1, 1, 4, 1, 0.5)
             False,
             "it recomputes 50% of its parts",
         ),
-        ("torchtitan", HALF, True, "model.tied=false"),
+        ("torchtitan", HALF, True, "model.tie_embeddings=false"),
     ],
 )
 def test_a_division_that_a_framework_cannot_run_is_refused_with_the_reason(
@@ -305,7 +305,7 @@ def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
     ).save_pretrained("model")
     Path("config.toml").write_text(
         '[model]\nconfig = "model"\ntied = true\n'
-        "[data]\ntokens = 64\nbatch = 4\n[schedule]\nranks = 2\nmicrobatches = 4\n"
+        "[data]\nseq_len = 64\nglobal_batch = 4\n[parallel]\npp = 2\n[schedule]\nmicrobatches = 4\n"
     )
     line = "plan config.toml --gpu h100 --stages 1 --for torchtitan"
     code, out, err = run(line)

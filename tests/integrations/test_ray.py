@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from commands import SMALL_CONFIG, called
-from penstock.config import Config, MeshConfig, ScheduleConfig
+from penstock.config import Config, ParallelConfig, ScheduleConfig
 from penstock.errors import ConfigError
 from penstock.train.checkpoints.checkpoint import faults
 from penstock.train.history import read_rows
@@ -34,11 +34,11 @@ STEPS = 12
 
 
 def test_ranks_follow_the_number_of_workers():
-    config = Config(schedule=ScheduleConfig("1f1b", ranks=2, microbatches=4))
-    assert fit_ranks(config, 4).schedule.ranks == 4
+    config = Config(schedule=ScheduleConfig("1f1b", microbatches=4))
+    assert fit_ranks(config, 4).parallel.pp == 4
     planned = Config(schedule=ScheduleConfig("plan.json"))
     assert fit_ranks(planned, 3) is planned
-    sharded = Config(mesh=MeshConfig(shard=2))
+    sharded = Config(parallel=ParallelConfig(dp_shard=2))
     with pytest.raises(ConfigError, match="a multiple of 2"):
         fit_ranks(sharded, 3)
 

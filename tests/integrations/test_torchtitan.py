@@ -219,7 +219,7 @@ def test_a_backend_that_this_torch_cannot_shard_is_refused(monkeypatch):
         plan_pipeline(config, config.penstock)
     other = replace(shards, spmd_backend="partial_dtensor")
     planned = plan_pipeline(replace(config, parallelism=other), config.penstock)
-    assert planned.config.mesh.size == 2
+    assert planned.config.parallel.size == 2
 
 
 def test_slices_are_refused_where_attention_does_not_take_them():

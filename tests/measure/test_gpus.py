@@ -28,7 +28,12 @@ from penstock.train.weights import held_in_layer
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "h200"
 WHOLE = json.loads((RESULTS / "whole.json").read_text())["rows"]
 LLAMA = ModelConfig(
-    layers=16, width=2048, heads=16, kv_heads=16, inner=5632, vocab=32_000
+    layers=16,
+    hidden_size=2048,
+    heads=16,
+    kv_heads=16,
+    intermediate_size=5632,
+    vocab_size=32_000,
 )
 
 
@@ -127,11 +132,11 @@ def test_parameters_and_held_numbers_are_those_of_the_models(sizes):
     model = ModelConfig(
         family="gpt" if is_gpt else "llama",
         layers=3,
-        width=64,
+        hidden_size=64,
         heads=4,
         kv_heads=4 if is_gpt else 2,
-        inner=sizes.inner,
-        vocab=1000,
+        intermediate_size=sizes.inner,
+        vocab_size=1000,
     )
     expected = count_parameters(sizes)
     counts = parameters_of_pieces(model, tokens=32)
@@ -177,7 +182,7 @@ def test_what_is_unknown_is_refused():
     with pytest.raises(ShapeError, match="does not compute in bfloat16"):
         analytic_profile(LLAMA, 128, gpu="v100")
     with pytest.raises(ShapeError, match="vocabulary is missing"):
-        analytic_profile(replace(LLAMA, vocab=0), 128)
+        analytic_profile(replace(LLAMA, vocab_size=0), 128)
 
 
 def test_the_command_writes_a_profile_without_measuring(monkeypatch, capsys, tmp_path):
@@ -203,7 +208,7 @@ def test_the_command_writes_a_profile_without_measuring(monkeypatch, capsys, tmp
 
 
 def test_a_loss_in_chunks_keeps_no_whole_logits_except_on_a_mesh():
-    large = replace(LLAMA, vocab=128_000)
+    large = replace(LLAMA, vocab_size=128_000)
     whole = analytic_profile(large, 4096, gpu="h100")
     chunked = analytic_profile(large, 4096, gpu="h100", loss_chunk=2048)
     logits = 4096 * 128_000

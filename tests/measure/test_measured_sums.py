@@ -100,13 +100,13 @@ PAIRS = Network(
     ids=["one", "buffers", "unlimited", "pairs"],
 )
 def test_everything_about_links_comes_back_from_its_file(network):
-    made = replace(analytic_profile(ModelConfig(vocab=512), 64), network=network)
+    made = replace(analytic_profile(ModelConfig(vocab_size=512), 64), network=network)
     assert load_profile(dump_profile(made)) == made
 
 
 def test_buffers_that_make_no_sense_are_refused_with_their_place():
     network = Network(1e-4, 1e9, serial=True, channels=2, buffers=BUFFERS)
-    made = replace(analytic_profile(ModelConfig(vocab=512), 64), network=network)
+    made = replace(analytic_profile(ModelConfig(vocab_size=512), 64), network=network)
     text = dump_profile(made).replace('"bytes": 4000000.0', '"bytes": 4000.0')
     with pytest.raises(PenstockError, match="from the smallest to the largest") as why:
         load_profile(text)
@@ -115,7 +115,7 @@ def test_buffers_that_make_no_sense_are_refused_with_their_place():
 
 
 def test_profiles_without_the_bandwidth_of_sums_have_the_one_of_messages():
-    made = analytic_profile(ModelConfig(vocab=512), 64)
+    made = analytic_profile(ModelConfig(vocab_size=512), 64)
     text = dump_profile(made)
     assert "sum_bandwidth" not in text
     assert load_profile(text).network.sum_bandwidth is None
@@ -133,7 +133,7 @@ def test_penstock_profile_writes_how_fast_sums_are(run):
 @pytest.fixture
 def slow_sums(run):
     """Profiles of one model, with sums as fast as messages and with slower ones."""
-    measured = analytic_profile(ModelConfig(layers=8, vocab=512), 512, ranks=4)
+    measured = analytic_profile(ModelConfig(layers=8, vocab_size=512), 512, ranks=4)
     links = Network(1e-6, 1e11, serial=True)
     for name, bandwidth in (("alike", None), ("slow", 1e8)):
         network = replace(links, sum_bandwidth=bandwidth)

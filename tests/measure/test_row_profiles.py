@@ -171,16 +171,17 @@ def test_rows_out_of_order_are_one_error_at_their_place():
 CONFIG = """
 [model]
 layers = 3
-width = 32
+hidden_size = 32
 heads = 4
 kv_heads = 2
-inner = 48
+intermediate_size = 48
 [data]
-tokens = 16
-batch = 8
+seq_len = 16
+global_batch = 8
 [schedule]
-ranks = 2
 microbatches = 2
+[parallel]
+pp = 2
 [run]
 device = "cpu"
 threads = 1
@@ -189,7 +190,7 @@ threads = 1
 
 def test_profile_measures_the_model_of_a_config_with_several_rows(run, tmp_path):
     (tmp_path / "c.toml").write_text(CONFIG)
-    line = "profile c.toml --set data.tokens=32 --rows 2,1 --ranks 1 --quick -o p.json --json"
+    line = "profile c.toml --set data.seq_len=32 --rows 2,1 --ranks 1 --quick -o p.json --json"
     code, out, err = run(line)
     assert code == 0, err
     answer = json.loads(out)
@@ -215,7 +216,7 @@ def test_a_config_brings_its_own_rows_precision_and_documents():
     config = preset("tiny")
     config = replace(
         config,
-        data=replace(config.data, separate=True),
+        data=replace(config.data, document_mask=True),
         schedule=replace(config.schedule, microbatches=8),
         run=replace(config.run, precision="bfloat16", device="cpu", threads=1),
     )
@@ -263,7 +264,7 @@ def test_quick_points_are_few_and_have_the_whole_sequence_and_slices(tokens, til
 MISTAKES = {
     "profile c.toml --width 32 --tokens 64": "cannot be combined with --width --tokens",
     "profile c.toml --threads 2": "cannot be combined with --threads",
-    "profile --set data.tokens=32": "--set changes a config",
+    "profile --set data.seq_len=32": "--set changes a config",
     "profile --rows 0": "--rows must be at least 1",
     "profile --rows 1,x": "several numbers such as 1,2,4, not 1,x",
     "profile missing.toml": "missing.toml",

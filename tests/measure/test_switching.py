@@ -27,7 +27,12 @@ LAYERS = 8
 
 def profile(switch: float) -> Profile:
     model = ModelConfig(
-        layers=LAYERS, width=256, heads=4, kv_heads=4, inner=704, vocab=512
+        layers=LAYERS,
+        hidden_size=256,
+        heads=4,
+        kv_heads=4,
+        intermediate_size=704,
+        vocab_size=512,
     )
     return replace(analytic_profile(model, 64), switch=switch)
 

@@ -24,7 +24,14 @@ from penstock.schedules.orders import loop_placement, wave_placement
 
 ROUNDING = 1 + 1e-9
 SKIP = 0.25
-MODEL = ModelConfig(layers=8, width=128, heads=4, kv_heads=4, inner=256, vocab=500)
+MODEL = ModelConfig(
+    layers=8,
+    hidden_size=128,
+    heads=4,
+    kv_heads=4,
+    intermediate_size=256,
+    vocab_size=500,
+)
 TOKENS = 256
 
 

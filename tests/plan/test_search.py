@@ -61,7 +61,14 @@ ROUNDING = 1 + 1e-9
 FEW = Limits(stages=2, slices=4)
 LAYERS = 8
 TOKENS = 256
-MODEL = ModelConfig(layers=LAYERS, width=128, heads=4, kv_heads=4, inner=256, vocab=500)
+MODEL = ModelConfig(
+    layers=LAYERS,
+    hidden_size=128,
+    heads=4,
+    kv_heads=4,
+    intermediate_size=256,
+    vocab_size=500,
+)
 
 
 @cache

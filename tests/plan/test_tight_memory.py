@@ -15,7 +15,9 @@ from penstock.plan.search import search
 from penstock.plan.space import Limits, fixed_recipes
 from penstock.plan.workload import Division, Fixed, Workload, divisions_of
 
-MODEL = ModelConfig(layers=4, width=64, heads=2, kv_heads=2, inner=96, vocab=64)
+MODEL = ModelConfig(
+    layers=4, hidden_size=64, heads=2, kv_heads=2, intermediate_size=96, vocab_size=64
+)
 LIMITS = Limits(stages=2)
 
 

@@ -226,11 +226,11 @@ def test_training_has_a_finite_held_out_loss(tmp_path):
         "run.device=cuda",
         "run.precision=bfloat16",
         "run.steps=6",
-        "run.evaluate=2",
-        "run.log=1",
+        "run.eval_every=2",
+        "run.log_every=1",
         "run.forecast=false",
         "schedule.name=1f1b",
-        "schedule.ranks=1",
+        "parallel.pp=1",
         "schedule.microbatches=4",
     )
     found = [row.evaluation for row in rows if row.evaluation is not None]
@@ -361,7 +361,7 @@ def test_segments_of_a_bert_arrive_on_the_gpu_as_on_the_cpu(tmp_path):
     (tmp_path / "a.txt").write_text(
         "".join(f"the {n % 7} cats sat on {n % 5} mats.\n\n" for n in range(900))
     )
-    data = DataConfig(sources=(str(tmp_path / "a.txt"),), tokens=32, segments=2)
+    data = DataConfig(sources=(str(tmp_path / "a.txt"),), seq_len=32, segments=2)
     masking = Masking(256, 256, 0.15, ())
     corpus = replace(open_corpus(data, tmp_path), masking=masking)
     batches = [

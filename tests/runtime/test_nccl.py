@@ -18,7 +18,7 @@ from gpu_workers import kind_of
 from mesh_workers import Case
 from mesh_workers import gradients as mesh_gradients
 from nccl_workers import goes_wrong, trains_every_schedule
-from penstock.config import MeshConfig
+from penstock.config import ParallelConfig
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.measure.links import measured_network
 from penstock.runtime import spawn
@@ -88,10 +88,10 @@ def test_messages_in_bfloat16_change_gradients_by_their_rounding(recorded):
 
 
 MESHES = [
-    Case(mesh=MeshConfig(shard=2)),
-    Case(mesh=MeshConfig(tensor=2)),
-    Case("zb-v", mesh=MeshConfig(shard=2)),
-    Case(mesh=MeshConfig(shard=2, tensor=2), shape={"ranks": 1}),
+    Case(mesh=ParallelConfig(dp_shard=2)),
+    Case(mesh=ParallelConfig(tp=2)),
+    Case("zb-v", mesh=ParallelConfig(dp_shard=2)),
+    Case(mesh=ParallelConfig(dp_shard=2, tp=2), shape={"ranks": 1}),
 ]
 
 
@@ -110,17 +110,17 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
         tmp_path / "run",
         "run.device=cuda",
         "run.steps=4",
-        "run.log=1",
-        "run.evaluate=0",
+        "run.log_every=1",
+        "run.eval_every=0",
         "run.forecast=false",
-        "run.restarts=0",
-        "run.messages=bfloat16",
+        "elastic.restarts=0",
+        "run.comm_dtype=bfloat16",
         "model.layers=4",
-        "data.batch=16",
+        "data.global_batch=16",
         "schedule.name=1f1b",
-        "schedule.ranks=2",
+        "parallel.pp=2",
         "schedule.microbatches=4",
-        "mesh.shard=2",
+        "parallel.dp_shard=2",
     )
     assert "4 processes on 1 GPU, NCCL, side by side" in text
     assert rows[3].loss < rows[0].loss

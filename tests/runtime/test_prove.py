@@ -464,7 +464,7 @@ def test_recordings_that_replay_something_else_are_refused():
         Inner(),
         "the gradient of plain.weight differs",
         "cause: recorded actions\n",
-        "run.graphs=false",
+        "run.cuda_graphs=false",
         each=lambda rank: {"tape": Stale() if rank == 1 else Again()},
     )
 
@@ -688,7 +688,7 @@ def test_sharded_weights_are_not_proven_and_the_log_says_so(caplog, other_proces
 
     with caplog.at_level(logging.INFO):
         found = run_threads(2, work)
-    assert all("mesh.shard" in one.skipped and not one.stages for one in found)
+    assert all("parallel.dp_shard" in one.skipped and not one.stages for one in found)
     assert "the model is not proven before it trains" in caplog.text
 
 
@@ -696,19 +696,20 @@ def test_sharded_weights_are_not_proven_and_the_log_says_so(caplog, other_proces
 CONFIG = """
 [model]
 layers = 2
-width = 16
+hidden_size = 16
 heads = 2
 kv_heads = 2
-inner = 16
+intermediate_size = 16
 [data]
 sources = ["text.txt"]
-tokens = 16
-batch = 4
+seq_len = 16
+global_batch = 4
 [schedule]
 name = "seq1f1b"
-ranks = 2
 microbatches = 2
 slices = 2
+[parallel]
+pp = 2
 [run]
 forecast = false
 threads = 1

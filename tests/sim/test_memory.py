@@ -145,7 +145,12 @@ def test_recordings_are_the_takes_of_the_runtime(shape):
 def test_caps_leave_room_for_everything_else():
     schedule = make("hanayo", ranks=4, microbatches=4, waves=1, slices=2)
     model = ModelConfig(
-        layers=16, width=512, heads=8, kv_heads=8, inner=1408, vocab=8000
+        layers=16,
+        hidden_size=512,
+        heads=8,
+        kv_heads=8,
+        intermediate_size=1408,
+        vocab_size=8000,
     )
     cost = ProfileCost(analytic_profile(model, 1024, rows=2))
     peaks = simulate(schedule, cost).peak_activations

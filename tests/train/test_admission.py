@@ -48,7 +48,7 @@ def admission(tmp_path):
         validation=(str(other),),
         tokenizer="bytes",
     )
-    config = replace(SMALL, data=data, model=replace(SMALL.model, vocab=0))
+    config = replace(SMALL, data=data, model=replace(SMALL.model, vocab_size=0))
     open_corpus(config.data, tmp_path / "cache")
     open_validation(config.data, tmp_path / "cache")
     (run / "config.toml").write_text(dump_config(config))

@@ -47,7 +47,7 @@ TEXT = "".join(
 
 def corpus_of(tokens: int = 40_001, length: int = 100):
     words = np.random.default_rng(0).integers(0, 256, tokens).astype(np.uint16)
-    data = DataConfig(tokens=length, held_out=0.1)
+    data = DataConfig(seq_len=length, held_out=0.1)
     return replace(cut_corpus(words, data, "random"), masking=MASKING)
 
 
@@ -194,7 +194,7 @@ def test_rows_of_segments_are_those_of_hugging_faces_tokenizer(segments, tmp_pat
     data = DataConfig(
         sources=(str(tmp_path / "a.jsonl"),),
         tokenizer=str(tmp_path / "words" / "tokenizer.json"),
-        tokens=24,
+        seq_len=24,
         held_out=0.0,
         segments=segments,
     )
@@ -222,7 +222,7 @@ def test_rows_of_segments_are_those_of_hugging_faces_tokenizer(segments, tmp_pat
     assert len(borders) > 1 or segments == 1, "the border is drawn"
     joined = " ".join(found).split()
     assert joined == " ".join(STORIES).replace(".", " .").split(), "nothing is lost"
-    packed = open_corpus(replace(data, separate=True), tmp_path)
+    packed = open_corpus(replace(data, document_mask=True), tmp_path)
     assert packed.trained < corpus.trained
     assert packed.apart
 
@@ -249,7 +249,7 @@ def theirs(vocab_size: int = 257) -> transformers.BertForMaskedLM:
 
 def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_path):
     config = load_config('preset = "bert-base"')
-    assert (config.model.family, config.data.tokens) == ("bert", 512)
+    assert (config.model.family, config.data.seq_len) == ("bert", 512)
     theirs().config.save_pretrained(tmp_path)
     sizes = read_sizes(tmp_path)
     assert sizes == BertConfig(257, 32, 4, 4, 48, 32)
@@ -290,12 +290,12 @@ def test_norms_with_the_names_of_the_first_berts_are_read(tmp_path):
     [
         ("schedule.slices=2", "slices = 2 does not go with model.family = bert:"),
         ("data.instructions=true", "does not go with model.family = bert:"),
-        ("data.segments=2 --set data.tokens=4", "too short for 2 segments"),
+        ("data.segments=2 --set data.seq_len=4", "too short for 2 segments"),
         (
             "model.family=gpt --set data.segments=2",
             "segments = 2 is for an encoder, but model.family = gpt:",
         ),
-        ("mesh.tensor=2", "only our own Llama and GPT can be divided"),
+        ("parallel.tp=2", "only our own Llama and GPT can be divided"),
     ],
 )
 def test_what_a_bert_cannot_do_is_refused(change, words, penstock):

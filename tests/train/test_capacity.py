@@ -13,8 +13,9 @@ from penstock import Plan, make
 from penstock.config import (
     Config,
     DataConfig,
-    MeshConfig,
+    ElasticConfig,
     ModelConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -46,15 +47,17 @@ SIZES = [
     replace(LLAMA, layers=1, kv_heads=4),
 ]
 CONFIG = Config(
-    ModelConfig(layers=8, width=256, heads=4, inner=512, vocab=1000),
-    DataConfig(tokens=64, batch=16),
-    ScheduleConfig("1f1b", ranks=4, microbatches=8),
+    ModelConfig(
+        layers=8, hidden_size=256, heads=4, intermediate_size=512, vocab_size=1000
+    ),
+    DataConfig(seq_len=64, global_batch=16),
+    ScheduleConfig("1f1b", microbatches=8),
 )
 
 
 def load(config: Config = CONFIG, name: str = "1f1b"):
     plan = Plan(make(name, ranks=4, microbatches=8), name, (2, 2, 2, 2))
-    return load_of(config, plan, sizes_of(config.model, 256, config.data.tokens))
+    return load_of(config, plan, sizes_of(config.model, 256, config.data.seq_len))
 
 
 # ---------------------------------------------------------------- what a run needs
@@ -83,9 +86,13 @@ def test_bytes_by_sizes_are_those_that_are_measured(sizes):
         ),
         Setup(rounds=1, where=((64, 0),)),
     )
-    config = replace(CONFIG, data=replace(CONFIG.data, tokens=64, batch=2))
+    config = replace(CONFIG, data=replace(CONFIG.data, seq_len=64, global_batch=2))
     alone = Plan(make("1f1b", ranks=1, microbatches=1), "1f1b", (1,))
-    config = replace(config, schedule=ScheduleConfig("1f1b", ranks=1, microbatches=1))
+    config = replace(
+        config,
+        schedule=ScheduleConfig("1f1b", microbatches=1),
+        parallel=ParallelConfig(pp=1),
+    )
     need = needs_of(load_of(config, alone, sizes))[0]
     measured = found.cost((1,), tokens=64)
     assert need.weights == pytest.approx(measured.parts[0].weights, rel=0.02)
@@ -103,7 +110,7 @@ def test_1f1b_holds_less_on_later_ranks_and_gpipe_the_same_on_all_but_the_ends()
 
 def test_shards_recomputation_and_half_precision_need_less():
     plain = needs_of(load())
-    shards = needs_of(load(replace(CONFIG, mesh=MeshConfig(shard=4))))
+    shards = needs_of(load(replace(CONFIG, parallel=ParallelConfig(dp_shard=4))))
     again, half = (
         needs_of(load(replace(CONFIG, run=run)))
         for run in (RunConfig(recompute=True), RunConfig(precision="bfloat16"))
@@ -118,8 +125,8 @@ def test_shards_recomputation_and_half_precision_need_less():
 
 # ---------------------------------------------------------------- what a machine has
 def test_int8_keeps_what_rounding_takes_from_the_gradients_that_a_rank_sends():
-    as_int8 = replace(CONFIG, run=replace(CONFIG.run, messages="int8"))
-    as_half = replace(CONFIG, run=replace(CONFIG.run, messages="bfloat16"))
+    as_int8 = replace(CONFIG, run=replace(CONFIG.run, comm_dtype="int8"))
+    as_half = replace(CONFIG, run=replace(CONFIG.run, comm_dtype="bfloat16"))
     int8, half = (needs_of(load(config)) for config in (as_int8, as_half))
     message = 2 * 256 * 64 * 4  # rows, width, tokens, bytes
     first, *_, last = (a.total - b.total for a, b in zip(int8, half, strict=True))
@@ -139,7 +146,9 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
 
 
 def test_ranks_are_counted_where_they_are(monkeypatch):
-    config = replace(CONFIG, mesh=MeshConfig(shard=2), run=RunConfig(device="cpu"))
+    config = replace(
+        CONFIG, parallel=ParallelConfig(dp_shard=2), run=RunConfig(device="cpu")
+    )
     assert memory_pools(decide_placement(config, 4), 2)[0].ranks == (0, 0, 1, 1)
     for name, value in {
         "RANK": "3",
@@ -170,12 +179,15 @@ def test_a_machine_that_others_join_needs_room_to_begin_alone(monkeypatch):
     """Two of eight workers begin here, each with half of the model and two mirrors."""
     schedule = replicate(make("1f1b", ranks=4, microbatches=8), 2)
     plan = Plan(schedule, "1f1b", (2, 2, 2, 2))
-    sizes = sizes_of(CONFIG.model, 256, CONFIG.data.tokens)
-    run = RunConfig(device="cpu", listen="here:1", workers=2)
-    config = replace(CONFIG, run=run)
+    sizes = sizes_of(CONFIG.model, 256, CONFIG.data.seq_len)
+    config = replace(
+        CONFIG,
+        run=RunConfig(device="cpu"),
+        elastic=ElasticConfig(listen="here:1", workers=2),
+    )
     placement = decide_placement(config, 8)
     assert list(placement.local) == [0, 1]
-    alone = replace(config, run=replace(run, listen="", workers=0, mirror="true"))
+    alone = replace(config, elastic=ElasticConfig(mirror="true"))
     begins = Plan(make("1f1b", ranks=2, microbatches=16), "1f1b", (4, 4))
     monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 1.0)
     refusals = [
@@ -197,14 +209,15 @@ def test_what_is_said_to_fit_does(room):
     for change in changes:
         config = apply_changes(CONFIG, [change])
         config = replace(
-            config, data=replace(config.data, batch=max(8, config.data.batch))
+            config,
+            data=replace(config.data, global_batch=max(8, config.data.global_batch)),
         )
         plan = Plan(
             make("1f1b", ranks=4, microbatches=8),
             "1f1b",
             (config.model.layers // 4,) * 4,
         )
-        other = load_of(config, plan, sizes_of(config.model, 256, config.data.tokens))
+        other = load_of(config, plan, sizes_of(config.model, 256, config.data.seq_len))
         assert too_large(other, places) == "", change
     assert too_large(load(), [MemoryPool("this machine", 1e12, (0, 1, 2, 3))]) == ""
 
@@ -227,19 +240,25 @@ def here(monkeypatch, capsys, tmp_path):
     ("change", "words"),
     [
         (
-            "model.width=100000000",
+            "model.hidden_size=100000000",
             "but this machine has 18.6 GiB available\n  rank 0: 1,164,1",
         ),
         (
-            "model.layers=10000 --set model.width=4096",
+            "model.layers=10000 --set model.hidden_size=4096",
             "any one of these would fit: model.layers=",
         ),
         ("model.layers=1000000", "model.layers = 1000000 must be at most 10000"),
-        ("model.vocab=1000000000000", "any one of these would fit: model.vocab="),
-        ("data.tokens=1000000000", "any one of these would fit: data.tokens="),
-        ("data.batch=1600000000", "any one of these would fit: data.batch="),
         (
-            "model.width=100000000 --dry-run",
+            "model.vocab_size=1000000000000",
+            "any one of these would fit: model.vocab_size=",
+        ),
+        ("data.seq_len=1000000000", "any one of these would fit: data.seq_len="),
+        (
+            "data.global_batch=1600000000",
+            "any one of these would fit: data.global_batch=",
+        ),
+        (
+            "model.hidden_size=100000000 --dry-run",
             "timing one layer, the embedding and the head takes",
         ),
     ],
@@ -275,7 +294,7 @@ def test_a_dry_run_shows_the_memory_that_is_missing_and_is_refused_like_the_run(
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
     # Enough to time a layer, but not to hold eight.
     monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 3e6)
-    line = "train --set run.device=cpu --set schedule.name=gpipe --set schedule.ranks=1 --set data.sources=text.txt"
+    line = "train --set run.device=cpu --set schedule.name=gpipe --set parallel.pp=1 --set data.sources=text.txt"
     code, out, err = here(f"{line} --dry-run")
     assert code == 2
     assert "predicted: " in out

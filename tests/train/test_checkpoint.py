@@ -119,7 +119,11 @@ SPLITS = {
 def test_a_run_goes_on_in_another_split_as_if_it_had_never_stopped(
     saved_by, resumed_by, tied, tmp_path
 ):
-    changes = ("model.layers=8", "run.steps=5", f"model.tied={str(tied).lower()}")
+    changes = (
+        "model.layers=8",
+        "run.steps=5",
+        f"model.tie_embeddings={str(tied).lower()}",
+    )
     name, shape = SPLITS[resumed_by]
     undisturbed = train(job_of(tmp_path / "whole", name, *changes, **shape))
     name, shape = SPLITS[saved_by]
@@ -158,7 +162,9 @@ def test_names_are_those_of_the_unsplit_model(tmp_path):
 # ---------------------------------------------------------------- whole or not there
 @pytest.mark.numerics
 def test_saving_goes_on_while_training_does_and_keeps_the_last(tmp_path):
-    job = job_of(tmp_path, "1f1b", "run.steps=20", "run.save=4", "run.keep=3")
+    job = job_of(
+        tmp_path, "1f1b", "run.steps=20", "run.save_every=4", "run.keep_checkpoints=3"
+    )
     undisturbed = train(job_of(tmp_path / "other", "1f1b", "run.steps=20"))
     rows = train(job)
     assert losses(rows) == losses(undisturbed)
@@ -345,7 +351,7 @@ def test_the_newest_checkpoint_has_a_good_step_only_without_damage(tmp_path):
 def test_ctrl_c_while_a_checkpoint_loads_is_an_interrupt_and_no_fault_of_it(
     moment, tmp_path, monkeypatch, capsys
 ):
-    config = apply_changes(SMALL, ["model.vocab=256"])
+    config = apply_changes(SMALL, ["model.vocab_size=256"])
     train(job_of(tmp_path, "1f1b", "run.steps=1", config=config))
     own = getattr(HuggingFaceStorageReader, moment)
 
@@ -360,7 +366,7 @@ def test_ctrl_c_while_a_checkpoint_loads_is_an_interrupt_and_no_fault_of_it(
 
 
 def test_all_ranks_agree_when_one_of_them_finds_damage(tmp_path):
-    job = job_of(tmp_path, "1f1b", "run.steps=4", "run.save=2")
+    job = job_of(tmp_path, "1f1b", "run.steps=4", "run.save_every=2")
     train(job)
     newer = newest(job.checkpoints)[0]
     file = sorted(newer.glob("*.safetensors"))[1]  # rank 1 reads it
@@ -387,7 +393,7 @@ def test_a_folder_that_another_rank_takes_away_is_made_again(tmp_path, monkeypat
 
 
 def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):
-    job = job_of(tmp_path, "1f1b", "run.steps=8", "run.save=2")
+    job = job_of(tmp_path, "1f1b", "run.steps=8", "run.save_every=2")
     train(job_of(tmp_path, "1f1b", "run.steps=2"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -412,7 +418,7 @@ def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):
 
 
 def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
-    job = job_of(tmp_path, "1f1b", "run.steps=8", "run.save=2")
+    job = job_of(tmp_path, "1f1b", "run.steps=8", "run.save_every=2")
     train(job_of(tmp_path, "1f1b", "run.steps=2"))
     taken = sum(
         tensor.nbytes for tensor in tensors_in(newest(job.checkpoints)[0]).values()
@@ -432,7 +438,7 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypa
 
 
 def test_an_export_that_finds_no_room_leaves_nothing_in_its_way(tmp_path):
-    train(job_of(tmp_path, "1f1b", "run.steps=1", "model.width=64"))
+    train(job_of(tmp_path, "1f1b", "run.steps=1", "model.hidden_size=64"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
@@ -446,7 +452,15 @@ def test_an_export_that_finds_no_room_leaves_nothing_in_its_way(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     train(job_of(tmp_path, "1f1b", "run.steps=2"))
     with pytest.raises(RunError, match="is of another model"):
-        train(job_of(tmp_path, "1f1b", "run.steps=4", "model.inner=32", resume=True))
+        train(
+            job_of(
+                tmp_path,
+                "1f1b",
+                "run.steps=4",
+                "model.intermediate_size=32",
+                resume=True,
+            )
+        )
 
 
 def test_a_rank_that_is_ahead_and_saves_already_is_not_swept_away(tmp_path):
@@ -518,7 +532,12 @@ def test_a_later_version_is_refused(tmp_path):
 # ---------------------------------------------------------------- Hugging Face
 @pytest.mark.numerics
 @pytest.mark.parametrize(
-    "changes", [(), ("model.tied=true",), ("model.family=gpt", "model.tied=true")]
+    "changes",
+    [
+        (),
+        ("model.tie_embeddings=true",),
+        ("model.family=gpt", "model.tie_embeddings=true"),
+    ],
 )
 def test_an_export_loads_in_transformers_with_equal_logits_and_training_starts_from_it(
     changes, tmp_path
@@ -562,7 +581,7 @@ def _begun(job, comm):
 def test_an_export_adds_adapters_as_strongly_as_they_were_trained():
     parameters = {"up.weight": nn.Parameter(torch.zeros(3, 2))}
     ones = Adapter("up", down=torch.ones(4, 2), up=torch.ones(3, 4))
-    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.tokens)
+    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.seq_len)
     merge(parameters, [ones], sizes, LoraConfig(rank=4, alpha=8))
     assert parameters["up.weight"].unique().tolist() == [4 * 8 / 4]
 
@@ -606,7 +625,7 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
 
 # ---------------------------------------------------------------- text
 def test_generation_goes_on_from_its_prompt_and_the_seed_decides(tmp_path):
-    config = apply_changes(SMALL, ["model.vocab=256"])
+    config = apply_changes(SMALL, ["model.vocab_size=256"])
     job = job_of(tmp_path, "1f1b", "run.steps=1", config=config)
     train(job)
     trained = open_trained(tmp_path)

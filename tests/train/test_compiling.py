@@ -44,7 +44,7 @@ def test_a_compiled_run_trains_like_any_other(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(setup, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
     caplog.set_level(logging.INFO, "penstock.train")
-    changes = ("run.steps=2", "run.evaluate=2")
+    changes = ("run.steps=2", "run.eval_every=2")
     plain = train(job_of(tmp_path / "plain", "zb-h1", *changes))
     counts = []
     original = loop.Trainer.steps
@@ -72,7 +72,7 @@ def test_auto_compiles_on_gpus_only_and_never_a_mesh(monkeypatch):
     assert not is_compiling(SMALL, CPU)
     assert is_compiling(job_config("run.compile=true"), CPU)
     assert not is_compiling(job_config("run.compile=false"), GPU)
-    assert not is_compiling(job_config("mesh.shard=2"), GPU)
+    assert not is_compiling(job_config("parallel.dp_shard=2"), GPU)
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "triton")
     assert not is_compiling(SMALL, GPU)
 
@@ -86,19 +86,19 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
 
 def test_ranks_are_patient_while_others_compile(monkeypatch):
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
-    config = job_config("run.compile=true", "run.patience=5")
+    config = job_config("run.compile=true", "run.timeout=5")
     assert starting_patience(config, CPU) > 600
-    assert starting_patience(job_config("run.patience=5"), CPU) == 5
+    assert starting_patience(job_config("run.timeout=5"), CPU) == 5
 
 
 def test_a_large_vocabulary_trains_alike_with_and_without_chunks(tmp_path):
     """544 tokens of 32,000 words have more than 64 MiB of logits in float32."""
     changes = (
-        "model.vocab=32000",
+        "model.vocab_size=32000",
         "run.steps=2",
         "run.prove=false",
-        "data.batch=68",
-        "schedule.ranks=1",
+        "data.global_batch=68",
+        "parallel.pp=1",
     )
     rows = {}
     for chunk in (0, 200):
@@ -118,7 +118,7 @@ def test_a_profile_is_measured_as_the_run_computes(monkeypatch):
     """Compiled, and with a loss in chunks that holds fewer bytes than all logits."""
     monkeypatch.setattr(profile, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
-    changes = ("model.vocab=32000", "data.tokens=544", "run.threads=1")
+    changes = ("model.vocab_size=32000", "data.seq_len=544", "run.threads=1")
     plain = request_for(*changes, "run.loss_chunk=0")
     chunked = request_for(*changes, "run.loss_chunk=128", "run.compile=true")
     assert (plain.compiled, plain.loss_chunk) == (False, 0)

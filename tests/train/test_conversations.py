@@ -74,7 +74,7 @@ def data_of(home: Path, **changes: object) -> DataConfig:
         sources=(str(home),),
         tokenizer=str(home / "tokenizer.json"),
         instructions=True,
-        tokens=192,
+        seq_len=192,
         held_out=0.0,
     )
     return replace(plain, **changes)
@@ -121,7 +121,7 @@ def test_assistants_turns_are_learned_as_transformers_marks_them(
     assert sorted(conversations(corpus)) == sorted(their_tokens(home))
     assert corpus.tally.conversations == len(CHATS)
     assert corpus.tally.cut == corpus.tally.left_out == 0
-    assert open_corpus(replace(data, tokens=160), tmp_path).digest != corpus.digest, (
+    assert open_corpus(replace(data, seq_len=160), tmp_path).digest != corpus.digest, (
         "rows of another length are another cache"
     )
 
@@ -168,7 +168,7 @@ def test_prompts_are_not_learned_and_completions_are_with_their_end(tmp_path):
     parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         data = DataConfig(
-            sources=(str(tmp_path / name),), instructions=True, tokens=16, held_out=0.0
+            sources=(str(tmp_path / name),), instructions=True, seq_len=16, held_out=0.0
         )
         corpus = open_corpus(data, tmp_path)
         found = [
@@ -183,7 +183,7 @@ def test_prompts_are_not_learned_and_completions_are_with_their_end(tmp_path):
 def test_only_answers_are_labels_on_every_rank_and_all_ranks_count_the_same(
     home, tmp_path
 ):
-    corpus = open_corpus(data_of(home, separate=True), tmp_path)
+    corpus = open_corpus(data_of(home, document_mask=True), tmp_path)
     schedule = make("1f1b", ranks=2, microbatches=2, copies=2)
     rows = corpus.trained
     batches = []
@@ -224,11 +224,11 @@ def test_the_loss_of_a_run_is_the_mean_over_all_answers(
     (tmp_path / "config.toml").write_text(SMALL_CONFIG)
     monkeypatch.chdir(tmp_path)
     line = (
-        f"train config.toml --set data.sources={home} --set data.instructions=true --set data.separate=true "
-        f"--set data.tokens=192 --set data.held_out=0 --set data.batch={4 * rows} --set model.weights=start "
+        f"train config.toml --set data.sources={home} --set data.instructions=true --set data.document_mask=true "
+        f"--set data.seq_len=192 --set data.held_out=0 --set data.global_batch={4 * rows} --set model.weights=start "
         f"--set run.folder=run --set run.steps=1 --sample 8 "
         "--set schedule.name=seq1f1b --set schedule.slices=2 --set schedule.microbatches=2 "
-        "--set schedule.ranks=1 --set schedule.copies=2"
+        "--set parallel.pp=1 --set parallel.dp_replicate=2"
     )
     code, out, err = called(monkeypatch, capsys, line)
     assert code == 0, err

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock import Plan, make
-from penstock.config import RunConfig
+from penstock.config import Config, ElasticConfig, RunConfig
 from penstock.crew import coordinator as coordinator_module
 from penstock.crew.coordinator import Coordinator, Worker, describe_takeovers, find_stop
 from penstock.crew.decision import (
@@ -98,7 +98,10 @@ def coordinator_of(tmp_path, name: str, restarts: int = 0) -> Coordinator:
     folder = tmp_path / name
     folder.mkdir()
     said = []
-    settings = RunConfig(silence=600.0, patience=600.0, restarts=restarts)
+    settings = Config(
+        run=RunConfig(timeout=600.0),
+        elastic=ElasticConfig(silence=600.0, restarts=restarts),
+    )
     coordinator = Coordinator(play, folder, PLAN, settings, False, said.append)
     coordinator.said = said
     return coordinator

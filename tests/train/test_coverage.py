@@ -12,7 +12,7 @@ from test_checkpoint import stop_after, tensors_in
 
 from mesh_workers import trains_along
 from penstock import MicroBatch, Plan, Schedule, Stage, make
-from penstock.config import MeshConfig, ScheduleConfig
+from penstock.config import ParallelConfig, ScheduleConfig
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan
 from penstock.ir import Op, parse_action
@@ -68,12 +68,13 @@ FOUR = {
 
 def job(folder: Path, schedule: Schedule, *changes: str, resume: bool = False) -> Job:
     made = job_of(
-        folder, "1f1b", "run.save=2", "run.evaluate=2", *changes, resume=resume
+        folder, "1f1b", "run.save_every=2", "run.eval_every=2", *changes, resume=resume
     )
     count = len(schedule.microbatches)
     config = replace(
         made.config,
-        schedule=ScheduleConfig(name="own", ranks=schedule.ranks, microbatches=count),
+        schedule=ScheduleConfig(name="own", microbatches=count),
+        parallel=ParallelConfig(pp=schedule.ranks),
     )
     return replace(made, config=config, plan=Plan(schedule, "own"))
 
@@ -113,7 +114,7 @@ def test_the_held_out_loss_is_that_of_the_whole_model(name, tmp_path):
 )
 @pytest.mark.parametrize("separate", [False, True])
 def test_partial_paths_are_evaluated_as_the_whole_model(schedule, separate, tmp_path):
-    run = job(tmp_path, schedule, "run.steps=3", "model.layers=5", f"data.separate={str(separate).lower()}",
+    run = job(tmp_path, schedule, "run.steps=3", "model.layers=5", f"data.document_mask={str(separate).lower()}",
               "data.held_out=0.01")  # fmt: skip  # five sequences: the batch of eight is not full
     assert run.corpus.held_out == 5
     rows = train(run)
@@ -123,7 +124,7 @@ def test_partial_paths_are_evaluated_as_the_whole_model(schedule, separate, tmp_
 def test_partial_paths_on_a_mesh_are_evaluated_and_saved_as_the_whole_model(tmp_path):
     # No stage for part 2, and a path without part 1.
     plan = plan_of([(0, 0), (1, 1), (0, 3)], [(0, 1, 2), (0, 2)])
-    meshes = {"shard": MeshConfig(shard=2), "tensor": MeshConfig(tensor=2)}
+    meshes = {"shard": ParallelConfig(dp_shard=2), "tensor": ParallelConfig(tp=2)}
     spawn(4, trains_along, str(tmp_path), dump_plan(Plan(plan)), meshes, 3)
     runs = {name: job(tmp_path / name, plan) for name in meshes}
     for name, run in runs.items():

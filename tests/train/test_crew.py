@@ -15,6 +15,7 @@ from torch import nn
 
 from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
+from penstock.config import ElasticConfig
 from penstock.crew.decision import Report, Situation, decide, load_decision, load_report
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
@@ -60,7 +61,12 @@ ALONE = Plan(make("1f1b", ranks=3, microbatches=4), "1f1b", (2, 1, 1))
 
 def job_with(plan: Plan, folder: Path, *changes: str) -> Job:
     """Return a run with this plan, which saves every step."""
-    settings = (f"run.steps={STEPS}", "run.save=1", "run.keep=99", "run.prove=false")
+    settings = (
+        f"run.steps={STEPS}",
+        "run.save_every=1",
+        "run.keep_checkpoints=99",
+        "run.prove=false",
+    )
     job = job_of(folder, "1f1b", *settings, *changes)
     schedule = replace(
         job.config.schedule, microbatches=len(plan.schedule.microbatches)
@@ -138,7 +144,7 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
 
 
 def test_planned_sums_are_planned_again_when_a_rank_is_lost(started_with, tmp_path):
-    changes = ("data.batch=12", "run.accumulate=2")
+    changes = ("data.global_batch=12", "run.accumulate=2")
     crew = Crew(job_with(THREE_COPIES, tmp_path, *changes))
     crew.run(
         crew.decide(), lambda comm: MortalComm(comm, 40 if comm.rank == 2 else None)
@@ -197,7 +203,7 @@ def test_a_step_that_the_leader_could_not_write_down_is_written_by_the_next_lead
         if trainer.comm.rank == 0:
             trainer.close_step = end
 
-    crew = Crew(job_with_copies(tmp_path, "run.save=0"))
+    crew = Crew(job_with_copies(tmp_path, "run.save_every=0"))
     crew.run(crew.decide(), prepare=prepare)
     assert last_step(tmp_path) == 2
     assert all(report.step == 3 for report in crew.reports.values())
@@ -262,7 +268,7 @@ def test_a_part_that_is_lost_with_its_only_holder_comes_back_from_its_mirror(
                 end_after_sum,
             )
 
-    crew = Crew(job_with(ALONE, tmp_path, "run.save=0"))
+    crew = Crew(job_with(ALONE, tmp_path, "run.save_every=0"))
     decision = crew.decide()
     assert decision.mirrors == ((0, 0, 1), (1, 1, 2), (2, 2, 0))
     crew.run(decision, prepare=prepare)
@@ -282,7 +288,7 @@ def test_a_part_that_is_lost_with_its_only_holder_comes_back_from_its_mirror(
 def test_a_lost_part_alone_is_read_from_a_checkpoint_of_the_same_step(
     started_with, tmp_path
 ):
-    crew = Crew(job_with(ALONE, tmp_path, "run.mirror=false"))
+    crew = Crew(job_with(ALONE, tmp_path, "elastic.mirror=false"))
     crew.change_at = 2
     crew.run(crew.decide())
     del crew.reports[1]
@@ -303,8 +309,8 @@ def test_a_lost_part_alone_is_read_from_a_checkpoint_of_the_same_step(
 def test_a_newcomer_makes_a_mirror_superfluous_only_once_it_has_the_part(tmp_path):
     # Part 1 has no layers, so that few messages carry it.
     plan = replace(TWO_COPIES, partition=(4, 0))
-    quiet = losses(train(job_with(plan, tmp_path / "quiet", "run.save=0")))
-    crew = Crew(job_with(plan, tmp_path / "run", "run.save=0"))
+    quiet = losses(train(job_with(plan, tmp_path / "quiet", "run.save_every=0")))
+    crew = Crew(job_with(plan, tmp_path / "run", "run.save_every=0"))
     crew.reports = {n: Report(n) for n in (0, 2, 3)}
     crew.change_at = 2
     crew.run(crew.decide())
@@ -332,8 +338,8 @@ def test_a_newcomer_makes_a_mirror_superfluous_only_once_it_has_the_part(tmp_pat
 
 def test_no_part_is_lost_in_a_handover_while_somebody_has_it(tmp_path):
     plan = replace(ALONE, partition=(0, 4, 0))
-    quiet = losses(train(job_with(plan, tmp_path / "quiet", "run.save=0")))
-    crew = Crew(job_with(plan, tmp_path / "run", "run.save=0"))
+    quiet = losses(train(job_with(plan, tmp_path / "quiet", "run.save_every=0")))
+    crew = Crew(job_with(plan, tmp_path / "run", "run.save_every=0"))
     crew.change_at = 2
     crew.run(crew.decide())
     del crew.reports[0]
@@ -377,7 +383,7 @@ def test_a_run_with_rotating_paths_and_full_steps_survives_the_loss_of_two_parts
 ):
     victim = 0  # It holds the first part and the head.
     full = "paths.full=3"
-    crew = Crew(job_with(ROTATED, tmp_path, "run.save=0", full))
+    crew = Crew(job_with(ROTATED, tmp_path, "run.save_every=0", full))
 
     def prepare(trainer):
         """Let a rank die in the third step, which runs all parts."""
@@ -412,7 +418,7 @@ UNEVEN = Plan(
 
 def test_a_run_survives_ten_losses_at_random_moments_and_as_many_joins(tmp_path):
     steps = 12
-    words = (f"run.steps={steps}", "run.save=0")
+    words = (f"run.steps={steps}", "run.save_every=0")
     quiet = losses(train(job_with(UNEVEN, tmp_path / "quiet", *words)))
     crew = Crew(job_with(UNEVEN, tmp_path / "run", *words))
     draw = random.Random(3)
@@ -442,7 +448,7 @@ def test_a_worker_moves_to_a_part_with_too_few_and_the_next_one_takes_its_seat(
 ):
     # The first part has twice the work of the second one.
     plan = replace(TWO_COPIES, partition=(3, 1))
-    crew = Crew(job_with(plan, tmp_path, "run.save=0"))
+    crew = Crew(job_with(plan, tmp_path, "run.save_every=0"))
     crew.moving = True
     crew.change_at = 2
     crew.run(crew.decide())
@@ -543,21 +549,23 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
     assert is_elastic(SMALL, TWO_COPIES, placement_on("cpu"))
     assert not is_elastic(SMALL, alone, placement_on("cpu"))
     assert not is_elastic(SMALL, TWO_COPIES, placement_on("cuda"))
-    wanted = replace(SMALL, run=replace(SMALL.run, elastic="true"))
+    wanted = replace(SMALL, elastic=ElasticConfig(mode="true"))
     assert is_elastic(wanted, alone, placement_on("cpu"))
-    with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* GPUs"):
+    with pytest.raises(ConfigError, match=r"elastic\.mode = true, but .* GPUs"):
         is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
     testbed = replace(placement_on("cuda"), machine=Machine(4, 1, 4))
-    with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* through MPS"):
+    with pytest.raises(ConfigError, match=r"elastic\.mode = true, but .* through MPS"):
         is_elastic(wanted, TWO_COPIES, testbed)
-    joined = replace(SMALL, run=replace(SMALL.run, listen="10.0.0.1:29500"))
+    joined = replace(SMALL, elastic=ElasticConfig(listen="10.0.0.1:29500"))
     assert is_elastic(joined, alone, placement_on("cpu"))
     with pytest.raises(
-        ConfigError, match=r"run\.listen lets workers join, but .* GPUs"
+        ConfigError, match=r"elastic\.listen lets workers join, but .* GPUs"
     ):
         is_elastic(joined, TWO_COPIES, placement_on("cuda"))
-    nowhere = replace(SMALL, run=replace(SMALL.run, listen=":29500"))
-    with pytest.raises(ConfigError, match=r"run\.listen is ':29500', but it must be"):
+    nowhere = replace(SMALL, elastic=ElasticConfig(listen=":29500"))
+    with pytest.raises(
+        ConfigError, match=r"elastic\.listen is ':29500', but it must be"
+    ):
         is_elastic(nowhere, TWO_COPIES, placement_on("cpu"))
 
 

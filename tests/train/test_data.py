@@ -39,7 +39,7 @@ def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Co
     """Token k is k, so that a sequence shows where it is from."""
     return cut_corpus(
         np.arange(tokens, dtype=np.uint16),
-        replace(DataConfig(), tokens=length, held_out=held_out),
+        replace(DataConfig(), seq_len=length, held_out=held_out),
         "digest",
     )
 
@@ -103,7 +103,9 @@ def test_a_label_is_the_next_token_and_every_token_has_one():
 
 def test_documents_that_are_told_apart_have_starts_and_guess_nothing_of_each_other():
     tokens = np.array([4, 5, 0, 6, 7, 8, 0, 9, 0, 1, 2, 3, 5], dtype=np.uint16)
-    corpus = cut_corpus(tokens, DataConfig(tokens=6, held_out=0, separate=True), end=0)
+    corpus = cut_corpus(
+        tokens, DataConfig(seq_len=6, held_out=0, document_mask=True), end=0
+    )
     batch = Loader(corpus, BatchShape(rows=1, microbatches=2), seed=0).step()[0]
     found = {
         tuple(x[0].tolist()): (y[0].tolist(), s[0].tolist())
@@ -123,8 +125,8 @@ def test_a_tokenizer_without_an_end_cannot_tell_documents_apart(
     (tmp_path / "a.txt").write_text("some text " * 20)
     monkeypatch.setattr(ByteTokenizer, "end", None)
     with pytest.raises(FileError, match="bytes has no word that ends a document"):
-        opened("a.txt", separate=True)
-    assert opened("a.txt", tokens=8).end is None
+        opened("a.txt", document_mask=True)
+    assert opened("a.txt", seq_len=8).end is None
 
 
 def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
@@ -272,7 +274,7 @@ def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(
     (tmp_path / "three.jsonl").write_text(
         '{"text": "fg"}\n\n{"text": "h", "more": 1}\n'
     )
-    corpus = opened("one.txt", "folder", "three.jsonl", tokens=3, held_out=0.0)
+    corpus = opened("one.txt", "folder", "three.jsonl", seq_len=3, held_out=0.0)
     assert bytes(corpus.tokens.astype(np.uint8)) == b"abc\0de\0fg\0h\0"
     assert (corpus.trained, corpus.held_out) == (3, 0)
 
@@ -280,23 +282,23 @@ def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(
 def test_the_cache_is_mapped_and_made_once_until_the_text_changes(opened, tmp_path):
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
     text.write_text("x" * 100)
-    first = opened("a.txt", tokens=10)
+    first = opened("a.txt", seq_len=10)
     assert isinstance(first.tokens, np.memmap)
     made = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
     assert len(made) == 2
-    opened("a.txt", tokens=10)
+    opened("a.txt", seq_len=10)
     assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == made
     text.write_text("y" * 101)
-    other = opened("a.txt", tokens=10)
+    other = opened("a.txt", seq_len=10)
     assert (len(other.tokens), other.digest != first.digest) == (102, True)
 
 
 def test_a_cache_that_was_cut_off_is_made_again(opened, tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100)
-    opened("a.txt", tokens=10)
+    opened("a.txt", seq_len=10)
     row = next((tmp_path / "cache").glob("*.bin"))
     row.write_bytes(row.read_bytes()[:50])
-    assert len(opened("a.txt", tokens=10).tokens) == 101
+    assert len(opened("a.txt", seq_len=10).tokens) == 101
 
 
 def test_pythons_own_library_is_the_default_text():
@@ -330,7 +332,7 @@ def test_pythons_own_library_is_the_default_text():
 def test_text_that_cannot_be_used_is_said_where(opened, tmp_path, name, text, words):
     (tmp_path / name).write_text(text)
     with pytest.raises(FileError) as caught:
-        opened(name, tokens=10)
+        opened(name, seq_len=10)
     assert words in str(caught.value)
     assert not list((tmp_path / "cache").glob("*.part"))
 
@@ -360,7 +362,7 @@ def test_text_that_was_copied_elsewhere_is_the_same_text(tmp_path):
         (folder / "a.txt").write_text("a few words " * 20)
         os.utime(folder / "a.txt", (when, when))
     first, second = (
-        open_corpus(DataConfig(sources=(str(one),), tokens=8), one / "cache")
+        open_corpus(DataConfig(sources=(str(one),), seq_len=8), one / "cache")
         for one in (here, there)
     )
     assert first.digest == second.digest
@@ -377,7 +379,7 @@ def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(
     (tmp_path / "b.jsonl").write_text('{"text": "xyz"}\n' * 20)
     seen: list[tuple[int, int]] = []
     found = opened(
-        "a.txt", "b.jsonl", tokens=8, watch=lambda *place: seen.append(place)
+        "a.txt", "b.jsonl", seq_len=8, watch=lambda *place: seen.append(place)
     )
     assert (
         bytes(found.tokens.astype(np.uint8))
@@ -400,7 +402,7 @@ def test_compressed_text_and_lines_of_json_are_unpacked(
     for name, content in zip(names, (plain, lines), strict=True):
         (tmp_path / name).write_bytes(pack(content))
     seen: list[tuple[int, int]] = []
-    corpus = opened(*names, tokens=4, watch=lambda *place: seen.append(place))
+    corpus = opened(*names, seq_len=4, watch=lambda *place: seen.append(place))
     assert bytes(corpus.tokens.astype(np.uint8)) == plain + b"\0" + b"xyz\0" * 3
     size = sum((tmp_path / name).stat().st_size for name in names)
     assert seen == sorted(seen)
@@ -421,7 +423,7 @@ def test_a_cache_that_cannot_be_written_is_said_so(opened, tmp_path):
     (tmp_path / "a.txt").write_text("x" * 100)
     (tmp_path / "cache").write_text("a file where a folder should be")
     with pytest.raises(FileError, match="cannot write the token cache"):
-        opened("a.txt", tokens=10)
+        opened("a.txt", seq_len=10)
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -444,7 +446,7 @@ def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(opened, tmp
     (tmp_path / "a.txt").write_text("the cat")
     (tmp_path / "b.txt").write_text("the dog")
     ours = tokenizer_of(path)
-    corpus = opened("a.txt", "b.txt", tokenizer=path, tokens=2)
+    corpus = opened("a.txt", "b.txt", tokenizer=path, seq_len=2)
     end = theirs.token_to_id("</s>")
     assert corpus.tokens.tolist() == [
         *theirs.encode("the cat").ids,
@@ -558,7 +560,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
         ),
     )
     tokenizer = str(tmp_path / "tokenizer.json")
-    found = opened("a.txt", "b.jsonl", tokenizer=tokenizer, tokens=4)
+    found = opened("a.txt", "b.jsonl", tokenizer=tokenizer, seq_len=4)
     end = theirs.token_to_id("</s>")
     whole = [
         theirs.encode(text, add_special_tokens=False).ids
@@ -616,7 +618,7 @@ def test_a_tokenizer_is_read_once_until_its_files_change(tmp_path):
 
 def test_a_cache_is_for_all_who_may_read_files(opened, tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 10)
-    opened("a.txt", tokens=10)
+    opened("a.txt", seq_len=10)
     plain = tmp_path / "plain"
     plain.touch()
     assert {file.stat().st_mode for file in (tmp_path / "cache").iterdir()} == {
@@ -639,7 +641,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
         folder.mkdir()
         (folder / name).write_text(line * lines)
         data = DataConfig(
-            sources=(str(folder / name),), instructions=kind != "text", tokens=1024
+            sources=(str(folder / name),), instructions=kind != "text", seq_len=1024
         )
         tracemalloc.start()
         try:
@@ -660,7 +662,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
 def test_rows_are_copied_from_the_file_and_outlive_it(opened, tmp_path):
     """Whoever touches a mapped file maps much of it, which would count as memory of the process."""
     (tmp_path / "a.txt").write_text("0123456789" * 5)
-    corpus = opened("a.txt", tokens=10, held_out=0.0)
+    corpus = opened("a.txt", seq_len=10, held_out=0.0)
     assert isinstance(corpus.tokens, np.memmap)
     rows = [corpus.sequence(number) for number in range(5)]
     assert not any(isinstance(row, np.memmap) for row in rows)
@@ -712,7 +714,7 @@ def test_of_a_saved_dataset_with_splits_only_one_is_read(tmp_path):
         table = pa.table({"text": [f"{split} text " * 9]})
         with pa.ipc.new_stream(home / split / "data.arrow", table.schema) as file:
             file.write_table(table)
-    data = DataConfig(sources=(str(home),), tokens=16, held_out=0)
+    data = DataConfig(sources=(str(home),), seq_len=16, held_out=0)
     assert [file.parent.name for file in source_files(data)] == ["train"]
     other = replace(data, split="test")
     words = open_corpus(other, tmp_path / "cache").tokens

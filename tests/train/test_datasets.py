@@ -46,14 +46,14 @@ def streamed(tmp_path) -> datasets.IterableDataset:
 def test_a_folder_of_save_to_disk_is_trained_on_and_only_its_own_split(run, tmp_path):
     both = datasets.DatasetDict({"train": stored(), "test": stored().select([0])})
     both.save_to_disk(tmp_path / "both")
-    data = DataConfig(sources=(str(tmp_path / "both"),), tokens=16)
+    data = DataConfig(sources=(str(tmp_path / "both"),), seq_len=16)
     assert bytes(open_corpus(data, tmp_path / "cache").tokens.tolist()) == ALL
     with pytest.raises(FileError, match="no split 'dev'; it has test, train"):
         source_files(DataConfig(sources=(str(tmp_path / "both"),), split="dev"))
     (tmp_path / "config.toml").write_text(SMALL_CONFIG)
     code, out, err = run(
         "train config.toml --set data.sources=both --set run.folder=run --set run.steps=1 "
-        "--set data.tokens=8 --set schedule.ranks=1 --set schedule.name=1f1b --sample 0"
+        "--set data.seq_len=8 --set parallel.pp=1 --set schedule.name=1f1b --sample 0"
     )
     assert code == 0, err
     assert f"{len(ALL):,} tokens" in out + err
@@ -111,7 +111,7 @@ def test_what_is_no_text_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["stored", "streamed"])
 def test_a_dataset_object_is_encoded_for_the_trainer(kind, tmp_path):
     dataset = stored() if kind == "stored" else streamed(tmp_path)
-    data = DataConfig(tokens=16)
+    data = DataConfig(seq_len=16)
     file = encode_dataset(dataset, data, tmp_path)
     corpus = open_corpus(replace(data, sources=(str(file),)), tmp_path)
     assert bytes(corpus.tokens.tolist()) == ALL

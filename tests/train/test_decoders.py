@@ -156,7 +156,7 @@ def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
 def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path):
     sizes.save_pretrained(tmp_path)
     config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
-    config = replace(config, data=replace(config.data, tokens=64))
+    config = replace(config, data=replace(config.data, seq_len=64))
     found = limits_of(model_sizes(config), Limits(slices=8))
     assert found == Limits(slices=slices)
 
@@ -165,7 +165,7 @@ def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path)
     ("name", "schedule"),
     [
         ("gemma3", "seq1f1b --set schedule.slices=2"),
-        ("mixtral", "zb-h1 --set schedule.ranks=1"),
+        ("mixtral", "zb-h1 --set parallel.pp=1"),
     ],
 )
 def test_a_decoder_is_trained_and_exported_in_its_own_format(
@@ -204,7 +204,7 @@ def first_batch(run: Path) -> torch.Tensor:
     config = read_config(run / "config.toml")
     job = job_of(run, config)
     batch = Loader(
-        job.corpus, BatchShape(config.data.batch, 1), config.run.seed
+        job.corpus, BatchShape(config.data.global_batch, 1), config.run.seed
     ).step()[0]
     return torch.cat([batch.inputs[0], batch.labels[0][:, -1:]], dim=1)
 

@@ -109,7 +109,7 @@ def test_the_trainer_cuts_each_step_by_its_documents_and_learns_the_same(
     tmp_path, monkeypatch
 ):
     seen = watch_batches(monkeypatch)
-    changes = ("data.separate=true", "data.tokens=64", "run.steps=4")
+    changes = ("data.document_mask=true", "data.seq_len=64", "run.steps=4")
     job = job_of(tmp_path / "sliced", "seq1f1b", *changes, slices=4)
     rows = train(job)
     cutter = cutter_of(job, CPU)
@@ -130,8 +130,8 @@ def test_the_trainer_cuts_each_step_by_its_documents_and_learns_the_same(
 
 
 def test_whole_sequences_single_documents_and_gpus_keep_the_cuts_of_the_plan(tmp_path):
-    sliced = job_of(tmp_path, "seq1f1b", "data.separate=true", slices=4)
+    sliced = job_of(tmp_path, "seq1f1b", "data.document_mask=true", slices=4)
     assert cutter_of(sliced, CPU) is not None
     assert cutter_of(sliced, torch.device("cuda")) is None
     assert cutter_of(job_of(tmp_path, "seq1f1b", slices=4), CPU) is None
-    assert cutter_of(job_of(tmp_path, "1f1b", "data.separate=true"), CPU) is None
+    assert cutter_of(job_of(tmp_path, "1f1b", "data.document_mask=true"), CPU) is None

@@ -92,7 +92,7 @@ def test_the_copy_in_a_run_ends_documents_with_the_same_word(tmp_path):
 def test_another_end_makes_another_corpus(tmp_path):
     path = saved(tmp_path / "model", ("<s>", "</s>"))
     (tmp_path / "text.txt").write_text("a b a b a b")
-    data = DataConfig((str(tmp_path / "text.txt"),), tokenizer=path, tokens=2)
+    data = DataConfig((str(tmp_path / "text.txt"),), tokenizer=path, seq_len=2)
     assert open_corpus(data, tmp_path / "cache").tokens[-1] == WORDS["</s>"]
     Path(path).with_name("tokenizer_config.json").write_text('{"eos_token": "b"}')
     assert open_corpus(data, tmp_path / "cache").tokens[-1] == WORDS["b"]
@@ -103,7 +103,7 @@ def test_a_relative_and_an_absolute_path_find_one_corpus(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("a b a b a b")
     monkeypatch.chdir(tmp_path)
     for name in (str(path), "model/tokenizer.json"):
-        data = DataConfig(("text.txt",), tokenizer=name, tokens=2)
+        data = DataConfig(("text.txt",), tokenizer=name, seq_len=2)
         open_corpus(data, tmp_path / "cache")
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
     assert not list((tmp_path / "cache").glob("*.part"))
@@ -112,7 +112,7 @@ def test_a_relative_and_an_absolute_path_find_one_corpus(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- prompts
 def byte_corpus(text: bytes, held_out: float):
     tokens = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-    return cut_corpus(tokens, DataConfig(tokens=8, held_out=held_out))
+    return cut_corpus(tokens, DataConfig(seq_len=8, held_out=held_out))
 
 
 def test_a_prompt_is_the_beginning_of_a_held_out_document():

@@ -15,7 +15,7 @@ from trainings import apart, job_of, losses, train
 pytestmark = pytest.mark.numerics
 
 DROPS = (
-    *("model.dropout=0.3", "run.steps=2", "optimizer.warmup=0"),
+    *("model.dropout=0.3", "run.steps=2", "optimizer.warmup_steps=0"),
     "run.prove=false",
 )
 
@@ -43,7 +43,7 @@ def test_every_schedule_drops_the_same_numbers(
 
 
 def test_a_resumed_run_drops_what_it_would_have_dropped(one_process, tmp_path):
-    constant = ("optimizer.schedule=constant",)
+    constant = ("optimizer.lr_schedule=constant",)
     whole = losses(train(job_of(tmp_path / "a", "1f1b", *DROPS, *constant)))
     train(job_of(tmp_path / "b", "1f1b", *DROPS, *constant, "run.steps=1"))
     again = job_of(tmp_path / "b", "gpipe", *DROPS, *constant, resume=True, ranks=1)

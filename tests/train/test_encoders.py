@@ -97,7 +97,7 @@ def penstock(run, tmp_path):
 
 TRAIN = (
     'train config.toml --set data.sources=[\\"stories\\"] --set model.weights=start --set run.folder=run '
-    f"--set data.tokens={TOKENS} --set optimizer.clip=0 --set optimizer.decay=0 "
+    f"--set data.seq_len={TOKENS} --set optimizer.clip_norm=0 --set optimizer.weight_decay=0 "
 )
 
 
@@ -107,11 +107,11 @@ TRAIN = (
     [
         (OWN, 2, "1f1b"),
         ("roberta", 1, "1f1b"),
-        ("xlm-roberta", 0, "1f1b --set schedule.ranks=4"),
+        ("xlm-roberta", 0, "1f1b --set parallel.pp=4"),
         ("camembert", 1, "zb-h1"),
         ("electra", 2, "hanayo"),
         ("distilbert", 1, "hanayo"),
-        ("modernbert", 1, "1f1b --set schedule.ranks=4"),
+        ("modernbert", 1, "1f1b --set parallel.pp=4"),
     ],
 )
 def test_an_encoder_is_trained_evaluated_and_exported(
@@ -178,12 +178,12 @@ def losses_of(model: Any, run: Path, rates: list[float]) -> list[float]:
 
 def test_a_resumed_run_of_an_encoder_goes_on_with_other_ranks(penstock, tmp_path):
     folder_of("roberta", tmp_path / "start")
-    line = f"{TRAIN} --set data.segments=1 --set data.separate=true --set schedule.name=1f1b"
+    line = f"{TRAIN} --set data.segments=1 --set data.document_mask=true --set schedule.name=1f1b"
     code, said = penstock(f"{line} --set run.steps=4 --set run.folder=whole")
     assert code == 0, said
     for steps, ranks in ((2, "2"), (4, "4 --resume")):
         code, said = penstock(
-            f"{line} --set run.steps={steps} --set run.save=2 --set schedule.ranks={ranks}"
+            f"{line} --set run.steps={steps} --set run.save_every=2 --set parallel.pp={ranks}"
         )
         assert code == 0, said
     whole = [row.loss for row in read_rows(tmp_path / "whole")]
@@ -197,7 +197,7 @@ def test_a_planned_run_of_a_new_encoder(penstock, tmp_path):
     word_list(tmp_path / "start")
     line = TRAIN.replace("model.weights", "model.config")
     code, said = penstock(
-        f"{line} --set data.separate=true --set schedule.name=auto --set run.steps=1 --set run.forecast=true"
+        f"{line} --set data.document_mask=true --set schedule.name=auto --set run.steps=1 --set run.forecast=true"
     )
     assert code == 0, said
     assert len(read_rows(tmp_path / "run")) == 1
@@ -253,8 +253,11 @@ def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
     [
         ("schedule.slices=2", "slices = 2 does not go with model.weights = start:"),
         ("data.segments=2", "cannot tell 2 of them apart set data.segments=1"),
-        ("data.tokens=29", "29 tokens, but a RobertaForMaskedLM of this config is for"),
-        ("mesh.tensor=2", "only our own Llama and GPT can be divided"),
+        (
+            "data.seq_len=29",
+            "29 tokens, but a RobertaForMaskedLM of this config is for",
+        ),
+        ("parallel.tp=2", "only our own Llama and GPT can be divided"),
         ("model.dropout=0.1", "a RobertaForMaskedLM is trained without dropout"),
         ("data.instructions=true", "does not go with model.weights = start:"),
     ],

@@ -100,10 +100,10 @@ def test_a_text_shorter_than_a_sequence_counts_and_batches_limit_a_long_one(
 
 
 def test_the_run_of_a_model_says_how_text_is_read(model, tmp_path):
-    """With data.separate in its config, a token sees only its own document."""
+    """With data.document_mask in its config, a token sees only its own document."""
     for file in model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.toml").write_text("[data]\nseparate = true\ntokens = 20")
+    (tmp_path / "config.toml").write_text("[data]\ndocument_mask = true\nseq_len = 20")
     (tmp_path / "texts").mkdir()
     documents = ["one document", "another one that is longer", "3"]
     for number, text in enumerate(documents):

@@ -28,7 +28,7 @@ from penstock.train.job import job_of
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
 CHATS = [{"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(60)]
-PLAIN = DataConfig(tokens=32, held_out=0.0)
+PLAIN = DataConfig(seq_len=32, held_out=0.0)
 
 
 def as_tokens(text: str) -> list[int]:
@@ -39,12 +39,12 @@ def as_tokens(text: str) -> list[int]:
     ("dataset", "data"),
     [
         (TEXTS, PLAIN),
-        (({"body": text, "n": 1} for text in TEXTS), replace(PLAIN, field="body")),
+        (({"body": text, "n": 1} for text in TEXTS), replace(PLAIN, text_field="body")),
         ([as_tokens(text) for text in TEXTS], PLAIN),
         ([np.array([*as_tokens(text), 0]) for text in TEXTS], PLAIN),
-        (({"ids": torch.tensor(as_tokens(t))} for t in TEXTS), replace(PLAIN, field="ids")),
+        (({"ids": torch.tensor(as_tokens(t))} for t in TEXTS), replace(PLAIN, text_field="ids")),
         (TEXTS, replace(PLAIN, segments=2)),
-        (CHATS, replace(PLAIN, instructions=True, separate=True)),
+        (CHATS, replace(PLAIN, instructions=True, document_mask=True)),
     ],
 )  # fmt: skip
 def test_a_dataset_becomes_the_tokens_that_a_file_of_it_becomes(
@@ -52,7 +52,7 @@ def test_a_dataset_becomes_the_tokens_that_a_file_of_it_becomes(
 ):
     lines = CHATS if data.instructions else [{"text": text} for text in TEXTS]
     (tmp_path / "same.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    files = replace(data, sources=(str(tmp_path / "same.jsonl"),), field="text")
+    files = replace(data, sources=(str(tmp_path / "same.jsonl"),), text_field="text")
     expected = open_corpus(files, tmp_path / "cache")
     file = encode_dataset(dataset, data, tmp_path)
     named = replace(data, sources=(str(file),))
@@ -61,8 +61,8 @@ def test_a_dataset_becomes_the_tokens_that_a_file_of_it_becomes(
     assert found.digest == expected.digest
     if data.marked:
         assert np.array_equal(found.marks, expected.marks)
-        with pytest.raises(FileError, match=r"encoded with data\.tokens = 32"):
-            open_corpus(replace(named, tokens=16), tmp_path / "cache")
+        with pytest.raises(FileError, match=r"encoded with data\.seq_len = 32"):
+            open_corpus(replace(named, seq_len=16), tmp_path / "cache")
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -106,7 +106,10 @@ def test_memory_does_not_grow_with_a_dataset(tmp_path):
         ("notes.txt", r"a text or a path.*data\.sources"),
         (3, "a int is not a dataset"),
         ([], "the text is empty"),
-        ([{"title": "a"}], r"example 0 .* has no 'text'; it has 'title'.*data\.field"),
+        (
+            [{"title": "a"}],
+            r"example 0 .* has no 'text'; it has 'title'.*data\.text_field",
+        ),
         (["a", [1]], "example 1 .* is not text, as those before, but list"),
         ([[1], "a"], "example 1 .* neither a text nor a list of tokens, but str"),
         ([[1.5]], "example 0 .* neither a text nor a list of tokens"),
@@ -122,7 +125,7 @@ def test_what_is_no_dataset_is_refused(dataset, words, tmp_path):
 def test_fit_trains_on_a_dataset_and_its_run_needs_it_no_more(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.toml").write_text(SMALL_CONFIG)
-    small = ["schedule.name=1f1b", "schedule.ranks=1", "run.folder=run", "run.steps=1"]
+    small = ["schedule.name=1f1b", "parallel.pp=1", "run.folder=run", "run.steps=1"]
     run = fit("config.toml", iter(TEXTS), ["tests " * 20], changes=small)
     assert (run.folder, run.step, run.stopped) == (Path("run"), 1, False)
     [row] = run.rows
@@ -146,8 +149,8 @@ def test_auto_keeps_its_profiles_and_its_plan_before_workers_start(
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(TEXTS))
     Path("config.toml").write_text(SMALL_CONFIG)
-    changes = ["schedule.name=auto", "schedule.ranks=1", "model.layers=1"]
-    changes += ["data.sources=text.txt", "data.tokens=16", "run.folder=run"]
+    changes = ["schedule.name=auto", "parallel.pp=1", "model.layers=1"]
+    changes += ["data.sources=text.txt", "data.seq_len=16", "run.folder=run"]
     Path("run").mkdir()  # A folder that was there before is kept.
     given = written_keys(Path("config.toml"), changes)
     config, folder = find_run(Path("config.toml"), None, changes, exists=False)
@@ -163,4 +166,4 @@ def test_auto_keeps_its_profiles_and_its_plan_before_workers_start(
         with pytest.raises(ConfigError, match="has 1 ranks, but 3 were launched"):
             plan_and_prepare(config, folder, False, lock, given, kept, launched=3)
     assert again.plan == first.plan
-    assert kept_plan(config, folder, ["data.batch=4"]) is None
+    assert kept_plan(config, folder, ["data.global_batch=4"]) is None

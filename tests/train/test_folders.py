@@ -52,7 +52,7 @@ def train_apart(
     root: Path, machines: Sequence[str], job: Job, stop: int = 0
 ) -> list[StepRow]:
     """Train with a thread per rank, each with the folder of its machine; `stop` asks to stop in a step."""
-    url = job.config.run.checkpoints
+    url = job.config.run.checkpoint_url
 
     def work(comm) -> None:
         folders = RunFolders(
@@ -60,7 +60,9 @@ def train_apart(
             tuple(machines),
             tuple(str(root / machine) for machine in machines),
         )
-        remote = RemoteCheckpoints(url, job.config.run.keep) if url else None
+        remote = (
+            RemoteCheckpoints(url, job.config.run.keep_checkpoints) if url else None
+        )
         own = replace(
             job,
             folder=root / machines[comm.rank],
@@ -189,13 +191,13 @@ def test_a_rank_that_fails_at_a_file_lets_nobody_wait_for_it(tmp_path, failing):
 
 @pytest.mark.numerics
 def test_machines_bring_a_checkpoint_together_and_others_resume_it(tmp_path, whole):
-    job = job_of(tmp_path, "1f1b", "run.save=3")
+    job = job_of(tmp_path, "1f1b", "run.save_every=3")
     train_apart(tmp_path, ("a", "b"), job, stop=6)
     apart = {"step-00000006": False, "step-00000003": False}
     assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b") == apart
     # The second machine was lost after it had written step 3, and others come.
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000006")
-    more = job_of(tmp_path, "1f1b", "run.save=9", ranks=3, resume=True)
+    more = job_of(tmp_path, "1f1b", "run.save_every=9", ranks=3, resume=True)
     rows = train_apart(tmp_path, ("a", "b", "new"), more)
     assert [row.step for row in rows] == list(range(1, 13))
     assert losses(rows) == pytest.approx(whole, rel=1e-4)
@@ -255,7 +257,7 @@ def test_an_intact_copy_on_another_machine_takes_the_place_of_a_damaged_file(
 def test_a_checkpoint_that_nobody_has_intact_is_left_out_with_the_places_of_the_file(
     tmp_path, caplog
 ):
-    options = ("run.save=2", "run.steps=4")
+    options = ("run.save_every=2", "run.steps=4")
     train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options))
     second = files_of(tmp_path / "a", 4)[1]
     spoil(second)
@@ -292,7 +294,7 @@ def test_a_description_that_is_damaged_on_one_machine_is_taken_from_another(tmp_
 
 def test_a_file_that_no_machine_has_intact_comes_from_the_storage(tmp_path, caplog):
     url = f"file://{tmp_path}/bucket"
-    options = (f"run.checkpoints={url}", "run.save=2")
+    options = (f"run.checkpoint_url={url}", "run.save_every=2")
     job = job_of(tmp_path, "1f1b", *options, "run.steps=4")
     train_apart(tmp_path, ("a", "b"), job)
     first, second = files_of(tmp_path / "a", 4)
@@ -312,7 +314,7 @@ def test_a_file_that_no_machine_has_intact_comes_from_the_storage(tmp_path, capl
 
 def test_a_damaged_storage_replaces_nothing_and_is_named(tmp_path, caplog):
     url = f"file://{tmp_path}/bucket"
-    options = (f"run.checkpoints={url}", "run.save=2")
+    options = (f"run.checkpoint_url={url}", "run.save_every=2")
     job = job_of(tmp_path, "1f1b", *options, "run.steps=4")
     train_apart(tmp_path, ("a", "b"), job)
     bucket = tmp_path / "bucket"
@@ -335,7 +337,11 @@ def test_new_machines_resume_from_the_storage_without_what_was_half_copied(
     tmp_path, whole
 ):
     url = f"file://{tmp_path}/bucket"
-    options = (f"run.checkpoints={url}", "run.save=3", "run.keep=2")
+    options = (
+        f"run.checkpoint_url={url}",
+        "run.save_every=3",
+        "run.keep_checkpoints=2",
+    )
     job = job_of(tmp_path, "1f1b", *options)
     train_apart(tmp_path, ("a", "b"), job, stop=6)
     remote = RemoteCheckpoints(url, keep=2)
@@ -368,7 +374,11 @@ def test_a_later_checkpoint_that_cannot_be_resumed_displaces_no_new_one(tmp_path
     ):
         (folder / "step-00000099").mkdir(parents=True)
     (bucket / "step-00000099" / "checkpoint.json").write_text("damaged")
-    options = (f"run.checkpoints=file://{bucket}", "run.keep=1", "run.save=1")
+    options = (
+        f"run.checkpoint_url=file://{bucket}",
+        "run.keep_checkpoints=1",
+        "run.save_every=1",
+    )
     train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options, "run.steps=2"))
     left = {"step-00000099", "step-00000002"}
     assert set(checkpoints(tmp_path / "a")) == set(checkpoints(tmp_path / "b")) == left
@@ -376,7 +386,7 @@ def test_a_later_checkpoint_that_cannot_be_resumed_displaces_no_new_one(tmp_path
 
 
 def test_an_old_checkpoint_stays_until_all_machines_have_the_new_one(tmp_path):
-    options = ("run.keep=1", "run.save=2")
+    options = ("run.keep_checkpoints=1", "run.save_every=2")
     train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options, "run.steps=2"))
     # A file has the name of the folder.
     (tmp_path / "b" / "checkpoints" / "step-00000004").write_text("")
@@ -412,7 +422,7 @@ def test_a_storage_that_lacks_the_files_of_one_rank_has_no_such_checkpoint(
     # Where the second rank should write there are folders.
     name = "shard-00001-model-00002-of-00002.safetensors"
     (tmp_path / "bucket" / "step-00000002" / name / name).mkdir(parents=True)
-    options = (f"run.checkpoints={url}", "run.save=2", "run.steps=3")
+    options = (f"run.checkpoint_url={url}", "run.save_every=2", "run.steps=3")
     train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *options))
     assert "rank 1 on b: " in caplog.text
     assert RemoteCheckpoints(url, keep=2).steps() == [3]
@@ -424,7 +434,7 @@ def test_a_copy_that_fails_on_one_machine_ends_the_run_only_if_it_is_the_last(
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     (bucket / "step-00000002").touch()  # so that nobody can write into this folder
-    options = (f"run.checkpoints=file://{bucket}", "run.save=2")
+    options = (f"run.checkpoint_url=file://{bucket}", "run.save_every=2")
     job = job_of(tmp_path, "1f1b", *options, "run.steps=4")
     train_apart(tmp_path, ("a", "b"), job)
     assert "cannot copy to" in caplog.text
@@ -437,10 +447,14 @@ def test_a_copy_that_fails_on_one_machine_ends_the_run_only_if_it_is_the_last(
 
 
 def test_the_best_weights_are_kept_in_separate_folders_too(tmp_path):
-    options = ("run.early_stop=3", "run.evaluate=1", "optimizer.rate=0.3")
+    options = ("run.early_stop=3", "run.eval_every=1", "optimizer.lr=0.3")
     together = train(job_of(tmp_path / "one", "1f1b", *options))
     # The copies of checkpoints are not the best ones.
-    copied = (*options, f"run.checkpoints=file://{tmp_path}/bucket", "run.save=1")
+    copied = (
+        *options,
+        f"run.checkpoint_url=file://{tmp_path}/bucket",
+        "run.save_every=1",
+    )
     rows = train_apart(tmp_path, ("a", "b"), job_of(tmp_path, "1f1b", *copied))
     assert losses(rows) == losses(together)
     assert len(rows) < 12

@@ -131,7 +131,12 @@ def test_a_processor_loses_time_when_it_goes_to_another_rank():
 
 def test_ranks_that_take_turns_on_a_gpu_are_slower_than_one_rank():
     sizes = ModelConfig(
-        layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=256
+        layers=12,
+        hidden_size=1024,
+        heads=16,
+        kv_heads=4,
+        intermediate_size=2752,
+        vocab_size=256,
     )
     profile = analytic_profile(sizes, 1024, rows=16, gpu="h200", ranks=2)
     evaluator = Evaluator(PlacedCost(profile, 1024), processors=1)
@@ -196,7 +201,7 @@ def test_sharing_never_helps_and_no_processor_does_more_than_it_can(
 # ---------------------------------------------------------------- a step
 CONFIG = Config(
     ModelConfig(layers=4),
-    DataConfig(tokens=32, batch=16),
+    DataConfig(seq_len=32, global_batch=16),
     run=RunConfig(accumulate=2, threads=1),
 )
 PLAN = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
@@ -232,7 +237,7 @@ def test_a_step_is_its_passes_and_the_optimizer():
 def test_messages_in_bfloat16_take_half_as_long_on_their_way():
     """The hidden state on a rank stays as large as it is; so does the input that a recomputed part keeps."""
     slow = replace(profile_of(), message=8.0, network=Network(0.0, 64.0))
-    halved = replace(CONFIG, run=replace(CONFIG.run, messages="bfloat16"))
+    halved = replace(CONFIG, run=replace(CONFIG.run, comm_dtype="bfloat16"))
     whole, half = (forecast(config, PLAN, slow, 2) for config in (CONFIG, halved))
     ways = [found.timeline.arrived - found.timeline.sent for found in (whole, half)]
     assert np.nanmax(ways[0]) == pytest.approx(32 * 8 / 64)
@@ -281,7 +286,7 @@ def test_a_sample_of_a_large_model_is_taken_in_proportion():
         Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", (2, 2)),
         enlarge(profile_of(), 4, 128),
     )
-    more = replace(CONFIG, data=replace(CONFIG.data, tokens=128))
+    more = replace(CONFIG, data=replace(CONFIG.data, seq_len=128))
     assert (large.rows, large.tokens) == (4, 128)
     ours, theirs = (
         forecast(more, plan, large, 2).timeline,
@@ -313,9 +318,9 @@ def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path)
     longer = replace(CONFIG, run=replace(CONFIG.run, steps=1000, seed=3))
     assert known_forecast(tmp_path, longer, PLAN) is not None
     for section, change in {
-        "data": {"batch": 64},
-        "run": {"graphs": "true"},
-        "model": {"width": 8},
+        "data": {"global_batch": 64},
+        "run": {"cuda_graphs": "true"},
+        "model": {"hidden_size": 8},
     }.items():
         other = replace(
             CONFIG, **{section: replace(getattr(CONFIG, section), **change)}
@@ -404,7 +409,14 @@ def test_a_forecast_ranges_over_the_rounds_of_its_measurement(monkeypatch):
 
 
 def test_a_computed_profile_ranges_over_the_error_of_its_formulas():
-    sizes = ModelConfig(layers=4, width=256, heads=4, kv_heads=4, inner=704, vocab=512)
+    sizes = ModelConfig(
+        layers=4,
+        hidden_size=256,
+        heads=4,
+        kv_heads=4,
+        intermediate_size=704,
+        vocab_size=512,
+    )
     for gpu, error in (("h200", 0.13), ("h100", 0.3)):
         low, high = analytic_profile(sizes, 64, gpu=gpu).spread
         assert (low, high) == pytest.approx((1 - error, 1 + error))
@@ -502,11 +514,13 @@ def test_ranks_of_a_testbed_compute_side_by_side(gpus, count, share, at_once, wo
 def test_launches_that_take_longer_than_the_work_are_told():
     profile = replace(profile_of(), device=(("device", "cuda"), ("launch", 1.9)))
     found = forecast(CONFIG, PLAN, profile, 2)
-    words = "a step would be 1.9 times as fast with --set run.graphs=true"
-    plain = replace(CONFIG, run=replace(CONFIG.run, graphs="false"))
+    words = "a step would be 1.9 times as fast with --set run.cuda_graphs=true"
+    plain = replace(CONFIG, run=replace(CONFIG.run, cuda_graphs="false"))
     assert words in hint(found, plain)
     assert hint(found, CONFIG) == ""
-    assert hint(found, replace(plain, data=replace(plain.data, separate=True))) == ""
+    assert (
+        hint(found, replace(plain, data=replace(plain.data, document_mask=True))) == ""
+    )
     assert hint(forecast(CONFIG, PLAN, profile_of(), 2), plain) == ""
 
 

@@ -68,7 +68,9 @@ def test_weights_and_biases_get_every_figure_and_a_run_that_goes_on_is_the_same_
     wandb, tmp_path
 ):
     url = "sftp://me:secret@host/run?key=hidden"
-    (tmp_path / "config.toml").write_text(f'[run]\ncheckpoints = "{url}"\nsteps = 5\n')
+    (tmp_path / "config.toml").write_text(
+        f'[run]\ncheckpoint_url = "{url}"\nsteps = 5\n'
+    )
     write(tmp_path, 0, row(1), row(2, bubble=0.25, evaluation=2.5, mfu=0.4))
     write(tmp_path, 2, row(3))
     first, second = wandb.runs

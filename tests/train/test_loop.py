@@ -40,7 +40,7 @@ pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
 
 # One of each kind of placement and order; tests/runtime has them all.
 NAMES = ("gpipe", "hanayo", "zb-v", "interleaved-zb", "chimera", "terapipe", "seq1f1b")
-GPT = ("model.family=gpt", "model.tied=true")
+GPT = ("model.family=gpt", "model.tie_embeddings=true")
 
 
 def whole_rows(model, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def by_hand(
     config=SMALL, steps: int = SMALL.run.steps, loss_of=whole_rows
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The oracle: torch's own optimizer, clipping and schedule on the model in one piece, batch by batch."""
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     holding = hold_whole(sizes)
     draw_parameters(holding, config.run.seed)
     model, settings = holding.stages[0], config.optimizer
@@ -69,21 +69,23 @@ def by_hand(
     groups = [
         {
             "params": [p for p in named.values() if p.dim() > 1],
-            "weight_decay": settings.decay,
+            "weight_decay": settings.weight_decay,
         },
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
         groups,
-        lr=settings.rate,
+        lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     )
     scale = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: rate_at(step, config.run.steps, settings) / settings.rate,
+        lambda step: rate_at(step, config.run.steps, settings) / settings.lr,
     )
-    loader = Loader(corpus(config), BatchShape(config.data.batch, 1), config.run.seed)
+    loader = Loader(
+        corpus(config), BatchShape(config.data.global_batch, 1), config.run.seed
+    )
     found, norms = [], []
     for _ in range(steps):
         batch = loader.step()[0]
@@ -93,7 +95,7 @@ def by_hand(
         )
         loss.backward()
         norms.append(
-            float(torch.nn.utils.clip_grad_norm_(list(named.values()), settings.clip))
+            float(torch.nn.utils.clip_grad_norm_(list(named.values()), settings.clip_norm))
         )
         optimizer.step()
         scale.step()
@@ -172,13 +174,13 @@ def test_separate_documents_train_as_if_each_were_alone(name, changes, shape, tm
         tmp_path,
         name,
         *changes,
-        "data.separate=true",
+        "data.document_mask=true",
         "run.steps=12",
-        "run.evaluate=12",
+        "run.eval_every=12",
         **shape,
     )
     crossed = by_hand(
-        replace(job.config, data=replace(job.config.data, separate=False)), 12
+        replace(job.config, data=replace(job.config.data, document_mask=False)), 12
     )
     rows = train(job)
     assert apart(rows, by_hand(job.config, 12, document_by_document)[0]) < 1e-5
@@ -187,7 +189,7 @@ def test_separate_documents_train_as_if_each_were_alone(name, changes, shape, tm
 
 
 def test_the_perplexity_of_separate_documents_is_that_of_each_alone():
-    config = replace(SMALL, data=replace(SMALL.data, separate=True))
+    config = replace(SMALL, data=replace(SMALL.data, document_mask=True))
     holding = hold_whole(sizes_of(config.model, VOCAB, LENGTH))
     draw_parameters(holding, 0)
     model = holding.stages[0]
@@ -240,7 +242,7 @@ def test_another_seed_is_another_curve(oracle, tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_do_not_depend_on_who_holds_them(name, shape, tied):
     schedule = make(name, **{"ranks": 2, "microbatches": 2, **shape})
-    sizes = sizes_of(replace(SMALL.model, layers=8, tied=tied), VOCAB, 8)
+    sizes = sizes_of(replace(SMALL.model, layers=8, tie_embeddings=tied), VOCAB, 8)
     everything = hold_whole(sizes)
     draw_parameters(everything, 3)
     owned: list[str] = []
@@ -273,9 +275,9 @@ def test_a_rank_has_memory_for_its_own_parts_alone():
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(
-        ConfigError, match=r"model.vocab = 10 is less than the tokenizer's 31"
+        ConfigError, match=r"model.vocab_size = 10 is less than the tokenizer's 31"
     ):
-        sizes_of(ModelConfig(vocab=10), 31, 8)
+        sizes_of(ModelConfig(vocab_size=10), 31, 8)
     with pytest.raises(ShapeError, match="2 parts, but the schedule has 4"):
         hold(
             sizes_of(SMALL.model, VOCAB, 8),
@@ -289,7 +291,7 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_nothing(
     oracle, tmp_path
 ):
-    job = job_of(tmp_path, "hanayo", "run.evaluate=5", "run.evaluations=3")
+    job = job_of(tmp_path, "hanayo", "run.eval_every=5", "run.evaluations=3")
     rows = train(job)
     assert apart(rows, oracle[0]) < 1e-5
     assert [row.step for row in rows if row.evaluation is not None] == [5, 10, 12]

@@ -35,8 +35,8 @@ pytestmark = pytest.mark.numerics
 
 STEPS = 4
 RECIPE = (
-    *("lora.rank=2", "lora.alpha=8", "optimizer.schedule=constant"),
-    *("optimizer.warmup=0", "optimizer.rate=0.05", f"run.steps={STEPS}"),
+    *("lora.rank=2", "lora.alpha=8", "optimizer.lr_schedule=constant"),
+    *("optimizer.warmup_steps=0", "optimizer.lr=0.05", f"run.steps={STEPS}"),
 )
 
 
@@ -71,14 +71,16 @@ def by_peft(base: Path, targets, start) -> tuple[list[float], torch.nn.Module]:
     peft.set_peft_model_state_dict(model, start)
     trained = [one for one in model.parameters() if one.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=0.05, betas=(0.9, 0.95), weight_decay=0.1)
-    loader = Loader(corpus(SMALL), BatchShape(SMALL.data.batch, 1), SMALL.run.seed)
+    loader = Loader(
+        corpus(SMALL), BatchShape(SMALL.data.global_batch, 1), SMALL.run.seed
+    )
     found = []
     for _ in range(STEPS):
         batch = loader.step()[0]
         x, y = batch.inputs[0], batch.labels[0]
         loss = token_loss(model(x).logits, y) / valid_tokens(y)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, SMALL.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(trained, SMALL.optimizer.clip_norm)
         adamw.step()
         adamw.zero_grad()
         found.append(float(loss.detach()))
@@ -112,7 +114,7 @@ def test_adapters_train_as_in_peft_and_peft_loads_them(
     run = tmp_path / "run"
     targets = f"lora.targets={targets}"
     # The adapters before the first step, as peft sees them.
-    still = "optimizer.groups=[{match='*', rate=0.0}]"
+    still = "optimizer.groups=[{match='*', lr=0.0}]"
     train(job(run, base, "1f1b", targets, "run.steps=1", still))
     export_run(run, tmp_path / "start")
     start = peft.load_peft_weights(str(tmp_path / "start"), device="cpu")
@@ -223,7 +225,11 @@ def test_adapters_of_a_lost_worker_come_back_from_its_mirror_or_the_checkpoint(
 ):
     torch.manual_seed(0)
     llama().save_pretrained(tmp_path / "base")
-    settings = ("run.save=1", "run.keep=9", f"run.mirror={mirror}")
+    settings = (
+        "run.save_every=1",
+        "run.keep_checkpoints=9",
+        f"elastic.mirror={mirror}",
+    )
     shape = {"ranks": 3, "microbatches": 4}
     crewed = job(tmp_path / "crew", tmp_path / "base", "1f1b", *settings, **shape)
     crewed = replace(crewed, plan=replace(crewed.plan, partition=(2, 1, 1)))

@@ -14,7 +14,7 @@ from test_loop import by_hand
 from commands import called
 from mesh_shares import shares_of
 from mesh_workers import Case, gradients, peaks, sleeps, trains
-from penstock.config import Config, MeshConfig, ScheduleConfig, check_config
+from penstock.config import Config, ParallelConfig, ScheduleConfig, check_config
 from penstock.errors import ConfigError, RunError, ShapeError
 from penstock.formats import read_plan
 from penstock.models import GPTConfig, LlamaConfig, token_loss
@@ -36,9 +36,9 @@ from penstock.train.weights import (
 from trainings import SMALL, VOCAB, apart, corpus
 
 TENSOR, SHARD, BOTH = (
-    MeshConfig(tensor=2),
-    MeshConfig(shard=2),
-    MeshConfig(shard=2, tensor=2),
+    ParallelConfig(tp=2),
+    ParallelConfig(dp_shard=2),
+    ParallelConfig(dp_shard=2, tp=2),
 )
 CASES = [
     Case("zb-h1", mesh=TENSOR, family="gpt"),
@@ -90,7 +90,9 @@ def test_a_rank_that_sleeps_ends_the_pipelines_beside_it_too():
 def test_a_run_on_one_mesh_goes_on_on_any_other_as_if_it_had_never_stopped(tmp_path):
     steps, model = 4, {"family": "gpt", "tied": True}
     config = replace(
-        SMALL, model=replace(SMALL.model, **model), run=replace(SMALL.run, steps=steps)
+        SMALL,
+        model=replace(SMALL.model, family="gpt", tie_embeddings=True),
+        run=replace(SMALL.run, steps=steps),
     )
     expected, norms, weights = by_hand(config, steps)
     assert (
@@ -137,11 +139,11 @@ def test_a_run_on_one_mesh_goes_on_on_any_other_as_if_it_had_never_stopped(tmp_p
 
 def held_out(config: Config, weights: dict[str, torch.Tensor]) -> float:
     """The loss of the model in one piece on what is held out."""
-    model = hold_whole(sizes_of(config.model, VOCAB, config.data.tokens))
+    model = hold_whole(sizes_of(config.model, VOCAB, config.data.seq_len))
     copy_weights(model, weights.items())
-    batches = Loader(corpus(config), BatchShape(config.data.batch, 1), 0).evaluation(
-        config.run.evaluations
-    )
+    batches = Loader(
+        corpus(config), BatchShape(config.data.global_batch, 1), 0
+    ).evaluation(config.run.evaluations)
     with torch.no_grad():
         return sum(
             float(token_loss(model.stages[0](b.inputs[0]), b.labels[0]) / b.valid)
@@ -198,9 +200,9 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
 ):
     (tmp_path / "text.txt").write_text("the cat sat on the mat and said so\n" * 500)
     monkeypatch.chdir(tmp_path)
-    data = 'data.batch=4 data.tokens=16 data.sources=["text.txt"]'
-    shape = "model.layers=8 schedule.ranks=2 schedule.microbatches=2 mesh.tensor=2"
-    more = "run.steps=2 run.save=0 run.timed=0 run.forecast=false run.threads=1"
+    data = 'data.global_batch=4 data.seq_len=16 data.sources=["text.txt"]'
+    shape = "model.layers=8 parallel.pp=2 schedule.microbatches=2 parallel.tp=2"
+    more = "run.steps=2 run.save_every=0 run.timed=0 run.forecast=false run.threads=1"
 
     def words(changes):
         return " ".join(f"--set {change}" for change in changes.split())
@@ -237,19 +239,22 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
     ("changes", "words"),
     [
         (
-            "mesh.tensor=3",
-            "mesh.tensor = 3 does not divide the model's heads = 4; 2 does",
+            "parallel.tp=3",
+            "parallel.tp = 3 does not divide the model's heads = 4; 2 does",
         ),
         (
-            "mesh.tensor=4 model.kv_heads=2",
-            "mesh.tensor = 4 does not divide the model's kv_heads = 2; 2 does",
+            "parallel.tp=4 model.kv_heads=2",
+            "parallel.tp = 4 does not divide the model's kv_heads = 2; 2 does",
         ),
-        ("mesh.shard=3", "16 sequences cannot be dealt out evenly to 3 micro-batches"),
         (
-            "mesh.tensors=2",
-            "[mesh] has no key 'tensors'\n  did you mean 'tensor'?",
+            "parallel.dp_shard=3",
+            "data.global_batch = 16 is not divisible by 3",
         ),
-        ("mesh.shard=0", "mesh.shard = 0 must be at least 1"),
+        (
+            "parallel.tps=2",
+            "[parallel] has no key 'tps'\n  did you mean 'tp'?",
+        ),
+        ("parallel.dp_shard=0", "parallel.dp_shard = 0 must be at least 1"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_before_anything_starts(
@@ -286,7 +291,9 @@ def test_words_are_cut_so_that_nobody_is_without():
 
 def test_sequences_of_a_step_are_dealt_to_the_shards_as_well():
     assert (
-        check_config(Config(schedule=ScheduleConfig(microbatches=4), mesh=SHARD)).rows
+        check_config(
+            Config(schedule=ScheduleConfig(microbatches=4), parallel=SHARD)
+        ).rows
         == 2
     )
 

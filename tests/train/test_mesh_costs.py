@@ -12,7 +12,7 @@ import pytest
 from commands import called
 from mesh_shares import shares_of
 from penstock import make
-from penstock.config import MeshConfig, ModelConfig
+from penstock.config import ModelConfig, ParallelConfig
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.mesh import gather_seconds, mesh_profile
 from penstock.cost.network import Link, Network
@@ -23,7 +23,12 @@ from penstock.ir.action import COMPUTING_OPS
 from penstock.models import GPTConfig, LlamaConfig
 
 MODEL = ModelConfig(
-    layers=8, width=1024, heads=16, kv_heads=8, inner=2816, vocab=32_000
+    layers=8,
+    hidden_size=1024,
+    heads=16,
+    kv_heads=8,
+    intermediate_size=2816,
+    vocab_size=32_000,
 )
 FREE = Link(0.0, 1e30)
 FAST = Link(10e-6, 300e9)
@@ -46,7 +51,7 @@ def test_shares_are_those_of_the_runtime(family, tensor):
     whole = profile_of(model)
     for shard in (1, 2):
         found = mesh_profile(whole, tensor, shard, FREE)
-        expected = shares_of(sizes, MeshConfig(tensor=tensor, shard=shard))
+        expected = shares_of(sizes, ParallelConfig(tp=tensor, dp_shard=shard))
         for name, share in zip(("embed", "layer", "head"), expected, strict=True):
             before, after = getattr(whole, name), getattr(found, name)
             bytes_ = after.weights + after.gathered
@@ -101,7 +106,9 @@ def test_copies_of_sharded_ranks_sum_only_their_shares():
 
 
 def test_more_processes_share_the_work_of_a_layer():
-    whole = profile_of(replace(MODEL, width=4096, inner=11264), "bfloat16")
+    whole = profile_of(
+        replace(MODEL, hidden_size=4096, intermediate_size=11264), "bfloat16"
+    )
     inside = gpu_of("a100").inside
     times = [
         mesh_profile(whole, tensor, 1, inside).layer.F.curve.of(1024, 0)

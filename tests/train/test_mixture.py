@@ -54,7 +54,7 @@ def source(number: int, count: int, held_out: float = 0.1) -> Corpus:
     """Word k of source n is 10,000 n + k // LENGTH, so that a row shows where it is from."""
     rows = round(count / (1 - held_out))
     words = 10_000 * number + np.arange(rows * LENGTH + 1) // LENGTH
-    data = DataConfig(tokens=LENGTH, held_out=held_out)
+    data = DataConfig(seq_len=LENGTH, held_out=held_out)
     return cut_corpus(words.astype(np.uint32), data, f"digest {number}")
 
 
@@ -166,8 +166,8 @@ def test_a_run_on_a_mixture_says_what_it_has_read(run, tmp_path):
     (tmp_path / "code" / "a.py").write_text("x = 1\n" * 300)
     (tmp_path / "config.toml").write_text(SMALL_CONFIG + TABLES)
     code, out, err = run(
-        "train config.toml --set run.folder=run --set run.steps=2 --set data.batch=64 "
-        "--set schedule.name=1f1b --set schedule.ranks=1 --sample 0"
+        "train config.toml --set run.folder=run --set run.steps=2 --set data.global_batch=64 "
+        "--set schedule.name=1f1b --set parallel.pp=1 --sample 0"
     )
     assert code == 0, err
     web, programs = read_use(tmp_path / "run")
@@ -186,7 +186,7 @@ def test_a_worker_elsewhere_reads_the_same_mixture_and_guesses_the_same_words(tm
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text(f"{name} text " * 400)
     config = load_config(
-        f'[data]\ncache = "{tmp_path / "cache"}"\ntokens = 16\n[model]\nfamily = "bert"'
+        f'[data]\ncache = "{tmp_path / "cache"}"\nseq_len = 16\n[model]\nfamily = "bert"'
     )
     mixture = tuple(
         MixtureSource((str(tmp_path / f"{name}.txt"),)) for name in ("web", "code")
@@ -218,7 +218,7 @@ def test_a_missing_source_of_a_mixture_is_named(tmp_path):
         open_text(data, tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 40)
     other = MixtureSource((str(tmp_path / "a.txt"),), 2.0)
-    both = replace(data, mixture=(other, other), tokens=16)
+    both = replace(data, mixture=(other, other), seq_len=16)
     assert open_text(both, tmp_path).names == ("a.txt", "a.txt")
 
 
@@ -227,6 +227,6 @@ def test_an_empty_source_of_a_mixture_is_named(tmp_path):
     (tmp_path / "empty.txt").touch()
     names = [str(tmp_path / name) for name in ("full.txt", "empty.txt")]
     mixture = tuple(MixtureSource(sources=(name,)) for name in names)
-    data = DataConfig(tokens=LENGTH, tokenizer="bytes", mixture=mixture)
+    data = DataConfig(seq_len=LENGTH, tokenizer="bytes", mixture=mixture)
     with pytest.raises(FileError, match=r"source empty\.txt of data\.mixture: the tex"):
         open_text(data, tmp_path / "cache")

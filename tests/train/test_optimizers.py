@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.config import MeshConfig, ModelConfig, OptimizerConfig, ParameterGroup
+from penstock.config import ModelConfig, OptimizerConfig, ParallelConfig, ParameterGroup
 from penstock.errors import ConfigError, PenstockError, RunError
 from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.measure.probe import Probe, footprint
@@ -34,10 +34,21 @@ pytestmark = pytest.mark.numerics
 
 TINY = replace(
     SMALL,
-    model=ModelConfig(layers=4, width=8, heads=2, kv_heads=1, inner=12, tied=True),
+    model=ModelConfig(
+        layers=4,
+        hidden_size=8,
+        heads=2,
+        kv_heads=1,
+        intermediate_size=12,
+        tie_embeddings=True,
+    ),
 )
 PLAIN = (
-    *("optimizer.schedule=constant", "optimizer.warmup=0", "optimizer.rate=0.003"),
+    *(
+        "optimizer.lr_schedule=constant",
+        "optimizer.warmup_steps=0",
+        "optimizer.lr=0.003",
+    ),
     "run.prove=false",
 )
 STEPS = 4
@@ -45,17 +56,17 @@ STEPS = 4
 
 def by_hand(build, steps: int = STEPS) -> list[float]:
     """The losses of torch's own optimizers on the whole model, with clipping as SMALL has it."""
-    holding = hold_whole(sizes_of(TINY.model, VOCAB, TINY.data.tokens))
+    holding = hold_whole(sizes_of(TINY.model, VOCAB, TINY.data.seq_len))
     draw_parameters(holding, TINY.run.seed)
     optimizers = build(dict(holding.parameters))
-    loader = Loader(corpus(TINY), BatchShape(TINY.data.batch, 1), TINY.run.seed)
+    loader = Loader(corpus(TINY), BatchShape(TINY.data.global_batch, 1), TINY.run.seed)
     found = []
     for _ in range(steps):
         batch = loader.step()[0]
         loss = token_loss(holding.stages[0](batch.inputs[0]), batch.labels[0])
         (loss / valid_tokens(batch.labels[0])).backward()
         torch.nn.utils.clip_grad_norm_(
-            holding.parameters.values(), SMALL.optimizer.clip
+            holding.parameters.values(), SMALL.optimizer.clip_norm
         )
         for optimizer in optimizers:
             optimizer.step()
@@ -131,7 +142,7 @@ def test_other_ranks_go_on_as_one_process_would(name, options, build, tmp_path):
 
 def test_the_state_of_every_optimizer_is_known_before_its_first_step():
     for name, kind in known_optimizers().items():
-        slots = find_slots(kind, OptimizerConfig(name=name, rate=0.1))
+        slots = find_slots(kind, OptimizerConfig(name=name, lr=0.1))
         parameter = torch.nn.Parameter(torch.ones(4, 6))
         parameter.grad = torch.ones_like(parameter)
         optimizer = kind([parameter], lr=0.1)
@@ -145,7 +156,7 @@ def test_the_state_of_every_optimizer_is_known_before_its_first_step():
 # ---------------------------------------------------------------- groups
 GROUPS = (
     "optimizer.groups=[{match='embed*', frozen=true},"
-    "{match='layers.0.*', rate=0.0}, {match='*norm*', rate=0.01, decay=0.5}]"
+    "{match='layers.0.*', lr=0.0}, {match='*norm*', lr=0.01, weight_decay=0.5}]"
 )
 
 
@@ -203,7 +214,7 @@ def test_groups_have_their_own_rate_and_decay_and_frozen_ones_stay(tmp_path):
 def test_matrices_decay_and_vectors_do_not():
     matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
     named = {"up.weight": matrix, "up.bias": vector}
-    (kind,) = Optimizer(named, OptimizerConfig(decay=0.2)).kinds
+    (kind,) = Optimizer(named, OptimizerConfig(weight_decay=0.2)).kinds
     decays = [(group["weight_decay"], group["params"]) for group in kind.param_groups]
     assert decays == [(0.2, [matrix]), (0.0, [vector])]
 
@@ -223,7 +234,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         ("optimizer.name=adam", "did you mean 'Adam'"),
         ("optimizer.name=LBFGS", "computes the loss several times"),
         ("optimizer.options={momentom=1}", "AdamW has no argument 'momentom'"),
-        ("optimizer.options={lr=1}", "set optimizer.rate instead"),
+        ("optimizer.options={lr=1}", "set optimizer.lr instead"),
         ("optimizer.options={fused=true}", "which the trainer decides"),
         (
             "optimizer.name=SGD;optimizer.options={momentum=-1}",
@@ -232,12 +243,12 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         ("optimizer.groups=[{match='*.bias'}]", "no parameter of the model matches"),
         ("optimizer.groups=[{match='*', frozen=true}]", "nothing would be trained"),
         ("optimizer.groups=[{match='*'}, {match='a*'}]", "the first match counts"),
-        ("optimizer.groups=[{match='*', rats=1}]", "did you mean 'rate'"),
-        ("optimizer.groups=[{match='*', rate=-1}]", "at least 0"),
-        ("optimizer.groups=[{rate=1}]", "needs a match"),
-        ("optimizer.schedule=cosin", "did you mean 'cosine'"),
+        ("optimizer.groups=[{match='*', lrs=1}]", "did you mean 'lr'"),
+        ("optimizer.groups=[{match='*', lr=-1}]", "at least 0"),
+        ("optimizer.groups=[{lr=1}]", "needs a match"),
+        ("optimizer.lr_schedule=cosin", "did you mean 'cosine'"),
         ("lora.rank=2", "name its folder in model.weights"),
-        ("lora.rank=2;mesh.shard=2", "use schedule.copies instead"),
+        ("lora.rank=2;parallel.dp_shard=2", "use parallel.dp_replicate instead"),
     ],
 )
 def test_what_cannot_train_is_refused_by_name(change, message):
@@ -247,13 +258,13 @@ def test_what_cannot_train_is_refused_by_name(change, message):
 
 def check(changes: list[str]) -> None:
     config = load_config("", changes=changes)
-    check_optimizer(config.optimizer, config.mesh)
+    check_optimizer(config.optimizer, config.parallel)
     check_groups(["a.weight", "b.weight"], config.optimizer)
 
 
 def test_optimizers_of_whole_matrices_refuse_a_mesh():
     with pytest.raises(ConfigError, match="needs whole matrices"):
-        check_optimizer(OptimizerConfig(name="Muon"), MeshConfig(shard=2))
+        check_optimizer(OptimizerConfig(name="Muon"), ParallelConfig(dp_shard=2))
 
 
 def test_options_and_groups_survive_a_config_file():
@@ -268,7 +279,7 @@ def test_options_and_groups_survive_a_config_file():
 
 # ---------------------------------------------------------------- memory
 def test_memory_counts_the_state_of_the_optimizer():
-    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.tokens)
+    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.seq_len)
 
     def numbers(*changes):
         return parameter_numbers(apply_changes(SMALL, changes).optimizer, sizes)
@@ -290,7 +301,7 @@ def test_memory_counts_the_state_of_the_optimizer():
 
 
 def test_a_measured_profile_has_the_state_of_the_optimizer():
-    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.tokens)
+    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.seq_len)
 
     def held(**settings):
         request = ProfileRequest(sizes, 8, optimizer=OptimizerConfig(**settings))

@@ -31,9 +31,9 @@ def test_the_command_says_what_it_leaves_out_and_its_plan_trains(
     run = partial(called, monkeypatch, capsys)
     Path("config.toml").write_text(SMALL_CONFIG)
     line = "plan config.toml --gpu h100 --devices 4 --skip 0.5 --slices 1 --stages 1"
-    sizes = ("schedule.microbatches=4", "schedule.copies=1", "schedule.ranks=4")
+    sizes = ("schedule.microbatches=4", "parallel.dp_replicate=1", "parallel.pp=4")
     fixed = " ".join(
-        f"--set {one}" for one in (*sizes, "mesh.tensor=1", "mesh.shard=1")
+        f"--set {one}" for one in (*sizes, "parallel.tp=1", "parallel.dp_shard=1")
     )
     code, out, _ = run(f"{line} {fixed} -o plan.json --page plan.html")
     assert code == 0
@@ -54,6 +54,6 @@ def train_plan(file: Path) -> list[float]:
     """Train a small model by a plan file, as `penstock train --set schedule.name=plan.json` does."""
     config = replace(SMALL, schedule=replace(SMALL.schedule, name=str(file)))
     config, plan = plan_run(config, config.model.layers, given=())
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     rows = train(Job(config, plan, sizes, corpus(config), file.parent / "run"))
     return [row.loss for row in rows]

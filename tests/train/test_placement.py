@@ -11,8 +11,8 @@ from penstock.cli.run import describe_placement
 from penstock.config import (
     Config,
     DataConfig,
-    MeshConfig,
     ModelConfig,
+    ParallelConfig,
     RunConfig,
     is_recording,
 )
@@ -54,7 +54,9 @@ def machine(monkeypatch):
 
 
 def config_for(device: str = "auto", shard: int = 1) -> Config:
-    return replace(Config(), mesh=MeshConfig(shard=shard), run=RunConfig(device=device))
+    return replace(
+        Config(), parallel=ParallelConfig(dp_shard=shard), run=RunConfig(device=device)
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,11 +114,14 @@ def test_too_few_gpus_for_a_mesh_are_named(machine):
     ("change", "recorded"),
     [
         ({}, True),
-        ({"data": DataConfig(separate=True)}, False),
-        ({"mesh": MeshConfig(shard=2)}, False),
+        ({"data": DataConfig(document_mask=True)}, False),
+        ({"parallel": ParallelConfig(dp_shard=2)}, False),
         ({"model": ModelConfig(weights="somewhere")}, False),
-        ({"run": RunConfig(graphs="false")}, False),
-        ({"run": RunConfig(graphs="true"), "model": ModelConfig(weights="x")}, True),
+        ({"run": RunConfig(cuda_graphs="false")}, False),
+        (
+            {"run": RunConfig(cuda_graphs="true"), "model": ModelConfig(weights="x")},
+            True,
+        ),
     ],
 )
 def test_gpus_record_their_actions_unless_something_is_in_the_way(change, recorded):
@@ -148,9 +153,9 @@ def test_a_mesh_shares_a_gpu_in_a_testbed_with_nccl(machine, monkeypatch):
         (1, 25, [], 4),  # side by side
         (2, 100, [], 4),
         (0, 100, [], 4),
-        (1, 100, ["schedule.ranks=2"], 4),
-        (1, 100, ["schedule.copies=2"], 4),
-        (1, 100, ["run.elastic=true"], 4),
+        (1, 100, ["parallel.pp=2"], 4),
+        (1, 100, ["parallel.dp_replicate=2"], 4),
+        (1, 100, ["elastic.mode=true"], 4),
     ],
 )
 def test_one_process_is_planned_where_several_would_take_turns_on_a_gpu(
@@ -183,7 +188,7 @@ def test_a_run_that_needs_a_gpu_is_refused_without_one(machine):
     with pytest.raises(RunError, match="torch sees no GPU here"):
         check_gpu_exists(config_for("cuda"))
     with pytest.raises(RunError, match="torch sees none here"):
-        check_gpu_exists(replace(Config(), run=RunConfig(graphs="true")))
+        check_gpu_exists(replace(Config(), run=RunConfig(cuda_graphs="true")))
     machine(1)
     assert uses_gpus(config_for())
     assert not uses_gpus(config_for("cpu"))

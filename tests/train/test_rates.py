@@ -58,7 +58,7 @@ def wsd(step: int) -> float:
 )
 def test_a_named_schedule_has_the_rates_of_torch(name, final, after):
     settings = OptimizerConfig(
-        rate=2.0, schedule=name, final=final, warmup=WARMUP, cooldown=0.5
+        lr=2.0, lr_schedule=name, final=final, warmup_steps=WARMUP, cooldown=0.5
     )
     ours = [rate_at(step, STEPS, settings) for step in range(STEPS)]
     assert ours == pytest.approx(torch_rates(after))
@@ -67,7 +67,7 @@ def test_a_named_schedule_has_the_rates_of_torch(name, final, after):
 def test_a_function_of_ones_own_gives_the_factor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("saws.py").write_text("def saw(step):\n    return 1 - step % 3 / 4\n")
-    config = load_config("", changes=["optimizer.schedule=saws.py:saw"])
+    config = load_config("", changes=["optimizer.lr_schedule=saws.py:saw"])
     settings = with_absolute_paths(config).optimizer
     monkeypatch.chdir("/")  # as a resumed run may
     assert [factor_at(step, 99, settings) for step in (19, 21, 23)] == [1.0, 1.0, 0.5]
@@ -87,7 +87,7 @@ def test_a_function_that_gives_no_factor_is_refused(
 ):
     monkeypatch.chdir(tmp_path)
     Path("saws.py").write_text("number = 1\ndef below(step):\n    return -1\n")
-    settings = OptimizerConfig(schedule=name)
+    settings = OptimizerConfig(lr_schedule=name)
     with pytest.raises(ConfigError, match=message):
         factor_at(30, 99, settings)
 
@@ -101,9 +101,9 @@ def test_a_function_that_gives_no_factor_is_refused(
         (["model.weights=hub"], 2e-5, "2e-05, as suits weights that are trained"),
         (["model.weights=hub", "lora.rank=4"], 1e-4, "0.0001, as suits adapters"),
         (
-            ["model.weights=hub", "optimizer.rate=0.003"],
+            ["model.weights=hub", "optimizer.lr=0.003"],
             3e-3,
-            "0.003, as optimizer.rate says; 2e-05 suits weights",
+            "0.003, as optimizer.lr says; 2e-05 suits weights",
         ),
     ],
 )
@@ -121,9 +121,9 @@ def test_the_highest_rate_suits_what_is_trained_unless_it_is_set(
         file, name = Path("config.toml"), None
         file.write_text(dump_config(PRESETS["llama-150m"]))
     config, _ = find_run(file, name, changes, exists=False)
-    assert config.optimizer.rate == rate
-    assert rate_at(config.optimizer.warmup, 10_000, config.optimizer) == rate
+    assert config.optimizer.lr == rate
+    assert rate_at(config.optimizer.warmup_steps, 10_000, config.optimizer) == rate
     assert describe_rate(config).startswith(words)
     # The folder of the run keeps it, so that a run that is resumed goes on with it.
     kept = load_config(dump_config(config))
-    assert kept.optimizer.rate == rate
+    assert kept.optimizer.lr == rate

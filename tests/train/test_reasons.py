@@ -23,7 +23,7 @@ ROWS = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1,
 
 def plan_of(name: str) -> Plan:
     """The plan of a config, as its plan.json keeps it."""
-    shape = ScheduleConfig(name, ranks=4, microbatches=8)
+    shape = ScheduleConfig(name, microbatches=8)
     _, plan = plan_run(replace(Config(), schedule=shape), 8)
     return load_plan(dump_plan(plan))
 

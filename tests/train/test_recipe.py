@@ -73,14 +73,14 @@ def first_loss(loss) -> float:
     job = job_of(None, "1f1b")
     model = hold_whole(job.sizes)
     draw_parameters(model, job.config.run.seed)
-    batch = Loader(corpus(), BatchShape(SMALL.data.batch, 1), 0).step()[0]
+    batch = Loader(corpus(), BatchShape(SMALL.data.global_batch, 1), 0).step()[0]
     with torch.no_grad():
         total = loss(model.stages[0](batch.inputs[0]), batch.labels[0])
     return float(total) / valid_tokens(batch.labels[0])
 
 
 def test_a_loss_of_ones_own_is_trained(own):
-    short = ("run.steps=2", "optimizer.clip=0", "run.prove=false")
+    short = ("run.steps=2", "optimizer.clip_norm=0", "run.prove=false")
     plain = losses(train(job_of(own / "a", "1f1b", *short)))
     loss = "run.loss=own.py:doubled"
     doubled = losses(train(job_of(own / "b", "seq1f1b", *short, loss, slices=2)))
@@ -115,7 +115,7 @@ def test_smoothing_and_z_loss_are_those_of_their_formulas(tmp_path):
 
 # ---------------------------------------------------------------- callbacks
 def test_callbacks_hear_of_everything_and_can_stop_a_run(own):
-    changes = ("run.callbacks=[own.py:Notes]", "run.evaluate=2", "run.save=3")
+    changes = ("run.callbacks=[own.py:Notes]", "run.eval_every=2", "run.save_every=3")
     ends = outcomes(job_of(own / "run", "1f1b", *changes))
     rows = read_rows(own / "run")
     # It asks for the end after step 4; all ranks hear of it with step 5.
@@ -145,7 +145,7 @@ def test_a_callback_that_fails_is_named(own):
         ("run.loss=here", "is not module:name"),
         ("run.reduction=mean", "is for a loss of your own"),
         ("run.reduction=max", "there is no run.reduction 'max'"),
-        ("run.early_stop=2;run.evaluate=0", "counts evaluations"),
+        ("run.early_stop=2;run.eval_every=0", "counts evaluations"),
         ("run.loss=a:b;run.smoothing=0.1", "replaces the cross entropy"),
     ],
 )
@@ -156,8 +156,16 @@ def test_what_contradicts_itself_is_refused(change, message):
 
 # ---------------------------------------------------------------- early stopping
 def test_a_run_that_gets_no_better_ends_with_its_best_weights(tmp_path):
-    changes = ("run.evaluate=1", "run.early_stop=2", "run.keep=1", "run.steps=40")
-    wild = ("optimizer.rate=1.0", "optimizer.warmup=0")  # so that it soon gets worse
+    changes = (
+        "run.eval_every=1",
+        "run.early_stop=2",
+        "run.keep_checkpoints=1",
+        "run.steps=40",
+    )
+    wild = (
+        "optimizer.lr=1.0",
+        "optimizer.warmup_steps=0",
+    )  # so that it soon gets worse
     job = job_of(tmp_path, "1f1b", *changes, *wild)
     ends = outcomes(job)
     held_out = [row.evaluation for row in read_rows(tmp_path)]

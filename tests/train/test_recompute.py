@@ -19,15 +19,15 @@ from trainings import SMALL, VOCAB, apart, job_of, losses, train
 
 pytestmark = pytest.mark.numerics
 
-SHORT = ("run.steps=3", "optimizer.warmup=0")
+SHORT = ("run.steps=3", "optimizer.warmup_steps=0")
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "shape"),
     [
         ("zb-h1", (), {}),
-        ("seq1f1b", ("model.dropout=0.2", "data.separate=true"), {"slices": 2}),
-        ("hanayo", ("model.family=gpt", "model.tied=true"), {"waves": 1}),
+        ("seq1f1b", ("model.dropout=0.2", "data.document_mask=true"), {"slices": 2}),
+        ("hanayo", ("model.family=gpt", "model.tie_embeddings=true"), {"waves": 1}),
     ],
     ids=["split", "sliced", "gpt"],
 )
@@ -63,7 +63,7 @@ def test_dropout_inside_a_recomputed_block_drops_the_same_numbers_again():
 
 @pytest.mark.parametrize("block", ["mlp", "attention"])
 def test_what_is_recomputed_is_not_kept(block):
-    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.tokens)
+    sizes = sizes_of(SMALL.model, VOCAB, SMALL.data.seq_len)
     request = ProfileRequest(sizes, 8, rows=2)
     kept = footprint(Probe(subjects_of(request).layer)).held
     less = footprint(Probe(subjects_of(replace(request, inside=(block,))).layer)).held

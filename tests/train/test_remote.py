@@ -58,7 +58,11 @@ def stop_after(steps: int) -> Callable[[int], Callable[[], bool]]:
 def test_a_run_that_lost_its_folder_resumes_from_the_storage_on_other_ranks(
     tmp_path, url
 ):
-    options = (f"run.checkpoints={url}", "run.keep=1", "run.save=3")
+    options = (
+        f"run.checkpoint_url={url}",
+        "run.keep_checkpoints=1",
+        "run.save_every=3",
+    )
     whole = losses(train(job_of(tmp_path / "whole")))
     train(job_of(tmp_path / "lost", "1f1b", *options), stop_after(6))
     shutil.rmtree(tmp_path / "lost")
@@ -122,7 +126,7 @@ def test_a_damaged_file_is_replaced_by_the_intact_one_of_the_storage(
 
 def test_a_storage_that_cannot_be_used_is_named(tmp_path, caplog):
     with pytest.raises(
-        FileError, match=r"nonsense(?s:.*)run.checkpoints must be a URL"
+        FileError, match=r"nonsense(?s:.*)run.checkpoint_url must be a URL"
     ):
         RemoteCheckpoints("nonsense://bucket", keep=1)
     (tmp_path / "file").touch()
@@ -257,7 +261,7 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     tmp_path, monkeypatch, capsys
 ):
     file = write_config(tmp_path)
-    quick = "--set schedule.ranks=1 --set run.prove=false --set run.timed=0"
+    quick = "--set parallel.pp=1 --set run.prove=false --set run.timed=0"
     line = f"train {file} --sample 0 {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(
         monkeypatch, capsys, f"{line} --set run.steps=3 --resume-if-any"
@@ -276,7 +280,7 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     assert "no good checkpoint" in err
     other = f"train {file} --set run.folder={tmp_path}/other"
     code, _, err = called(
-        monkeypatch, capsys, f"{other} --set run.checkpoints=nonsense://bucket"
+        monkeypatch, capsys, f"{other} --set run.checkpoint_url=nonsense://bucket"
     )
     assert (code, (tmp_path / "other").exists()) == (2, False)
     assert "cannot open nonsense://bucket" in err
@@ -285,7 +289,7 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
 def test_the_command_line_mends_a_damaged_checkpoint_from_the_storage(
     tmp_path, monkeypatch, capsys, caplog
 ):
-    quick = "--set schedule.ranks=1 --set run.prove=false --set run.timed=0 --sample 0"
+    quick = "--set parallel.pp=1 --set run.prove=false --set run.timed=0 --sample 0"
     line = f"train {write_config(tmp_path)} {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=3")
     assert code == 0, err

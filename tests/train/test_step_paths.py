@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_checkpoint import stop_after, tensors_in
 
 from penstock import Plan, UnitCost, make
-from penstock.config import PathsConfig, ScheduleConfig, check_config
+from penstock.config import ParallelConfig, PathsConfig, ScheduleConfig, check_config
 from penstock.errors import ConfigError, ScheduleError, ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.formats.config_toml import apply_changes, dump_config, load_config
@@ -39,7 +39,8 @@ from trainings import SMALL, VOCAB, corpus, losses, outcomes, train
 
 SKIP = replace(
     SMALL,
-    schedule=ScheduleConfig(name="skip", ranks=4, microbatches=4),
+    schedule=ScheduleConfig(name="skip", microbatches=4),
+    parallel=ParallelConfig(pp=4),
     run=replace(SMALL.run, steps=9),
 )
 ROTATING = ("paths.rotate=3", "paths.full=4", "paths.warmup=1")
@@ -48,7 +49,7 @@ ROTATING = ("paths.rotate=3", "paths.full=4", "paths.warmup=1")
 def run_of(folder: Path, *changes: str, resume: bool = False) -> Job:
     """A run as `penstock train` prepares it, with a skip schedule on four ranks."""
     config = check_config(apply_changes(SKIP, changes))
-    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
     config, plan = plan_run(config, sizes.layers)
     return Job(config, plan, sizes, corpus(config), folder, resume)
 
@@ -144,7 +145,7 @@ def reference(job: Job) -> list[float]:
             [p.grad for p in model.parameters.values() if p.grad is not None]
         )
         torch.nn.utils.clip_grads_with_norm_(
-            model.parameters.values(), config.optimizer.clip, norm
+            model.parameters.values(), config.optimizer.clip_norm, norm
         )
         optimizer.step(factor_at(step, config.run.steps, config.optimizer))
     return found
@@ -155,7 +156,7 @@ def reference(job: Job) -> list[float]:
     [
         ROTATING,
         (*ROTATING, "paths.mean=visits", "schedule.skips=2"),
-        ("paths.rotate=2", "paths.swaps=1", "paths.keep=2", "schedule.copies=2"),
+        ("paths.rotate=2", "paths.swaps=1", "paths.keep=2", "parallel.dp_replicate=2"),
     ],
     ids=["rotation", "visits", "copies"],
 )
@@ -169,7 +170,7 @@ def test_a_run_with_changing_paths_computes_what_one_process_does(changes, tmp_p
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    rows = train(run_of(folder, *ROTATING, "run.evaluate=4"))
+    rows = train(run_of(folder, *ROTATING, "run.eval_every=4"))
     return rows, tensors_in(folder / "checkpoints" / "step-00000009")
 
 
@@ -177,7 +178,7 @@ def undisturbed(tmp_path_factory):
 def test_a_run_with_changing_paths_resumes_exactly(stop, undisturbed, tmp_path):
     whole, weights = undisturbed
     outcomes(run_of(tmp_path, *ROTATING), stop_after(stop))
-    rows = train(run_of(tmp_path, *ROTATING, "run.evaluate=4", resume=True))
+    rows = train(run_of(tmp_path, *ROTATING, "run.eval_every=4", resume=True))
     assert losses(rows) == losses(whole)
     assert rows[-1].evaluation == whole[-1].evaluation
     resumed = tensors_in(tmp_path / "checkpoints" / "step-00000009")
@@ -187,7 +188,7 @@ def test_a_run_with_changing_paths_resumes_exactly(stop, undisturbed, tmp_path):
 def test_the_history_says_how_many_layers_ran(undisturbed, tmp_path):
     assert [row.layers for row in undisturbed[0]] == [4, 3, 3, 4, 3, 3, 3, 4, 3]
     plain = train(
-        run_of(tmp_path, "schedule.name=1f1b", "schedule.ranks=2", "run.steps=2")
+        run_of(tmp_path, "schedule.name=1f1b", "parallel.pp=2", "run.steps=2")
     )
     assert {row.layers for row in plain} == {None}
 
@@ -203,9 +204,13 @@ def test_a_part_that_no_path_visits_in_a_step_is_left_alone(tmp_path):
     ]
     partial = sequential_schedule(pair.stages, changed)
     plan = Plan(partial, "own", (2, 1, 1, 0), full=full_schedule(pair))
-    made = run_of(tmp_path, "run.steps=2", "schedule.copies=1")
-    shape = ScheduleConfig("own", ranks=6, microbatches=4)
-    config = replace(made.config, paths=PathsConfig(warmup=1), schedule=shape)
+    made = run_of(tmp_path, "run.steps=2", "parallel.dp_replicate=1")
+    config = replace(
+        made.config,
+        paths=PathsConfig(warmup=1),
+        schedule=ScheduleConfig("own", microbatches=4),
+        parallel=ParallelConfig(pp=6),
+    )
     job = replace(made, config=config, plan=plan)
     outcomes(job, stop_after(1))
     before = tensors_in(tmp_path / "checkpoints" / "step-00000001")
@@ -240,7 +245,7 @@ def test_schedules_of_a_plan_have_the_same_stages_and_micro_batches():
 def test_a_share_of_the_parts_is_rounded_to_the_nearest_number():
     for share, ranks, skips in ((0.25, 4, 1), (0.33, 6, 2), (0.25, 8, 2), (0.5, 6, 3)):
         config = apply_changes(
-            SKIP, [f"paths.share={share}", f"schedule.ranks={ranks}", "model.layers=8"]
+            SKIP, [f"paths.share={share}", f"parallel.pp={ranks}", "model.layers=8"]
         )
         _, plan = plan_run(check_config(config), 8)
         lengths = {len(one.path) for one in plan.schedule.microbatches}
@@ -281,7 +286,7 @@ def test_kept_parts_are_on_every_path():
         (["paths.keep=[7]"], "paths.keep names part 7, but the parts of 4 ranks are 0 to 3"),
         (["paths.full=-2"], "paths.full = -2 must be at least -1"),
         (["schedule.name=plan.json", "paths.share=0.25"], "paths.share is for schedule.name = skip"),
-        (["paths.mean=visits", "data.separate=true", "mesh.shard=2"], "does not go with data.separate"),
+        (["paths.mean=visits", "data.document_mask=true", "parallel.dp_shard=2"], "not go with data.document_mask"),
     ],
     ids=str,
 )  # fmt: skip
@@ -304,8 +309,10 @@ def test_paths_that_auto_has_chosen_may_change_from_step_to_step():
 
 
 def test_recordings_do_not_go_with_changing_paths():
-    config = apply_changes(SKIP, ["run.graphs=true", "paths.full=3"])
-    with pytest.raises(ConfigError, match=r"run.graphs = true does not go with paths"):
+    config = apply_changes(SKIP, ["run.cuda_graphs=true", "paths.full=3"])
+    with pytest.raises(
+        ConfigError, match=r"run.cuda_graphs = true does not go with paths"
+    ):
         plan_run(config, 4)
 
 

@@ -51,7 +51,7 @@ def test_a_table_gives_the_tokens_of_the_same_lines_of_json(name, tmp_path):
     WRITERS[name](table, str(tmp_path / name))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (tmp_path / "d.jsonl").write_text(lines)
-    data = DataConfig(tokens=16, separate=True, tokenizer="bytes")
+    data = DataConfig(seq_len=16, document_mask=True, tokenizer="bytes")
     corpora = []
     for source in (name, "d.jsonl"):
         files = replace(data, sources=(str(tmp_path / source),))

@@ -84,7 +84,7 @@ def failing(monkeypatch, error: Exception, step: int) -> None:
     [
         (
             RuntimeError(CPU_FULL),
-            "rank 0 has no memory left: it tried to allocate 5.0 GB\n  fewer data.tokens",
+            "rank 0 has no memory left: it tried to allocate 5.0 GB\n  fewer data.seq_len",
         ),
         (
             torch.OutOfMemoryError(GPU_FULL),

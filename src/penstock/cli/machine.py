@@ -61,7 +61,7 @@ def run_testbed(
     NVIDIA's MPS is started before the command and stopped after it. With --backend nccl the processes exchange
     messages and sums as processes of different machines do, which a single GPU usually refuses.
 
-    Example: penstock testbed --workers 8 -- penstock train --set schedule.ranks=8 --set run.device=cuda
+    Example: penstock testbed --workers 8 -- penstock train --set parallel.pp=8 --set run.device=cuda
     """
     raise typer.Exit(run_in_testbed(workers, command, backend))
 
@@ -69,7 +69,9 @@ def run_testbed(
 def join_command(
     address: Annotated[
         str,
-        typer.Argument(metavar="HOST:PORT", help="Where the run listens (run.listen)."),
+        typer.Argument(
+            metavar="HOST:PORT", help="Where the run listens (elastic.listen)."
+        ),
     ],
     key: Annotated[
         Path,

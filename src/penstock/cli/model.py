@@ -79,8 +79,8 @@ def train_command(
 ) -> None:
     """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
 
-    A rank is one process or several: --set mesh.tensor=2 divides its layers between two processes, --set mesh.shard=2
-    divides its weights between two processes while they are not in use.
+    A rank is one process or several: --set parallel.tp=2 divides its layers between two processes,
+    --set parallel.dp_shard=2 divides its weights between two processes while they are not in use.
 
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """

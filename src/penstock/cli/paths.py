@@ -454,14 +454,14 @@ def question_from_config(
     wanted = replica_counts(
         len(cluster.nodes), step.parts, rules.hops(step.parts), nodes.data_nodes
     )
-    batch = config.data.batch // config.run.accumulate  # of a pass
+    batch = config.data.global_batch // config.run.accumulate  # of a pass
     data = choose_data_nodes(
         batch, microbatches, wanted[0], nodes.data_nodes is not None
     )
     rows = batch // (data * microbatches)
     profile, origin = _profile_of(nodes.gpu, given_profile, config, sizes, rows)
     model = model_parts(
-        profile, step.parts, config.data.tokens, config.run.recompute, origin
+        profile, step.parts, config.data.seq_len, config.run.recompute, origin
     )
     if nodes.gpu is not None:
         cluster = with_memory(cluster, USABLE_SHARE * gpu_of(nodes.gpu).memory)
@@ -470,7 +470,7 @@ def question_from_config(
         model.costs,
         microbatches,
         data,
-        config.data.tokens,
+        config.data.seq_len,
         model.turn,
         model,
         config.run.accumulate,
@@ -493,7 +493,7 @@ def _profile_of(
         gpu = gpu_of(gpu_name)
         profile = analytic_profile(
             config_of(sizes),
-            config.data.tokens,
+            config.data.seq_len,
             rows,
             gpu,
             precision_of(config, on_gpu="bfloat16" in gpu.peak),
@@ -505,7 +505,7 @@ def _profile_of(
         )
     workload = Workload(
         sizes.layers,
-        config.data.tokens,
+        config.data.seq_len,
         batch=rows,
         devices=1,
         fixed=Fixed(ranks=1, microbatches=1, copies=1, tensor=1, shard=1),

@@ -78,7 +78,7 @@ MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave o
 CONFIG_PANEL = "A model and its devices"
 FOR_A_PIPELINE = (
     "{option} is for a pipeline without a config; a config has its own: "
-    "--set schedule.ranks=8, data.tokens and so on\n  leave {option} out"
+    "--set parallel.pp=8, data.seq_len and so on\n  leave {option} out"
 )
 NEEDS_A_CONFIG = (
     "{option} needs a config: penstock plan config.toml {option} ...\n"

@@ -64,8 +64,12 @@ class SizeOptions:
     @property
     def changes(self) -> dict[str, int]:
         """The sizes that differ from the preset, by the names of the config."""
+        names = {"width": "hidden_size", "inner": "intermediate_size"}
+        names["vocab"] = "vocab_size"
         return {
-            name: size for name, size in asdict(self).items() if isinstance(size, int)
+            names.get(name, name): size
+            for name, size in asdict(self).items()
+            if isinstance(size, int)
         }
 
 
@@ -88,7 +92,7 @@ class ComputeOptions:
     )
     graphs: bool = option(
         False,
-        "On a GPU: measure recorded actions, as with run.graphs = true.",
+        "On a GPU: measure recorded actions, as with run.cuda_graphs = true.",
         "--graphs",
     )
     threads: int | None = option(
@@ -292,7 +296,7 @@ def _request_of_config(
         rows = tuple(rows_to_measure(workload))
     else:
         config, plan = plan_run(config, layers)
-        processes = plan.schedule.ranks * config.mesh.size
+        processes = plan.schedule.ranks * config.parallel.size
         placement = decide_placement(config, processes)
         rows = (config.rows,)
     request = request_of(config, placement, rows[0], quick=quick)

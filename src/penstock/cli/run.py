@@ -237,7 +237,7 @@ def _announce(prepared: PreparedRun, folder: Path) -> None:
     ranks = count_of(schedule.ranks, *RANKS)
     microbatches = count_of(len(schedule.microbatches), *MICROBATCHES)
     layers = " ".join(map(str, plan.partition))
-    tokens = config.data.batch * config.data.tokens
+    tokens = config.data.global_batch * config.data.seq_len
     tell(
         "model",
         f"{model_name(sizes)}, {sizes.layers} layers of width {sizes.width}, "
@@ -246,13 +246,13 @@ def _announce(prepared: PreparedRun, folder: Path) -> None:
     tell(
         "schedule",
         f"{plan.name}: {ranks}, {microbatches} of "
-        f"{config.rows} x {config.data.tokens} tokens, layers {layers}",
+        f"{config.rows} x {config.data.seq_len} tokens, layers {layers}",
     )
     paths = describe_paths(plan, config.paths)
     if paths:
         tell("paths", paths)
-    if config.mesh.size > 1:
-        tell("mesh", config.mesh.over(schedule.ranks))
+    if config.parallel.size > 1:
+        tell("mesh", config.parallel.over(schedule.ranks))
     tell("data", _describe_text(prepared.corpus, config))
     tell("tokenizer", config.data.tokenizer)
     steps = count_of(config.run.steps, *STEPS)
@@ -260,7 +260,7 @@ def _announce(prepared: PreparedRun, folder: Path) -> None:
         "step",
         f"{tokens:,} tokens; {steps}, {precision_on(config, prepared.placement.device)}",
     )
-    encrypted = bool(config.run.listen)
+    encrypted = bool(config.elastic.listen)
     tell("rate", describe_rate(config))
     tell("workers", describe_placement(prepared.placement, encrypted))
     tell("folder", str(folder))
@@ -268,7 +268,7 @@ def _announce(prepared: PreparedRun, folder: Path) -> None:
 
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
-    epochs = config.run.steps * config.data.batch / corpus.trained
+    epochs = config.run.steps * config.data.global_batch / corpus.trained
     said = ""
     tally = corpus.tally
     if tally is not None:
@@ -354,7 +354,7 @@ def _prediction(config: Config, plan: Plan, placement: Placement, folder: Path) 
 
 def _print_memory(forecast: Forecast, config: Config) -> None:
     """Print the memory of each rank; of several processes, that of the fullest."""
-    owner = "rank" if config.mesh.size == 1 else "process of rank"
+    owner = "rank" if config.parallel.size == 1 else "process of rank"
     heads = (owner, "weights, gradients, optimizer", "activations at most", "together")
     rows = []
     for rank, weights in enumerate(forecast.weights):
@@ -371,9 +371,9 @@ def describe_step(forecast: Forecast, config: Config) -> str:
     optimizer = write_time(forecast.optimizer, digits=3)
     passes = f"{forecast.passes} passes" if forecast.passes > 1 else "a pass"
     details = [f"bubble {forecast.timeline.bubble:.1%}"]
-    processes = forecast.timeline.schedule.ranks * config.mesh.size
+    processes = forecast.timeline.schedule.ranks * config.parallel.size
     if forecast.processors < processes:
-        workers = "ranks" if config.mesh.size == 1 else "processes"
+        workers = "ranks" if config.parallel.size == 1 else "processes"
         details.append(f"{processes} {workers} on {forecast.processors} processors")
     full = ""
     if forecast.full is not None:
@@ -391,14 +391,14 @@ def describe_step(forecast: Forecast, config: Config) -> str:
 
 
 def hint(forecast: Forecast, config: Config) -> str:
-    """Return a line that suggests `run.graphs` if launches slow a GPU down; else ""."""
+    """Return a line that suggests `run.cuda_graphs` if launches slow a GPU down; else ""."""
     if forecast.launch < MIN_LAUNCH_OVERHEAD:
         return ""
-    if config.run.graphs != "false" or reasons_against_recording(config):
+    if config.run.cuda_graphs != "false" or reasons_against_recording(config):
         return ""
     return (
         "\n          launching kernels takes longer than running them; a step would be "
-        f"{forecast.launch:.1f} times as fast with --set run.graphs=true"
+        f"{forecast.launch:.1f} times as fast with --set run.cuda_graphs=true"
     )
 
 

@@ -1,4 +1,4 @@
-"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: nine sections of plain values, frozen, and checked before anything starts.
 
 sections ──► Config ──► checks ──┬──► the same config, with its open values settled
                                  └──► every fault, by name
@@ -7,13 +7,17 @@ sections ──► Config ──► checks ──┬──► the same config, w
 from penstock.config.checks import (
     allows_meshes,
     check_config,
-    find_settings,
     is_recording,
-    keys_by_section,
     precision_of,
     reasons_against_compiling,
     reasons_against_recording,
     segments_fault,
+)
+from penstock.config.names import (
+    advise,
+    advise_section,
+    find_settings,
+    keys_by_section,
 )
 from penstock.config.sections import (
     AS_PLANNED,
@@ -25,13 +29,14 @@ from penstock.config.sections import (
     SWITCH,
     Config,
     DataConfig,
+    ElasticConfig,
     LoraConfig,
-    MeshConfig,
     MixtureSource,
     ModelConfig,
     OptimizerConfig,
     Options,
     OptionValue,
+    ParallelConfig,
     ParameterGroup,
     PathsConfig,
     RunConfig,
@@ -54,17 +59,20 @@ __all__ = [
     "SWITCH",
     "Config",
     "DataConfig",
+    "ElasticConfig",
     "LoraConfig",
-    "MeshConfig",
     "MixtureSource",
     "ModelConfig",
     "OptimizerConfig",
     "OptionValue",
     "Options",
+    "ParallelConfig",
     "ParameterGroup",
     "PathsConfig",
     "RunConfig",
     "ScheduleConfig",
+    "advise",
+    "advise_section",
     "allows_meshes",
     "broken_limits",
     "check_config",

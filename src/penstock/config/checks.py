@@ -12,6 +12,7 @@ from math import inf, isfinite
 from operator import attrgetter
 from typing import NamedTuple
 
+from penstock.config.names import OTHER_VALUES
 from penstock.config.sections import (
     AUTO,
     CHOICES,
@@ -19,14 +20,13 @@ from penstock.config.sections import (
     PARTIAL_SCHEDULES,
     RATE_SCHEDULES,
     Config,
-    MeshConfig,
-    ScheduleConfig,
+    ParallelConfig,
     broken_limits,
     is_plan_file,
     names_own_code,
     own_code_file,
 )
-from penstock.errors import ConfigError, UnknownNameError, nearest_name
+from penstock.errors import ConfigError, UnknownNameError
 
 
 def check_config(config: Config, counted: bool = False) -> Config:
@@ -76,7 +76,7 @@ def _own_code(config: Config) -> list[tuple[str, str]]:
 def _impossible_options(config: Config) -> list[tuple[str, str]]:
     """The options of [run] that contradict other values, and why."""
     reasons = {
-        "graphs": reasons_against_recording,
+        "cuda_graphs": reasons_against_recording,
         "compile": reasons_against_compiling,
     }
     return [
@@ -89,7 +89,10 @@ def _impossible_options(config: Config) -> list[tuple[str, str]]:
 
 def _files_of_own_code(config: Config) -> list[tuple[str, str]]:
     """The names of the user's own code that name a file, by their keys."""
-    named = [("optimizer.schedule", config.optimizer.schedule), *_own_code(config)]
+    named = [
+        ("optimizer.lr_schedule", config.optimizer.lr_schedule),
+        *_own_code(config),
+    ]
     return [(key, name) for key, name in named if own_code_file(name)]
 
 
@@ -116,13 +119,13 @@ def _changed_paths(config: Config) -> list[str]:
 
 def _uneven_data(config: Config) -> list[str]:
     """The keys of [data] that give shards documents of different lengths."""
-    uneven = ("separate", "instructions", "segments")
+    uneven = ("document_mask", "instructions", "segments")
     return [key for key in uneven if getattr(config.data, key)]
 
 
 def _unknown_parts(config: Config) -> list[tuple[int, int]]:
     """The parts of paths.keep that the schedule does not have, each with the last one that it has."""
-    last = config.schedule.ranks - 1
+    last = config.parallel.pp - 1
     return [(part, last) for part in config.paths.keep if not 0 <= part <= last]
 
 
@@ -130,12 +133,12 @@ def _unknown_parts(config: Config) -> list[tuple[int, int]]:
 EVEN_BATCH = Rule(
     lambda c: (
         []
-        if c.data.batch % (c.passages or 1) == 0
-        else [-(-c.data.batch // c.passages) * c.passages]
+        if c.data.global_batch % (c.passages or 1) == 0
+        else [-(-c.data.global_batch // c.passages) * c.passages]
     ),
-    "data.batch = {data.batch} sequences cannot be dealt out evenly to {config.passages} "
-    "micro-batches (microbatches {schedule.microbatches} x copies {schedule.copies} x shard {mesh.shard} x accumulate "
-    "{run.accumulate}); {it} can",
+    "data.global_batch = {data.global_batch} is not divisible by {config.passages}: schedule.microbatches "
+    "{schedule.microbatches} x parallel.dp_replicate {parallel.dp_replicate} x parallel.dp_shard "
+    "{parallel.dp_shard} x run.accumulate {run.accumulate}; {it} is",
 )
 RULES = (
     # ------------------------------------------------ [optimizer]
@@ -147,7 +150,7 @@ RULES = (
         lambda c: [
             (group.match, key, value)
             for group in c.optimizer.groups
-            for key, value in (("rate", group.rate), ("decay", group.decay))
+            for key, value in (("lr", group.lr), ("weight_decay", group.weight_decay))
             if value is not None and not 0 <= value < inf
         ],
         "optimizer.groups with match = {it[0]!r} has {it[1]} = {it[2]:g}; it must be at least 0",
@@ -156,9 +159,9 @@ RULES = (
         lambda c: [
             group
             for group in c.optimizer.groups
-            if group.frozen and (group.rate, group.decay) != (None, None)
+            if group.frozen and (group.lr, group.weight_decay) != (None, None)
         ],
-        "optimizer.groups with match = {it.match!r} is frozen, so it can have no rate or decay",
+        "optimizer.groups with match = {it.match!r} is frozen, so it can have no lr or weight_decay",
     ),
     # ------------------------------------------------ [lora] and [run]
     Rule(
@@ -166,9 +169,9 @@ RULES = (
         "lora.rank = {lora.rank} trains adapters beside a trained model: name its folder in model.weights",
     ),
     Rule(
-        lambda c: c.lora.rank and c.mesh.size > 1,
-        "lora.rank = {lora.rank} does not go with mesh.shard = {mesh.shard} and "
-        "mesh.tensor = {mesh.tensor}: use schedule.copies instead",
+        lambda c: c.lora.rank and c.parallel.size > 1,
+        "lora.rank = {lora.rank} does not go with parallel.dp_shard = {parallel.dp_shard} and "
+        "parallel.tp = {parallel.tp}: use parallel.dp_replicate instead",
     ),
     Rule(
         lambda c: [one for one in _own_code(c) if not names_own_code(one[1])],
@@ -187,19 +190,19 @@ RULES = (
         "run.recompute = true recomputes everything, so run.recompute_{it} = true adds nothing: set one of them",
     ),
     Rule(
-        lambda c: c.run.early_stop and not c.run.evaluate,
-        "run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none",
+        lambda c: c.run.early_stop and not c.run.eval_every,
+        "run.early_stop = {run.early_stop} counts evaluations, but run.eval_every = 0 makes none",
     ),
     # ------------------------------------------------ [schedule]
     Rule(
         lambda c: (
             c.schedule.is_named
-            and c.schedule.devices
-            and c.processes > c.schedule.devices
+            and c.parallel.devices
+            and c.processes > c.parallel.devices
         ),
-        "schedule.devices = {schedule.devices}, but {schedule.name} needs {config.processes} "
-        "(ranks {schedule.ranks} x copies {schedule.copies} x mesh {mesh.size}); "
-        "set schedule.devices=0, or fewer ranks or copies",
+        "parallel.devices = {parallel.devices}, but {schedule.name} needs {config.processes} "
+        "(ranks {parallel.pp} x copies {parallel.dp_replicate} x mesh {parallel.size}); "
+        "set parallel.devices=0, or fewer ranks or copies",
     ),
     Rule(
         lambda c: c.schedule.skip and c.schedule.is_named,
@@ -253,9 +256,9 @@ RULES = (
         lambda c: (
             not c.model.folder
             and c.model.family in ("gpt", "bert")
-            and 0 < c.model.positions < c.data.tokens
+            and 0 < c.model.positions < c.data.seq_len
         ),
-        "data.tokens = {data.tokens} is more than model.positions = {model.positions}",
+        "data.seq_len = {data.seq_len} is more than model.positions = {model.positions}",
     ),
     Rule(
         lambda c: (
@@ -273,19 +276,21 @@ RULES = (
         lambda c: [
             key
             for key in ("key", "workers")
-            if getattr(c.run, key) and not c.run.listen
+            if getattr(c.elastic, key) and not c.elastic.listen
         ],
-        "run.{it} is for workers of other machines: set run.listen=HOST:PORT too",
+        "elastic.{it} is for workers of other machines: set elastic.listen=HOST:PORT too",
     ),
     Rule(
-        lambda c: c.run.listen and c.run.elastic == "false",
-        "run.listen lets workers join, which run.elastic = false does not allow",
+        lambda c: c.elastic.listen and c.elastic.mode == "false",
+        "elastic.listen lets workers join, which elastic.mode = false does not allow",
     ),
     Rule(
         lambda c: (
-            _files_of_own_code(c) if c.run.listen and c.run.elastic != "false" else []
+            _files_of_own_code(c)
+            if c.elastic.listen and c.elastic.mode != "false"
+            else []
         ),
-        "{it[0]} = {it[1]} is a file that workers of other machines do not have (run.listen): "
+        "{it[0]} = {it[1]} is a file that workers of other machines do not have (elastic.listen): "
         "name a module that is installed on all machines",
     ),
     # ------------------------------------------------ [paths]
@@ -297,10 +302,10 @@ RULES = (
     Rule(
         lambda c: (
             _uneven_data(c)[:1]
-            if _has_paths(c) and c.paths.mean == "visits" and c.mesh.shard > 1
+            if _has_paths(c) and c.paths.mean == "visits" and c.parallel.dp_shard > 1
             else []
         ),
-        "paths.mean = visits does not go with data.{it} and mesh.shard > 1: "
+        "paths.mean = visits does not go with data.{it} and parallel.dp_shard > 1: "
         "shards would weigh their documents differently; set paths.mean=all",
     ),
     Rule(
@@ -321,19 +326,19 @@ RULES = (
     ),
     Rule(
         lambda c: _unknown_parts(c)[:1] if c.schedule.name in PARTIAL_SCHEDULES else [],
-        "paths.keep names part {it[0]}, but the parts of {schedule.ranks} ranks are "
+        "paths.keep names part {it[0]}, but the parts of {parallel.pp} ranks are "
         "0 to {it[1]}",
     ),
     Rule(
-        lambda c: 0 < c.run.slow <= 1,
-        "run.slow = {run.slow:g} would call every worker slow; it must be more than 1, or 0",
+        lambda c: 0 < c.elastic.slow <= 1,
+        "elastic.slow = {elastic.slow:g} would call every worker slow; it must be more than 1, or 0",
     ),
 )
 
 
 def allows_meshes(config: Config) -> bool:
     """Whether the options of a run go with ranks of several processes."""
-    return not _impossible_options(replace(config, mesh=MeshConfig(shard=2)))
+    return not _impossible_options(replace(config, parallel=ParallelConfig(dp_shard=2)))
 
 
 def _range_faults(config: Config) -> Iterator[str]:
@@ -368,9 +373,9 @@ def _choice_faults(config: Config) -> Iterator[str]:
             yield str(
                 UnknownNameError(key, value, known, meant if meant in known else "")
             )
-    schedule = config.optimizer.schedule
+    schedule = config.optimizer.lr_schedule
     if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
-        wrong = UnknownNameError("optimizer.schedule", schedule, RATE_SCHEDULES)
+        wrong = UnknownNameError("optimizer.lr_schedule", schedule, RATE_SCHEDULES)
         yield f"{wrong}; your own is module:function or file.py:function"
 
 
@@ -383,18 +388,22 @@ def _settle_named(config: Config) -> Config:
     schedule = config.schedule
     if not schedule.is_named:
         return config
-    copies = schedule.copies or 1
-    default = schedule.devices // (copies * max(1, config.mesh.size))
-    ranks = schedule.ranks or default or ScheduleConfig().ranks
+    parallel = config.parallel
+    copies = parallel.dp_replicate or 1
+    default = parallel.devices // (copies * max(1, config.parallel.size))
+    ranks = parallel.pp or default or ParallelConfig().pp
     microbatches = schedule.microbatches
     if not microbatches:
-        passes = copies * max(1, config.mesh.shard * config.run.accumulate)
-        share = max(1, config.data.batch // passes)
+        passes = copies * max(1, config.parallel.dp_shard * config.run.accumulate)
+        share = max(1, config.data.global_batch // passes)
         most = min(2 * ranks, share, MAX_DEFAULT_MICROBATCHES)
         fitting = [one for one in range(1, most + 1) if share % one == 0]
         microbatches = max(fitting, default=1)
-    schedule = replace(schedule, ranks=ranks, copies=copies, microbatches=microbatches)
-    return replace(config, schedule=schedule)
+    return replace(
+        config,
+        schedule=replace(schedule, microbatches=microbatches),
+        parallel=replace(parallel, pp=ranks, dp_replicate=copies),
+    )
 
 
 def segments_fault(config: Config) -> str:
@@ -419,8 +428,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     A graph replays what is the same in every step, on one GPU.
     """
     reasons = _changing_calls(config)
-    if config.data.separate:
-        reasons.append("data.separate = true: documents differ from step to step")
+    if config.data.document_mask:
+        reasons.append("data.document_mask = true: documents differ from step to step")
     elif config.data.apart:
         reasons.append("data.segments > 0: the padding differs from step to step")
     reasons += _mesh_reason(config, "the processes of a mesh talk within an action")
@@ -430,10 +439,12 @@ def reasons_against_recording(config: Config) -> list[str]:
 
 
 def _mesh_reason(config: Config, reason: str) -> list[str]:
-    mesh = config.mesh
+    mesh = config.parallel
     if mesh.size <= 1:
         return []
-    return [f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: {reason}"]
+    return [
+        f"parallel.dp_shard = {mesh.dp_shard} and parallel.tp = {mesh.tp}: {reason}"
+    ]
 
 
 def _changing_calls(config: Config) -> list[str]:
@@ -454,10 +465,10 @@ def is_recording(config: Config, on_gpu: bool) -> bool:
     that are not Penstock's own (model.weights, model.config) may read a number back from the
     GPU, which a recording cannot do.
     """
-    if config.run.graphs == AUTO:
+    if config.run.cuda_graphs == AUTO:
         own_model = not config.model.folder
         return on_gpu and own_model and not reasons_against_recording(config)
-    return config.run.graphs == "true"
+    return config.run.cuda_graphs == "true"
 
 
 def precision_of(config: Config, on_gpu: bool) -> str:
@@ -465,105 +476,3 @@ def precision_of(config: Config, on_gpu: bool) -> str:
     if config.run.precision == AUTO:
         return "bfloat16" if on_gpu else "float32"
     return config.run.precision
-
-
-# ---------------------------------------------------------------- the words of others
-# A key that is unknown in its section is looked up in this order:
-#
-#     the words of others      learning_rate    is optimizer.rate here
-#     a name that is near      widht            is width
-#     the other sections       model.steps      is run.steps
-#
-# What transformers, torchtitan, Megatron and DeepSpeed call our settings.
-OTHER_WORDS = {
-    "hidden_size": "model.width",
-    "dim": "model.width",
-    "intermediate_size": "model.inner",
-    "ffn_hidden_size": "model.inner",
-    "num_attention_heads": "model.heads",
-    "num_key_value_heads": "model.kv_heads",
-    "max_position_embeddings": "model.positions",
-    "rope_theta": "model.theta",
-    "tie_word_embeddings": "model.tied",
-    "model_name_or_path": "model.weights",
-    "dataset": "data.sources",
-    "batch_size": "data.batch",
-    "global_batch_size": "data.batch",
-    "train_batch_size": "data.batch",
-    "micro_batch_size": "schedule.microbatches",
-    "seq_len": "data.tokens",
-    "seq_length": "data.tokens",
-    "sequence_length": "data.tokens",
-    "max_length": "data.tokens",
-    "max_seq_length": "data.tokens",
-    "packing": "data.separate",
-    "pp": "schedule.ranks",
-    "stages": "schedule.ranks",
-    "dp": "schedule.copies",
-    "tp": "mesh.tensor",
-    "fsdp": "mesh.shard",
-    "lora": "lora.rank",
-    "lr": "optimizer.rate",
-    "learning_rate": "optimizer.rate",
-    "lr_scheduler_type": "optimizer.schedule",
-    "min_lr": "optimizer.final",
-    "max_grad_norm": "optimizer.clip",
-    "gradient_clipping": "optimizer.clip",
-    "clip_grad": "optimizer.clip",
-    "output_dir": "run.folder",
-    "epochs": "run.steps",
-    "num_train_epochs": "run.steps",
-    "train_iters": "run.steps",
-    "dtype": "run.precision",
-    "bf16": "run.precision",
-    "fp16": "run.precision",
-    "gradient_checkpointing": "run.recompute",
-    "activation_checkpoint": "run.recompute",
-    "gradient_accumulation_steps": "run.accumulate",
-    "save_steps": "run.save",
-    "save_interval": "run.save",
-    "eval_steps": "run.evaluate",
-    "eval_interval": "run.evaluate",
-    "logging_steps": "run.log",
-    "log_interval": "run.log",
-    "save_total_limit": "run.keep",
-}
-# What others call the values of our settings. The nearest name of a gpu would be the cpu.
-OTHER_VALUES = {
-    "gpu": "cuda",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-}
-
-
-def find_settings(section: str, key: str) -> tuple[str, ...]:
-    """The settings that were probably meant by a key that `section` does not have.
-
-    Those of the same section are returned without its name.
-
-    >>> find_settings("model", "hidden_size"), find_settings("train", "lr")
-    (('width',), ('optimizer.rate',))
-    >>> find_settings("model", "steps"), find_settings("model", "keep")
-    (('run.steps',), ('paths.keep', 'run.keep'))
-    >>> find_settings("model", "quantized")
-    ()
-    """
-    known = keys_by_section()
-    own_prefix = f"{section}."
-    if key.casefold() in OTHER_WORDS:
-        return (OTHER_WORDS[key.casefold()].removeprefix(own_prefix),)
-    own = nearest_name(key, known.get(section, ()))
-    if own:
-        return (own,)
-    names = sorted({name for keys in known.values() for name in keys})
-    near = nearest_name(key, names, letters=4)  # there are many names
-    return tuple(f"{place}.{near}" for place, keys in known.items() if near in keys)
-
-
-def keys_by_section() -> dict[str, list[str]]:
-    """The keys of each section."""
-    config = Config()
-    return {
-        section.name: [item.name for item in fields(getattr(config, section.name))]
-        for section in fields(config)
-    }

@@ -1,13 +1,14 @@
 """The sections of a config: plain values, each with its default, its meaning and its range.
 
     [model]      sizes, or a folder to start from          what to train
-    [data]       text, tokenizer, tokens, batch            on which text
+    [data]       text, tokenizer, lengths                  on which text
+    [parallel]   pp, tp, dp_replicate, dp_shard            on how many devices
     [schedule]   name and shape                            in which order
     [paths]      rotation, full steps, warm-up             through which parts, if some are left out
-    [mesh]       processes of a rank                       how a rank shares its part
-    [optimizer]  rates, decay, clipping                    how the weights move
+    [optimizer]  learning rate, decay, clipping            how the weights move
     [lora]       rank, targets                             which adapters are trained instead of the model
     [run]        steps, seed, precision, when to save      for how long, and where
+    [elastic]    restarts, workers of other machines       what happens when workers are lost or join
 
 `penstock init` writes the values into a config file, and a value outside its range is refused
 by name. `penstock.formats.config_toml` reads and writes files and `--set`.
@@ -26,7 +27,7 @@ AUTO = "auto"  # the value of settings that Penstock decides itself
 
 # ---------------------------------------------------------------- choices
 PARTIAL_SCHEDULES = ("skip",)  # schedule.name: those that leave out parts
-# optimizer.schedule, beside the user's own code
+# optimizer.lr_schedule, beside the user's own code
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
 MESSAGE_TYPES = ("float32", "bfloat16", "int8")
@@ -34,13 +35,13 @@ SWITCH = (AUTO, "true", "false")  # its values may be written without quotes
 CHOICES = {
     "model.family": ("llama", "gpt", "bert"),
     "run.precision": (AUTO, "float32", "bfloat16"),
-    "run.messages": MESSAGE_TYPES,
+    "run.comm_dtype": MESSAGE_TYPES,
     "run.device": (AUTO, "cpu", "cuda"),
     "run.compile": SWITCH,
-    "run.graphs": SWITCH,
-    "run.elastic": SWITCH,
+    "run.cuda_graphs": SWITCH,
+    "elastic.mode": SWITCH,
     "run.reduction": ("sum", "mean"),
-    "run.mirror": SWITCH,
+    "elastic.mirror": SWITCH,
     "paths.mean": ("all", "visits"),
     "paths.sum_messages": (*MESSAGE_TYPES, AS_PLANNED),
 }
@@ -132,20 +133,24 @@ class ModelConfig:
 
     family: str = setting("llama", "model family: llama, gpt or bert")
     layers: int = setting(8, "number of layers", least=1, most=10_000)
-    width: int = setting(64, "features of the hidden state", least=1)
+    hidden_size: int = setting(64, "features of the hidden state", least=1)
     heads: int = setting(4, "attention heads; they must divide width", least=1)
     kv_heads: int = setting(
         4, "heads of keys and values (llama); they must divide heads", least=1
     )
-    inner: int = setting(176, "features inside the MLP", least=1)
-    vocab: int = setting(
+    intermediate_size: int = setting(176, "features inside the MLP", least=1)
+    vocab_size: int = setting(
         0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
     )
     positions: int = setting(
-        0, "longest sequence, in tokens (gpt, bert); 0 takes data.tokens", least=0
+        0, "longest sequence, in tokens (gpt, bert); 0 takes data.seq_len", least=0
     )
-    theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
-    tied: bool = setting(False, "use one matrix for the embedding and the output")
+    rope_theta: float = setting(
+        10000.0, "base of the rotary frequencies (llama)", above=0
+    )
+    tie_embeddings: bool = setting(
+        False, "use one matrix for the embedding and the output"
+    )
     dropout: float = setting(
         0.0,
         "share of the results of attention and MLP that is dropped in training (llama, gpt)",
@@ -214,7 +219,7 @@ class DataConfig:
     split: str = setting(
         "train", "split to read of a folder that DatasetDict.save_to_disk wrote"
     )
-    field: str = setting(
+    text_field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
     )
     instructions: bool = setting(
@@ -231,17 +236,17 @@ class DataConfig:
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
         file=tokenizer_file,
     )
-    tokens: int = setting(128, "tokens per sequence", least=2)
-    batch: int = setting(
+    seq_len: int = setting(128, "tokens per sequence", least=2)
+    global_batch: int = setting(
         16,
         "sequences per step, over all micro-batches, copies, shards and accumulated passes",
         least=1,
     )
-    separate: bool = setting(
+    document_mask: bool = setting(
         False,
         "keep packed documents apart: a token attends to and predicts only its own document",
     )
-    mask: float = setting(
+    mlm_probability: float = setting(
         0.15,
         "share of the words that an encoder has to guess: 80% of them are masked, 10% are random words, 10% stay",
         above=0,
@@ -278,7 +283,7 @@ class DataConfig:
     @property
     def apart(self) -> bool:
         """Whether a row has documents, or padding, that do not see each other."""
-        return self.separate or self.segments > 0
+        return self.document_mask or self.segments > 0
 
     @property
     def parts(self) -> tuple[DataConfig, ...]:
@@ -299,16 +304,6 @@ class ScheduleConfig:
         "auto, a name from `penstock list`, or the path of a plan.json",
         file=file_with_suffix,
     )
-    devices: int = setting(
-        0,
-        "processes to divide into copies and ranks; 0 takes ranks x copies",
-        least=0,
-    )
-    ranks: int = setting(
-        4,
-        "ranks of one copy of the pipeline; 0 lets auto choose, or takes all devices",
-        least=0,
-    )
     microbatches: int = setting(
         8, "micro-batches per copy, shard and pass; 0 lets auto choose", least=0
     )
@@ -321,9 +316,6 @@ class ScheduleConfig:
         "share of the layers that auto may let each micro-batch leave out; this changes what is computed",
         least=0,
         most=0.9,
-    )
-    copies: int = setting(
-        1, "data-parallel copies of the pipeline; 0 lets auto choose", least=0
     )
     split: bool = setting(
         False, "split each backward into input gradient and weight gradient"
@@ -377,15 +369,28 @@ class PathsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshConfig:
+class ParallelConfig:
     """How many processes make up a rank of the schedule: shard x tensor."""
 
-    shard: int = setting(
+    devices: int = setting(
+        0,
+        "processes to divide into copies and ranks; 0 takes ranks x copies",
+        least=0,
+    )
+    pp: int = setting(
+        4,
+        "ranks of one copy of the pipeline; 0 lets auto choose, or takes all devices",
+        least=0,
+    )
+    dp_replicate: int = setting(
+        1, "data-parallel copies of the pipeline; 0 lets auto choose", least=0
+    )
+    dp_shard: int = setting(
         1,
         "processes that divide a rank's weights between steps and train on different data (FSDP2)",
         least=1,
     )
-    tensor: int = setting(
+    tp: int = setting(
         1,
         "processes that divide each layer's heads and features (DTensor); it must divide both",
         least=1,
@@ -394,18 +399,18 @@ class MeshConfig:
     @property
     def size(self) -> int:
         """The number of processes of a rank."""
-        return self.shard * self.tensor
+        return self.dp_shard * self.tp
 
     def over(self, ranks: int) -> str:
         """Describe all processes of a schedule with `ranks` ranks.
 
-        >>> MeshConfig().over(3), MeshConfig(shard=2, tensor=4).over(3)
+        >>> ParallelConfig().over(3), ParallelConfig(dp_shard=2, tp=4).over(3)
         ('3 ranks', '3 ranks x shard 2 x tensor 4 = 24 processes')
         """
         if self.size == 1:
             return f"{ranks} ranks"
         processes = ranks * self.size
-        mesh = f"shard {self.shard} x tensor {self.tensor}"
+        mesh = f"shard {self.dp_shard} x tensor {self.tp}"
         return f"{ranks} ranks x {mesh} = {processes} processes"
 
 
@@ -414,8 +419,10 @@ class ParameterGroup:
     """Parameters with settings of their own; of several groups that match, the first one counts."""
 
     match: str  # a pattern for names of parameters, such as "*.bias"
-    rate: float | None = None  # None takes optimizer.rate
-    decay: float | None = None  # None takes optimizer.decay, for matrices only
+    lr: float | None = None  # None takes optimizer.lr
+    weight_decay: float | None = (
+        None  # None takes optimizer.weight_decay, for matrices only
+    )
     frozen: bool = False
 
 
@@ -433,9 +440,9 @@ class OptimizerConfig:
     )
     groups: tuple[ParameterGroup, ...] = setting(
         (),
-        'parameters with their own settings, such as [{match = "*.bias", rate = 1e-3, decay = 0.0, frozen = false}]',
+        'parameters with their own settings, such as [{match = "*.bias", lr = 1e-3, weight_decay = 0, frozen = false}]',
     )
-    rate: float = setting(
+    lr: float = setting(
         0.0,
         "highest learning rate; 0 takes 2e-5 for the weights of model.weights, 1e-4 for adapters, and fresh_rate for "
         "new weights",
@@ -444,7 +451,7 @@ class OptimizerConfig:
     fresh_rate: float = setting(
         1e-2, "highest learning rate of new weights, if rate = 0", above=0
     )
-    schedule: str = setting(
+    lr_schedule: str = setting(
         "cosine",
         "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
         "or your own module:function from a step to a factor",
@@ -453,7 +460,7 @@ class OptimizerConfig:
     final: float = setting(
         0.1, "last learning rate, as a share of the highest", least=0, most=1
     )
-    warmup: int = setting(20, "steps until the highest learning rate", least=0)
+    warmup_steps: int = setting(20, "steps until the highest learning rate", least=0)
     cooldown: float = setting(
         0.2, "share of the steps in which wsd lets the rate fall", least=0, most=1
     )
@@ -474,17 +481,17 @@ class OptimizerConfig:
         "added to the root of the mean square, against division by zero (optimizers with betas)",
         above=0,
     )
-    decay: float = setting(
+    weight_decay: float = setting(
         0.1, "weight decay of matrices; norms and biases do not decay", least=0
     )
-    clip: float = setting(
+    clip_norm: float = setting(
         1.0, "largest norm of all gradients together; 0 switches clipping off", least=0
     )
 
     @property
     def highest_rate(self) -> float:
         """The highest learning rate; that of new weights as long as nobody has looked at what is trained."""
-        return self.rate or self.fresh_rate
+        return self.lr or self.fresh_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,7 +525,7 @@ class RunConfig:
         AUTO,
         "float32, bfloat16 (autocast; the weights stay float32), or auto: bfloat16 on GPUs, float32 on CPUs",
     )
-    messages: str = setting(
+    comm_dtype: str = setting(
         "float32",
         "type in which hidden states and their gradients travel between ranks: float32; bfloat16, which halves their "
         "bytes and rounds them to 8 bits; or int8, with a quarter of the bytes and a scale for each token",
@@ -535,7 +542,7 @@ class RunConfig:
         False,
         "recompute only the attention of the layers in the backward (llama, gpt); goes with recompute_mlp",
     )
-    graphs: str = setting(
+    cuda_graphs: str = setting(
         AUTO,
         "record every action once and replay it in every step (CUDA graphs): true, false, or auto, which is true "
         "on GPUs unless model.weights is given",
@@ -580,18 +587,18 @@ class RunConfig:
     accumulate: int = setting(
         1, "passes through the pipeline per step; their gradients are added up", least=1
     )
-    log: int = setting(10, "steps between two lines of the log", least=1)
-    evaluate: int = setting(
+    log_every: int = setting(10, "steps between two lines of the log", least=1)
+    eval_every: int = setting(
         50,
         "steps between two evaluations; 0 evaluates only after the last step",
         least=0,
     )
     evaluations: int = setting(2, "batches per evaluation", least=1)
-    save: int = setting(
+    save_every: int = setting(
         50, "steps between two checkpoints; 0 saves only at the end", least=0
     )
-    keep: int = setting(2, "number of checkpoints to keep", least=1)
-    checkpoints: str = setting(
+    keep_checkpoints: int = setting(2, "number of checkpoints to keep", least=1)
+    checkpoint_url: str = setting(
         "",
         "URL to copy checkpoints to, such as s3://bucket/run; a run resumes from there if its folder has none as new",
     )
@@ -615,7 +622,27 @@ class RunConfig:
     check_memory: bool = setting(
         True, "refuse to start if the run needs more memory than this machine has"
     )
-    elastic: str = setting(
+    timeout: float = setting(
+        300.0, "seconds that a rank may wait for another one", above=0
+    )
+    threads: int = setting(
+        0,
+        "CPU threads per worker; 0 divides the machine's cores among the workers",
+        least=0,
+    )
+
+    @property
+    def recomputed_inside(self) -> tuple[str, ...]:
+        """What is recomputed inside of layers: "attention", "mlp", both or nothing."""
+        chosen = {"attention": self.recompute_attention, "mlp": self.recompute_mlp}
+        return tuple(block for block, wanted in chosen.items() if wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticConfig:
+    """How a run goes on when workers are lost or join."""
+
+    mode: str = setting(
         AUTO,
         "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
         "no one holds a part alone",
@@ -656,20 +683,6 @@ class RunConfig:
         "how often a run restarts from its checkpoint after a worker has died, or replaces a worker if it is elastic",
         least=0,
     )
-    patience: float = setting(
-        300.0, "seconds that a rank may wait for another one", above=0
-    )
-    threads: int = setting(
-        0,
-        "CPU threads per worker; 0 divides the machine's cores among the workers",
-        least=0,
-    )
-
-    @property
-    def recomputed_inside(self) -> tuple[str, ...]:
-        """What is recomputed inside of layers: "attention", "mlp", both or nothing."""
-        chosen = {"attention": self.recompute_attention, "mlp": self.recompute_mlp}
-        return tuple(block for block, wanted in chosen.items() if wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -680,10 +693,11 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
-    mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig, kw_only=True)
 
     @property
     def drops(self) -> bool:
@@ -693,28 +707,31 @@ class Config:
     @property
     def processes(self) -> int:
         """The processes of all ranks and copies."""
-        return self.schedule.ranks * self.schedule.copies * self.mesh.size
+        return self.parallel.pp * self.parallel.dp_replicate * self.parallel.size
 
     @property
     def rows(self) -> int:
         """Sequences per micro-batch."""
-        return self.data.batch // self.passages
+        return self.data.global_batch // self.passages
 
     @property
     def passages(self) -> int:
         """Micro-batches per step, over copies, shards and accumulated passes."""
         return (
             self.schedule.microbatches
-            * self.schedule.copies
-            * self.mesh.shard
+            * self.parallel.dp_replicate
+            * self.parallel.dp_shard
             * self.run.accumulate
         )
 
 
 # ---------------------------------------------------------------- presets
-def _on_devices(count: int) -> ScheduleConfig:
-    """Everything about the schedule is left to auto."""
-    return ScheduleConfig(devices=count, ranks=0, microbatches=0, copies=0)
+OPEN = ScheduleConfig(microbatches=0)  # Everything about the schedule is left to auto.
+
+
+def _on_devices(count: int) -> ParallelConfig:
+    """Ranks and copies are left to auto."""
+    return ParallelConfig(devices=count, pp=0, dp_replicate=0)
 
 
 def _long_run(steps: int, every: int) -> RunConfig:
@@ -722,68 +739,79 @@ def _long_run(steps: int, every: int) -> RunConfig:
     return RunConfig(
         steps=steps,
         precision="bfloat16",
-        evaluate=every,
-        save=every,
+        eval_every=every,
+        save_every=every,
         timed=every,
-        log=10,
+        log_every=10,
     )
 
 
 PRESETS: dict[str, Config] = {
     # About a minute on two CPU cores.
-    "tiny": Config(schedule=ScheduleConfig(microbatches=0)),
+    "tiny": Config(schedule=OPEN),
     "llama-150m": Config(
-        ModelConfig(layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=0),
-        DataConfig(tokens=1024, batch=64),
-        _on_devices(4),
-        OptimizerConfig(fresh_rate=6e-4, warmup=200),
+        ModelConfig(
+            layers=12,
+            hidden_size=1024,
+            heads=16,
+            kv_heads=4,
+            intermediate_size=2752,
+            vocab_size=0,
+        ),
+        DataConfig(seq_len=1024, global_batch=64),
+        OPEN,
+        OptimizerConfig(fresh_rate=6e-4, warmup_steps=200),
         _long_run(10_000, every=500),
+        parallel=_on_devices(4),
     ),
     "llama-1b": Config(
         ModelConfig(
             layers=16,
-            width=2048,
+            hidden_size=2048,
             heads=32,
             kv_heads=8,
-            inner=8192,
-            theta=500_000.0,
-            tied=True,
+            intermediate_size=8192,
+            rope_theta=500_000.0,
+            tie_embeddings=True,
         ),
-        DataConfig(tokens=2048, batch=128),
-        _on_devices(8),
-        OptimizerConfig(fresh_rate=3e-4, warmup=1000),
+        DataConfig(seq_len=2048, global_batch=128),
+        OPEN,
+        OptimizerConfig(fresh_rate=3e-4, warmup_steps=1000),
         _long_run(100_000, every=1000),
+        parallel=_on_devices(8),
     ),
     "gpt2": Config(
         ModelConfig(
             family="gpt",
             layers=12,
-            width=768,
+            hidden_size=768,
             heads=12,
             kv_heads=12,
-            inner=3072,
+            intermediate_size=3072,
             positions=1024,
-            tied=True,
+            tie_embeddings=True,
         ),
-        DataConfig(tokens=1024, batch=64),
-        _on_devices(4),
-        OptimizerConfig(fresh_rate=6e-4, warmup=200),
+        DataConfig(seq_len=1024, global_batch=64),
+        OPEN,
+        OptimizerConfig(fresh_rate=6e-4, warmup_steps=200),
         _long_run(10_000, every=500),
+        parallel=_on_devices(4),
     ),
     "bert-base": Config(
         ModelConfig(
             family="bert",
             layers=12,
-            width=768,
+            hidden_size=768,
             heads=12,
             kv_heads=12,
-            inner=3072,
+            intermediate_size=3072,
             positions=512,
-            tied=True,
+            tie_embeddings=True,
         ),
-        DataConfig(tokens=512, batch=256),
-        _on_devices(4),
-        OptimizerConfig(fresh_rate=1e-4, warmup=1000),
+        DataConfig(seq_len=512, global_batch=256),
+        OPEN,
+        OptimizerConfig(fresh_rate=1e-4, warmup_steps=1000),
         _long_run(100_000, every=1000),
+        parallel=_on_devices(4),
     ),
 }

@@ -314,20 +314,20 @@ def analytic_profile(
     machine = _Machine(device, precision, recorded)
     layer = _layer(sizes, machine, tokens, rows)
     embed = _embed(sizes, machine, tokens, rows)
-    chunk = chunk_in_use(loss_chunk, rows * tokens, sizes.vocab)
+    chunk = chunk_in_use(loss_chunk, rows * tokens, sizes.vocab_size)
     head = _head(sizes, machine, tokens, rows, chunk > 0)
     tied = 0.0
-    if sizes.tied:
-        tied = 4.0 * FLOAT32_BYTES * sizes.vocab * sizes.width
+    if sizes.tie_embeddings:
+        tied = 4.0 * FLOAT32_BYTES * sizes.vocab_size * sizes.hidden_size
     model = (
         ("family", sizes.family),
-        ("vocab", sizes.vocab),
-        ("width", sizes.width),
+        ("vocab", sizes.vocab_size),
+        ("width", sizes.hidden_size),
         ("layers", sizes.layers),
         ("heads", sizes.heads),
         ("kv_heads", sizes.kv_heads),
-        ("inner", sizes.inner),
-        ("tied", sizes.tied),
+        ("inner", sizes.intermediate_size),
+        ("tied", sizes.tie_embeddings),
     )
     error = FITTED_ERROR if device.name == FITTED_GPU else OTHER_ERROR
     facts = (
@@ -345,7 +345,7 @@ def analytic_profile(
         sizes.layers,
         tokens,
         rows,
-        float(FLOAT32_BYTES * rows * sizes.width),
+        float(FLOAT32_BYTES * rows * sizes.hidden_size),
         embed,
         layer,
         head,
@@ -360,13 +360,13 @@ def _layer(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Bloc
     matrices = layer_matrices(sizes)
     parameters = parameters_of_pieces(sizes, tokens).layer
     moved = LAYER_BYTES[sizes.family]
-    scale = FLOAT32_BYTES * sizes.width * _inner_scale(sizes)
+    scale = FLOAT32_BYTES * sizes.hidden_size * _inner_scale(sizes)
     keys = key_width(sizes)
     points = []
     for length, prefix in slice_points(tokens):
         count = rows * length
         pairs = rows * (length * prefix + length * length / 2)
-        work = 4.0 * sizes.width * pairs / machine.rate
+        work = 4.0 * sizes.hidden_size * pairs / machine.rate
         cast = machine.cast(parameters)
         products = machine.products(matrices, count)
         keys_read = machine.move(4.0 * machine.item * rows * prefix * keys)
@@ -384,7 +384,9 @@ def _layer(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Bloc
                 machine.weight_gradients(matrices, count, parameters),
             )
         )
-    whole, cut = held_numbers(sizes.family, sizes.width, keys, sizes.inner)
+    whole, cut = held_numbers(
+        sizes.family, sizes.hidden_size, keys, sizes.intermediate_size
+    )
     held = rows * (whole * FLOAT32_BYTES + cut * machine.item)
     kept = rows * deferred_numbers(sizes) * machine.item
     return _block(points, held, kept, parameters, machine)
@@ -392,15 +394,15 @@ def _layer(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Bloc
 
 def _inner_scale(sizes: ModelSizes) -> float:
     """How many bytes a layer moves, relative to one with an MLP of the usual size."""
-    usual = {"llama": 2.75, "gpt": 4.0}[sizes.family] * sizes.width
-    return (1.0 + sizes.inner / usual) / 2
+    usual = {"llama": 2.75, "gpt": 4.0}[sizes.family] * sizes.hidden_size
+    return (1.0 + sizes.intermediate_size / usual) / 2
 
 
 def _embed(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Block:
     parameters = parameters_of_pieces(sizes, tokens).embed
     points = []
     for length in _lengths(tokens):
-        size = rows * length * sizes.width
+        size = rows * length * sizes.hidden_size
         gradient = machine.move(EMBED_GRADIENT_BYTES * parameters)
         points.append(
             _point(
@@ -419,11 +421,11 @@ def _head(
     sizes: ModelSizes, machine: _Machine, tokens: int, rows: int, chunked: bool
 ) -> Block:
     parameters = parameters_of_pieces(sizes, tokens).head
-    matrices = (WeightMatrix(sizes.width, sizes.vocab),)
+    matrices = (WeightMatrix(sizes.hidden_size, sizes.vocab_size),)
     points = []
     for length in _lengths(tokens):
         count = rows * length
-        logits = count * sizes.vocab
+        logits = count * sizes.vocab_size
         product = machine.products(matrices, count) + machine.cast(parameters)
         points.append(
             _point(
@@ -435,11 +437,11 @@ def _head(
                 machine.weight_gradients(matrices, count, parameters),
             )
         )
-    width = sizes.width
+    width = sizes.hidden_size
     # The loss keeps its logits or, if it has chunks, their gradients.
     logit = machine.item if chunked else FLOAT32_BYTES
-    held = rows * (logit * sizes.vocab + (FLOAT32_BYTES + machine.item) * width)
-    kept = rows * machine.item * (sizes.vocab + width)
+    held = rows * (logit * sizes.vocab_size + (FLOAT32_BYTES + machine.item) * width)
+    kept = rows * machine.item * (sizes.vocab_size + width)
     return _block(points, held, kept, parameters, machine)
 
 

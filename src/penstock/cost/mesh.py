@@ -200,7 +200,7 @@ def _shares(profile: Profile, tensor: int) -> tuple[Shares, Shares, Shares]:
             fitting = max(n for n in range(1, tensor) if count % n == 0)
             raise ShapeError(
                 f"{tensor} processes cannot divide the model's {name} = {count} evenly\n"
-                f"  the next smaller mesh.tensor that can is {fitting}"
+                f"  the next smaller parallel.tp that can is {fitting}"
             )
     keys = kv_heads * (width // heads)
     norms = (4 if is_gpt else 2) * width

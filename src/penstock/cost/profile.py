@@ -83,13 +83,13 @@ class Block:
 
 
 def send_as(profile: Profile, dtype: str) -> Profile:
-    """A profile of a run whose messages travel in this type (run.messages)."""
+    """A profile of a run whose messages travel in this type (run.comm_dtype)."""
     facts = [fact for fact in profile.device if fact[0] != "messages"]
     return replace(profile, device=(*facts, ("messages", dtype)))
 
 
 def sent_bytes(message: float, rows: int, sent_as: str, halved: bool = False) -> float:
-    """Bytes per token of a message that travels in another type (run.messages).
+    """Bytes per token of a message that travels in another type (run.comm_dtype).
 
     `message` is its size on a rank, with two bytes a number if it is `halved`, and four if not. As
     int8, each of the `rows` of a token has a scale of four bytes.

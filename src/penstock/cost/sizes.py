@@ -31,7 +31,7 @@ class ModelSizes(Protocol):
         """The number of layers."""
 
     @property
-    def width(self) -> int:
+    def hidden_size(self) -> int:
         """The features of the hidden state."""
 
     @property
@@ -43,11 +43,11 @@ class ModelSizes(Protocol):
         """The heads of keys and values (llama)."""
 
     @property
-    def inner(self) -> int:
+    def intermediate_size(self) -> int:
         """The features inside the MLP."""
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """The words of the vocabulary."""
 
     @property
@@ -55,7 +55,7 @@ class ModelSizes(Protocol):
         """The longest sequence (gpt); 0 if it is that of the data."""
 
     @property
-    def tied(self) -> bool:
+    def tie_embeddings(self) -> bool:
         """Whether embedding and head share a matrix."""
 
 
@@ -82,43 +82,45 @@ def check_sizes(sizes: ModelSizes) -> None:
             f"times and sizes can be computed for {known}, but not for {sizes.family}\n"
             "  leave out --gpu: then the model is measured on this machine"
         )
-    if sizes.vocab < 1:
+    if sizes.vocab_size < 1:
         raise ShapeError(
-            "the size of the vocabulary is missing; give model.vocab, "
+            "the size of the vocabulary is missing; give model.vocab_size, "
             "or on the command line --vocab"
         )
-    if sizes.width % sizes.heads:
+    if sizes.hidden_size % sizes.heads:
         raise ShapeError(
-            f"the width {sizes.width} is not a multiple of the {sizes.heads} heads"
+            f"the width {sizes.hidden_size} is not a multiple of the {sizes.heads} heads"
         )
 
 
 def key_width(sizes: ModelSizes) -> int:
     """The features of the keys of a token; its values have as many."""
     if sizes.family == "gpt":
-        return sizes.width
-    return sizes.kv_heads * (sizes.width // sizes.heads)
+        return sizes.hidden_size
+    return sizes.kv_heads * (sizes.hidden_size // sizes.heads)
 
 
 def parameters_of_pieces(sizes: ModelSizes, tokens: int = 0) -> Parameters:
     """The parameters of embedding, one layer and head. `tokens` replaces missing positions."""
-    matrix = sizes.vocab * sizes.width
+    matrix = sizes.vocab_size * sizes.hidden_size
     products = sum(one.rows * one.columns for one in layer_matrices(sizes))
     if sizes.family == "gpt":
         positions = sizes.positions or tokens
         biases = sum(one.columns for one in layer_matrices(sizes))
-        norms = 4 * sizes.width
+        norms = 4 * sizes.hidden_size
         return Parameters(
-            matrix + positions * sizes.width,
+            matrix + positions * sizes.hidden_size,
             products + biases + norms,
-            matrix + 2 * sizes.width,
+            matrix + 2 * sizes.hidden_size,
         )
-    return Parameters(matrix, products + 2 * sizes.width, matrix + sizes.width)
+    return Parameters(
+        matrix, products + 2 * sizes.hidden_size, matrix + sizes.hidden_size
+    )
 
 
 def layer_matrices(sizes: ModelSizes) -> tuple[WeightMatrix, ...]:
     """The matrices of one layer."""
-    width, inner = sizes.width, sizes.inner
+    width, inner = sizes.hidden_size, sizes.intermediate_size
     keys = key_width(sizes)
     if sizes.family == "gpt":
         attention = (WeightMatrix(width, 3 * width), WeightMatrix(width, width))
@@ -154,9 +156,11 @@ def inner_numbers(family: str, inner: int) -> int:
 
 def deferred_numbers(sizes: ModelSizes) -> int:
     """How many numbers a token leaves in a layer from I to W: inputs and gradients of its products."""
-    inputs = 3 * sizes.width + sizes.inner  # query, key and value read the same x
+    inputs = (
+        3 * sizes.hidden_size + sizes.intermediate_size
+    )  # query, key and value read the same x
     gradients = sum(one.columns for one in layer_matrices(sizes))
-    norms = 3 * sizes.width if sizes.family == "llama" else 0
+    norms = 3 * sizes.hidden_size if sizes.family == "llama" else 0
     return inputs + gradients + norms
 
 

@@ -170,7 +170,7 @@ class Admission:
         self.lock = threading.Lock()
         self.remotes: dict[str, RemoteWorker] = {}  # by their tokens
         self.refused = 0
-        host, port = split_address(listen, "run.listen")
+        host, port = split_address(listen, "elastic.listen")
         # Each also has the connection over which it asked for a place, and one for its verdict.
         most = self.most_workers * (MAX_CONNECTIONS + 2)
         self.listener = Listener(host, port, key, self.serve, self.refuse, most)
@@ -307,7 +307,7 @@ class Joining:
         except PeerLostError as error:
             raise RunError(
                 f"{error}\n  `penstock train` shows the line to join with, "
-                "if run.listen is set"
+                "if elastic.listen is set"
             ) from None
         with control:
             return self.take_part(control, listen)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from penstock.config import Config, RunConfig
+from penstock.config import Config
 from penstock.crew.admission import Admission, RemoteWorker
 from penstock.crew.decision import (
     Decision,
@@ -87,7 +87,7 @@ BEATS_LOOK_SECONDS = 0.8  # between two looks at the workers' signs of life
 MAX_LOOK_SECONDS = 1.0
 # A worker that the system has stopped (SIGSTOP) for this long in one go is lost.
 MAX_STOPPED_SECONDS = 1.0
-# How long workers may take to report after a loss, if run.patience is longer.
+# How long workers may take to report after a loss, if run.timeout is longer.
 MAX_REPORT_SECONDS = 60.0
 # When the launcher loads what makes plans, so that nobody waits for that after the first loss.
 # Workers that start need the cores more, and short runs hardly lose a worker.
@@ -130,7 +130,7 @@ class Coordinator:
         entry: MemberEntry,
         folder: Path,
         plan: Plan,
-        settings: RunConfig,
+        config: Config,
         resume: bool,
         say: SayLine,
         open_admission: OpenAdmission | None = None,
@@ -138,7 +138,8 @@ class Coordinator:
         self.entry = entry
         self.folder = folder
         self.plan = plan
-        self.settings = settings
+        self.settings = settings = config.elastic
+        self.timeout = config.run.timeout
         self.resume = resume
         self.say = say
         self.store = keep_store()
@@ -255,7 +256,7 @@ class Coordinator:
         """Seconds that workers may take to report; at the start they load text first."""
         if self.generation == 0:
             return float("inf")
-        return min(self.settings.patience, MAX_REPORT_SECONDS)
+        return min(self.timeout, MAX_REPORT_SECONDS)
 
     def finish(self) -> None:
         """Let the others finish, since one has."""
@@ -639,9 +640,9 @@ def launch_crew(
         keep_key(key)
         files = RunFiles(folder, config)
         ranks = plan.schedule.ranks
-        listen = config.run.listen
+        listen = config.elastic.listen
         admission = Admission(listen, key, store, files, version, say_event, ranks)
-        host, _, _ = config.run.listen.rpartition(":")
+        host, _, _ = config.elastic.listen.rpartition(":")
         say_event(f"others can join: penstock join {host}:{admission.port} --key {key}")
         return admission
 
@@ -649,10 +650,10 @@ def launch_crew(
         entry,
         folder,
         plan,
-        config.run,
+        config,
         resume,
         say_event,
-        open_admission if config.run.listen else None,
+        open_admission if config.elastic.listen else None,
     )
     with tidying(folder), stopping(folder / STOP_FILE, say):
         try:

@@ -401,7 +401,7 @@ def check_code(config: Config) -> None:
     """Refuse a file with the user's own code that this machine does not have: code does not travel."""
     named = {
         "run.loss": config.run.loss,
-        "optimizer.schedule": config.optimizer.schedule,
+        "optimizer.lr_schedule": config.optimizer.lr_schedule,
     }
     for key, name in named.items():
         file = own_code_file(name)
@@ -495,7 +495,7 @@ def settle_folders(
     """Find out whether all ranks see one folder, after rank 0 has prepared its own; None if they do.
 
     If not, copy what the run reads to the other machines. All ranks must call it. Rank 0 calls `say` with a line about
-    the folders. `storages` are places besides run.checkpoints that the run can resume from.
+    the folders. `storages` are places besides run.checkpoint_url that the run can resume from.
     """
     folders = compare_folders(comm, folder)
     if comm.rank == 0:

@@ -81,15 +81,15 @@ class Site:
 
 def key_of(config: Config, folder: Path) -> Path:
     """The file with the key of a run."""
-    return Path(config.run.key) if config.run.key else folder / KEY_FILE
+    return Path(config.elastic.key) if config.elastic.key else folder / KEY_FILE
 
 
 def own_site(folder: Path, worker: int, workers: int) -> Site:
     """The site of one of the workers of a run, on the launcher's machine."""
     config = read_config(folder / CONFIG_FILE)
-    if not config.run.listen:
+    if not config.elastic.listen:
         return Site(folder)
-    host, port = split_address(config.run.listen, "run.listen")
+    host, port = split_address(config.elastic.listen, "elastic.listen")
     own = port + 1 + worker if port else 0
     address = write_address(host, own)
     return Site(folder, Exchange(address, key_of(config, folder), workers))
@@ -295,7 +295,7 @@ class Generations:
             before.commit(decision.figures)
         if not decision.keep:
             self.trainer = None  # Its weights are of no use any more.
-        patience = self.job.config.run.patience
+        patience = self.job.config.run.timeout
         most = most_early_bytes(self.job)
         try:
             comm = self.member.connect(decision, patience, self.site.exchange, most)
@@ -318,7 +318,7 @@ class Generations:
         trainer = Trainer(job, comm, comm.device, self.watch, before, decision.handover)
         if leads:
             trainer.changing = lambda: self.member.is_changing(decision)
-            if self.job.config.run.slow:
+            if self.job.config.elastic.slow:
                 windows = itertools.count()
 
                 def tell(seconds: list[float]) -> None:
@@ -388,7 +388,7 @@ def most_early_bytes(job: Job) -> int:
     """
     sizes, schedule = job.sizes, job.plan.schedule
     model = count_parameters(sizes).total * NUMBERS_PER_PARAMETER
-    tokens = job.config.data.batch * job.config.data.tokens
+    tokens = job.config.data.global_batch * job.config.data.seq_len
     states = tokens * sizes.width * schedule.parts * STATES_PER_TOKEN
     return LEAST_EARLY_BYTES + BYTES_PER_NUMBER * (model + states)
 
@@ -416,15 +416,17 @@ def run_member(
     newcomer: bool,
 ) -> Verdict:
     """Train as a worker of a crew; whoever is rank 0 shows how it goes."""
-    run = read_config(Path(folder) / CONFIG_FILE).run
-    set_environment(worker, workers, min(run.workers or workers, workers))
+    config = read_config(Path(folder) / CONFIG_FILE)
+    set_environment(worker, workers, min(config.elastic.workers or workers, workers))
     console = Console(stderr=True)
     log_to(console, everything=False)
     with ExitStack() as screens:
 
         def show() -> WatchRow:
             log_to(console, everything=True)
-            return screens.enter_context(Screen(run.steps, run.log, console)).put
+            return screens.enter_context(
+                Screen(config.run.steps, config.run.log_every, console)
+            ).put
 
         member = Member(worker, local_store(host, port))
         site = own_site(Path(folder), worker, workers)

@@ -25,17 +25,18 @@ from penstock.config import (
     OptionValue,
     ParameterGroup,
     ScheduleConfig,
+    advise,
+    advise_section,
     check_config,
     find_settings,
     is_plan_file,
 )
-from penstock.errors import ConfigError, FileError, UnknownNameError, nearest_name
+from penstock.errors import ConfigError, FileError, UnknownNameError
 from penstock.formats.text import (
     Page,
     Steps,
     draw_fault,
     read_text,
-    suggest,
     suggest_name,
 )
 from penstock.formats.toml_text import TomlPage, parse_toml, table_text, value_text
@@ -94,7 +95,7 @@ def load_config(
         if name not in SECTIONS:
             what = f"a config has no section {name!r}"
             keys = section if isinstance(section, dict) else [name]
-            refuse((name,), what, _suggest_section(name, keys))
+            refuse((name,), what, advise_section(name, [*keys]))
         if not isinstance(section, dict):
             what = f"{name} is a section; write [{name}] above its keys"
             refuse((name,), what, "")
@@ -174,7 +175,7 @@ def apply_changes(config: Config, changes: Iterable[str]) -> Config:
             )
         if section not in SECTIONS:
             what = f"a config has no section {section!r}"
-            refuse((section,), what, _suggest_section(section, [key]))
+            refuse((section,), what, advise_section(section, [key]))
         value = _parse_value(text.strip())
         key, inner, entry = key.partition(".")
         if inner and (section, key) in TABLES:
@@ -183,15 +184,6 @@ def apply_changes(config: Config, changes: Iterable[str]) -> Config:
             refuse((section, key), f"{section}.{key} has no keys inside", "")
         config = _with_values(config, section, {key: value}, refuse)
     return config
-
-
-def _suggest_section(name: str, keys: Iterable[str]) -> str:
-    """Advice for an unknown section: the one that was meant, or where its keys are."""
-    near = nearest_name(name, SECTIONS)
-    if near:
-        return suggest([near], SECTIONS)
-    meant = next(filter(None, (find_settings("", key) for key in keys)), ())
-    return suggest(meant, SECTIONS)
 
 
 def _refuse_in_file(page: Page) -> Refuse:
@@ -240,7 +232,7 @@ def _with_values(
     for key, value in given.items():
         if key not in kinds:
             what = f"[{name}] has no key {key!r}"
-            refuse((name, key), what, suggest(find_settings(name, key), kinds))
+            refuse((name, key), what, advise(name, key))
         values[key] = _convert((name, key), f"{name}.{key}", kinds[key], value, refuse)
     return replace(config, **{name: replace(section, **values)})
 

@@ -370,7 +370,7 @@ class Torchtitan(Framework):
         if tied and division.ranks > 1:
             return (
                 "the model ties its embedding to its head, which torchtitan refuses in a "
-                "pipeline (--set model.tied=false unties them)"
+                "pipeline (--set model.tie_embeddings=false unties them)"
             )
         return super().refuse_division(division, tied)
 

@@ -102,21 +102,22 @@ def fit_ranks(config: Config, workers: int) -> Config:
     """Return the config with a rank for each worker, or for each mesh of workers."""
     if is_plan_file(config.schedule.name):
         return config  # It has its own ranks, which are compared later.
-    schedule = config.schedule
-    each = max(1, schedule.copies) * config.mesh.size
+    parallel = config.parallel
+    each = max(1, parallel.dp_replicate) * parallel.size
     if workers % each:
         raise ConfigError(
-            f"Ray has started {workers} workers, but schedule.copies x mesh.shard x mesh.tensor = {each} of them make "
-            f"one rank of all copies\n  set num_workers of the ScalingConfig to a multiple of {each}"
+            f"Ray has started {workers} workers, but parallel.dp_replicate x parallel.dp_shard x parallel.tp = "
+            f"{each} of them make one rank of all copies\n  set num_workers of the "
+            f"ScalingConfig to a multiple of {each}"
         )
-    schedule = replace(schedule, ranks=workers // each, devices=0)
-    return check_config(replace(config, schedule=schedule))
+    parallel = replace(parallel, pp=workers // each, devices=0)
+    return check_config(replace(config, parallel=parallel))
 
 
 def fitting_plan(config: Config, folder: Path, workers: int) -> Plan | None:
     """The plan that auto has made for a run before, if it is for as many workers as there are now."""
     kept = kept_plan(config, folder, ())
-    if kept is None or kept.schedule.ranks * config.mesh.size != workers:
+    if kept is None or kept.schedule.ranks * config.parallel.size != workers:
         return None
     return kept
 
@@ -186,7 +187,7 @@ class ReportingTrainer(Trainer):
         """Count the step, and report it if its figures are to be logged."""
         super().commit(*args, **options)
         settings = self.job.config.run
-        if self.step % settings.log == 0 and self.step < settings.steps:
+        if self.step % settings.log_every == 0 and self.step < settings.steps:
             report(self.report_figures())
 
     def save(self) -> None:

@@ -102,7 +102,7 @@ class Program:
         return "\n".join(lines)
 
 
-# A rank with at most this many actions records each of them (run.graphs). With more, micro-batches
+# A rank with at most this many actions records each of them (run.cuda_graphs). With more, micro-batches
 # that are not in flight at the same time share recordings.
 MAX_RECORDED_ACTIONS = 512
 

@@ -419,7 +419,7 @@ def check_positions(sizes: DecoderConfig | BertConfig | GPTConfig, tokens: int) 
         name = getattr(sizes, "architecture", family)
         raise ShapeError(
             f"{tokens} tokens, but a {name} of this config is for "
-            f"{sizes.positions} at most (max_position_embeddings)\n  set data.tokens={sizes.positions} or less"
+            f"{sizes.positions} at most (max_position_embeddings)\n  set data.seq_len={sizes.positions} or less"
         )
 
 

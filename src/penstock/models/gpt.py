@@ -50,7 +50,7 @@ class GPTEmbedding(nn.Module):
         if length > self.positions.num_embeddings:
             raise ShapeError(
                 f"{length} tokens, but only {self.positions.num_embeddings} positions\n"
-                "  use shorter sequences (data.tokens) or more positions (model.positions)"
+                "  use shorter sequences (data.seq_len) or more positions (model.positions)"
             )
 
     def add(self, tokens: Tensor, positions: Tensor) -> Tensor:

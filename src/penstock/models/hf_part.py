@@ -169,7 +169,7 @@ class Runner:
         if self.longest and tokens > self.longest:
             raise ShapeError(
                 f"{tokens} tokens, but only {self.longest} positions\n"
-                f"  use sequences of at most {self.longest} tokens (data.tokens)"
+                f"  use sequences of at most {self.longest} tokens (data.seq_len)"
             )
 
 

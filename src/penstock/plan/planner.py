@@ -16,7 +16,7 @@ from penstock.config import (
     AUTO,
     FULL_AS_PLANNED,
     Config,
-    MeshConfig,
+    ParallelConfig,
     PathsConfig,
     ScheduleConfig,
     check_config,
@@ -50,8 +50,8 @@ from penstock.schedules.transforms import replicate
 SKIPPING = "micro-batches leave out layers, which changes what is computed"
 PATHS_NAME = "paths"  # the name of the plans of `penstock.plan.paths`
 BOUND_HOLDS_FOR = "every plan that the search could have returned"
-SIZE_KEYS = ("ranks", "microbatches")
-SHAPE_KEYS = (*SIZE_KEYS, "waves", "chunks", "slices", "skips")
+SIZE_KEYS = ("parallel.pp", "schedule.microbatches")
+SHAPE_KEYS = ("microbatches", "waves", "chunks", "slices", "skips")
 
 
 def plan_run(
@@ -63,16 +63,15 @@ def plan_run(
     """Return the plan that a config asks for, for a model with `layers` layers.
 
     A plan brings its own ranks, micro-batches, mesh and shape; the returned config has them
-    too. `given` names the values that the user wrote, such as "schedule.ranks". One that
+    too. `given` names the values that the user wrote, such as "parallel.pp". One that
     contradicts a plan file is an error. Without `given`, every value that differs from its
     default counts as written. `plan_auto` makes the plan if schedule.name is auto.
     """
     shape = config.schedule
     if is_plan_file(shape.name):
         plan = _without_empty_ranks(_read_plan_file(Path(shape.name)))
-        schedule = _shape_from_file(plan, shape, given)
         _check_mesh(plan, config, given)
-        config = _adopt(replace(config, schedule=schedule), plan)
+        config = _adopt(_shape_from_file(plan, config, given), plan)
         copies = 1  # The file has them all.
     elif shape.name == AUTO:
         _refuse_unused(shape)
@@ -83,12 +82,12 @@ def plan_run(
         copies = 1
     else:
         plan = _named_plan(config)
-        copies = shape.copies
+        copies = config.parallel.dp_replicate
     plan = plan.map_schedules(hold_every_part)
     config, plan = _settle_paths(config, plan)
     plan = _replicate_plan(plan, copies)
     for microbatch in set(plan.schedule.microbatches):
-        stretch(microbatch, config.data.tokens)  # Raises if slices outnumber tokens.
+        stretch(microbatch, config.data.seq_len)  # Raises if slices outnumber tokens.
     return config, _partition_plan(plan, config, layers)
 
 
@@ -96,12 +95,15 @@ def _with_sizes(config: Config, plan: Plan, copies: int) -> Config:
     """Return the config with the ranks, micro-batches and copies of a plan."""
     schedule = replace(
         config.schedule,
-        devices=0,
-        ranks=plan.schedule.ranks // copies,
         microbatches=len(plan.schedule.microbatches) // copies,
-        copies=copies,
     )
-    return replace(config, schedule=schedule)
+    parallel = replace(
+        config.parallel,
+        devices=0,
+        pp=plan.schedule.ranks // copies,
+        dp_replicate=copies,
+    )
+    return replace(config, schedule=schedule, parallel=parallel)
 
 
 def _ranks_of_a_copy(plan: Plan) -> int:
@@ -110,14 +112,14 @@ def _ranks_of_a_copy(plan: Plan) -> int:
 
 def _adopt(config: Config, plan: Plan) -> Config:
     """Return the config with the mesh of a plan, unless the plan leaves it open, checked."""
-    mesh = config.mesh
+    parallel = config.parallel
     if plan.tensor:
-        mesh = replace(mesh, tensor=plan.tensor, shard=plan.shard)
-    return check_config(replace(config, mesh=mesh), counted=True)
+        parallel = replace(parallel, tp=plan.tensor, dp_shard=plan.shard)
+    return check_config(replace(config, parallel=parallel), counted=True)
 
 
 def _written(
-    section: str, values: ScheduleConfig | MeshConfig, given: Collection[str] | None
+    section: str, values: ScheduleConfig | ParallelConfig, given: Collection[str] | None
 ) -> dict[str, Any]:
     """The values of a section that the user wrote; without `given`, those that differ from their defaults."""
     default = type(values)()
@@ -134,10 +136,10 @@ def _written(
 
 def _check_mesh(plan: Plan, config: Config, given: Collection[str] | None) -> None:
     """Raise if the user wrote a mesh that contradicts the one of a plan file."""
-    planned = {"tensor": plan.tensor, "shard": plan.shard}
+    planned = {"tp": plan.tensor, "dp_shard": plan.shard}
     faults = [
-        f"mesh.{key} = {value}, but {config.schedule.name} has {planned[key]}"
-        for key, value in _written("mesh", config.mesh, given).items()
+        f"parallel.{key} = {value}, but {config.schedule.name} has {planned[key]}"
+        for key, value in _written("parallel", config.parallel, given).items()
         if planned.get(key) and value != planned[key]
     ]
     if faults:
@@ -148,10 +150,14 @@ def _check_mesh(plan: Plan, config: Config, given: Collection[str] | None) -> No
 def _named_plan(config: Config) -> Plan:
     shape = config.schedule
     paths = config.paths
+    ranks = config.parallel.pp
     sizes = {key: getattr(shape, key) for key in SHAPE_KEYS if getattr(shape, key)}
+    sizes["ranks"] = ranks
     if paths.share:
-        sizes["skips"] = skips_of(shape.ranks, paths.share)
-    own = tuple(item for item in sizes.items() if item[0] not in SIZE_KEYS)
+        sizes["skips"] = skips_of(ranks, paths.share)
+    own = tuple(
+        item for item in sizes.items() if item[0] not in ("ranks", "microbatches")
+    )
     name = title(shape.name, own)
     if shape.split:
         sizes["split"] = 1
@@ -160,7 +166,7 @@ def _named_plan(config: Config) -> Plan:
         return plan
     own_words = shape_of(shape.name)
     drawn = skipping_schedules(
-        shape.ranks,
+        ranks,
         shape.microbatches,
         sizes.get("skips"),
         max(paths.rotate, 1),
@@ -220,13 +226,13 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
 
 def _without_recordings(config: Config) -> Config:
     """Switch recordings off, since every set of paths would need its own; refuse them if the user has asked."""
-    if config.run.graphs == "true":
+    if config.run.cuda_graphs == "true":
         raise ConfigError(
-            "run.graphs = true does not go with paths that change from step to step: every set of "
+            "run.cuda_graphs = true does not go with paths that change from step to step: every set of "
             "paths would need recordings of its own\n"
-            "  set run.graphs=false, or paths.rotate=1, paths.full=0 and paths.warmup=0"
+            "  set run.cuda_graphs=false, or paths.rotate=1, paths.full=0 and paths.warmup=0"
         )
-    return replace(config, run=replace(config.run, graphs="false"))
+    return replace(config, run=replace(config.run, cuda_graphs="false"))
 
 
 def _replicate_plan(plan: Plan, copies: int) -> Plan:
@@ -263,7 +269,7 @@ def _partition_plan(plan: Plan, config: Config, layers: int) -> Plan:
         raise ConfigError(
             f"{plan.name} on {plan.schedule.ranks} ranks has {counted}, but the model "
             f"has only {layers} layers: set model.layers={with_layers}, or fewer "
-            "schedule.ranks, waves or chunks"
+            "parallel.pp, waves or chunks"
         )
     return replace(plan, partition=(*even_partition(layers, with_layers), *head))
 
@@ -339,28 +345,29 @@ def _without_empty_ranks(plan: Plan) -> Plan:
 
 
 def _shape_from_file(
-    plan: Plan, shape: ScheduleConfig, given: Collection[str] | None
-) -> ScheduleConfig:
-    """The shape of a plan file, after a check that the user's own values agree with it.
+    plan: Plan, config: Config, given: Collection[str] | None
+) -> Config:
+    """A config with the shape of a plan file, after a check that the user's own values agree with it.
 
     A value of 0 or an empty list leaves the choice to the file.
     """
-    # `skip` is about what auto may choose.
-    stated = {
-        key: value
-        for key, value in _written("schedule", shape, given).items()
-        if value and key not in ("name", "skip")
-    }
+    shape = config.schedule
     actual = _shape_of(plan)
-    copies = stated.get("copies", 1)
+    written = {
+        f"{section}.{key}": value
+        for section, values in (("schedule", shape), ("parallel", config.parallel))
+        for key, value in _written(section, values, given).items()
+    }
+    stated = {key: written[key] for key in actual if written.get(key)}
+    copies = stated.get("parallel.dp_replicate", 1)
     faults = []
     for key, value in stated.items():
         total = value * copies if key in SIZE_KEYS else value
-        if actual[key] in ((), total) or (key, value) == ("copies", 1):
+        if actual[key] in ((), total) or (key, value) == ("parallel.dp_replicate", 1):
             continue
-        factor = f" x schedule.copies = {copies}" if total != value else ""
+        factor = f" x parallel.dp_replicate = {copies}" if total != value else ""
         faults.append(
-            f"schedule.{key} = {_config_text(value)}{factor}, but {shape.name} has "
+            f"{key} = {_config_text(value)}{factor}, but {shape.name} has "
             f"{_config_text(actual[key])}"
         )
     if faults:
@@ -368,16 +375,20 @@ def _shape_from_file(
             "  a plan file has its own shape: leave these values out, or name another plan"
         )
         raise ConfigError("\n".join(faults))
-    return ScheduleConfig(
+    partition = () if plan.partition else stated.get("schedule.partition", ())
+    schedule = ScheduleConfig(
         shape.name,
-        ranks=plan.schedule.ranks,
         microbatches=len(plan.schedule.microbatches),
-        partition=() if plan.partition else stated.get("partition", ()),
+        partition=partition,
     )
+    parallel = replace(
+        config.parallel, devices=0, pp=plan.schedule.ranks, dp_replicate=1
+    )
+    return replace(config, schedule=schedule, parallel=parallel)
 
 
 def _shape_of(plan: Plan) -> dict[str, object]:
-    """The value of each key of [schedule] in a plan, over all copies.
+    """The value of each setting of the shape in a plan, over all copies.
 
     Where ranks or micro-batches differ, the value is a text such as "1 or 2".
     """
@@ -386,17 +397,17 @@ def _shape_of(plan: Plan) -> dict[str, object]:
     for stage in schedule.stages:
         stages[stage.rank] += 1
     return {
-        "ranks": schedule.ranks,
-        "microbatches": len(schedule.microbatches),
-        "copies": count_pipelines(schedule),
-        "waves": _common_value([count / 2 for count in stages]),
-        "chunks": _common_value(stages),
-        "slices": _common_value([m.slices for m in schedule.microbatches]),
-        "skips": _common_value(
+        "parallel.pp": schedule.ranks,
+        "schedule.microbatches": len(schedule.microbatches),
+        "parallel.dp_replicate": count_pipelines(schedule),
+        "schedule.waves": _common_value([count / 2 for count in stages]),
+        "schedule.chunks": _common_value(stages),
+        "schedule.slices": _common_value([m.slices for m in schedule.microbatches]),
+        "schedule.skips": _common_value(
             [schedule.parts - len(m.path) for m in schedule.microbatches]
         ),
-        "split": schedule.is_split,
-        "partition": plan.partition,
+        "schedule.split": schedule.is_split,
+        "schedule.partition": plan.partition,
     }
 
 

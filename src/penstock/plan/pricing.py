@@ -208,7 +208,7 @@ class Price:
             raise ShapeError(
                 f"a rank of the plan is tensor {tensor} x shard {shard} processes, but a "
                 "cluster.toml says on which node a rank is, not its processes\n"
-                "  leave --cluster out, or plan with mesh.tensor=1 and mesh.shard=1"
+                "  leave --cluster out, or plan with parallel.tp=1 and parallel.dp_shard=1"
             )
         profile = self.profile
         rows = plan.facts.get("rows")
@@ -407,7 +407,7 @@ class ProfilePricing:
     def _profile_of(self, process: Process) -> Profile:
         profile = self.profile_at(process.rows)
         if self.workload.config is not None:
-            profile = send_as(profile, self.workload.config.run.messages)
+            profile = send_as(profile, self.workload.config.run.comm_dtype)
         return mesh_profile(
             profile,
             process.tensor,

@@ -821,8 +821,8 @@ def _divisions(workload: Workload, limits: Limits) -> list[Division]:
         raise ShapeError(
             f"there are more than {MAX_COMPARED_DIVISIONS:,} ways to divide {workload.devices:,} devices "
             f"and {workload.batch:,} sequences\n"
-            "  fix some of them: --set schedule.ranks=8, schedule.microbatches=32, "
-            "mesh.tensor=1 and so on"
+            "  fix some of them: --set parallel.pp=8, schedule.microbatches=32, "
+            "parallel.tp=1 and so on"
         )
     runtime = limits.runtime
     if runtime is not None:

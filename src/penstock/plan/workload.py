@@ -259,7 +259,7 @@ def workload_of(
 ) -> Workload:
     """Return the workload of a config for a model with `layers` layers.
 
-    `given` names the values that the user wrote, such as "schedule.ranks". Micro-batches
+    `given` names the values that the user wrote, such as "parallel.pp". Micro-batches
     that nobody wrote are the planner's choice. So are ranks and copies if the number of
     devices is known, from `hardware` or from the config. A value of 0 is always open. Without
     `given`, every value that is not 0 counts as written.
@@ -269,41 +269,43 @@ def workload_of(
     has the sizes of the model, if they are not those of the config.
     """
     schedule = config.schedule
-    mesh = config.mesh
+    parallel = config.parallel
     model = model or config.model
 
-    def left_open(key: str, section: str = "schedule") -> bool:
+    def left_open(key: str, section: str = "parallel") -> bool:
         return given is not None and f"{section}.{key}" not in given
 
-    devices = hardware.devices or schedule.devices
+    devices = hardware.devices or parallel.devices
     is_known = devices > 0
     if is_known:
         check_devices(devices)
     else:
-        devices = max(1, schedule.ranks) * max(1, schedule.copies) * mesh.size
+        devices = max(1, parallel.pp) * max(1, parallel.dp_replicate) * parallel.size
     open_mesh = open_mesh and is_known and allows_meshes(config)
     fixed = Fixed(
-        ranks=0 if is_known and left_open("ranks") else schedule.ranks,
-        microbatches=0 if left_open("microbatches") else schedule.microbatches,
-        copies=0 if is_known and left_open("copies") else schedule.copies,
-        tensor=0 if open_mesh and left_open("tensor", "mesh") else mesh.tensor,
-        shard=0 if open_mesh and left_open("shard", "mesh") else mesh.shard,
+        ranks=0 if is_known and left_open("pp") else parallel.pp,
+        microbatches=0
+        if left_open("microbatches", "schedule")
+        else schedule.microbatches,
+        copies=0 if is_known and left_open("dp_replicate") else parallel.dp_replicate,
+        tensor=0 if open_mesh and left_open("tp") else parallel.tp,
+        shard=0 if open_mesh and left_open("dp_shard") else parallel.dp_shard,
         recompute=True if config.run.recompute else None,
         partition=schedule.partition,
     )
     workload = Workload(
         layers,
-        config.data.tokens,
-        config.data.batch,
+        config.data.seq_len,
+        config.data.global_batch,
         devices,
         model.heads,
         model.heads if model.family in ("gpt", "bert") else model.kv_heads,
-        model.inner,
-        model.tied,
+        model.intermediate_size,
+        model.tie_embeddings,
         hardware.memory,
         hardware.processors,
         config.run.accumulate,
-        granularity=gcd(granularity, config.data.tokens),
+        granularity=gcd(granularity, config.data.seq_len),
         recorded=is_recording(config, hardware.on_gpu),
         exact=hardware.exact,
         uneven=hardware.uneven,
@@ -321,24 +323,23 @@ def _no_division(workload: Workload) -> str:
     if fixed.ranks > workload.layers:
         return (
             f"{workload.layers} layers cannot fill {fixed.ranks} ranks: "
-            f"set schedule.ranks to {workload.layers} or less"
+            f"set parallel.pp to {workload.layers} or less"
         )
     factors = (fixed.ranks, fixed.copies, fixed.tensor, fixed.shard)
     processes = prod(max(1, factor) for factor in factors)
     if processes > workload.devices:
         return (
-            f"copies x ranks x tensor x shard = {processes} processes, but there are only "
-            f"{workload.devices} devices: set schedule.devices to {processes}, or fewer "
-            "copies, ranks or mesh.tensor; 0 leaves copies and ranks to the planner"
+            f"dp_replicate x pp x tp x dp_shard = {processes} processes, but there are only "
+            f"{workload.devices} devices: set parallel.devices to {processes}, or a smaller "
+            "dp_replicate, pp or tp; 0 leaves pp and dp_replicate to the planner"
         )
     passages = max(1, fixed.copies) * max(1, fixed.shard) * workload.passes
     passages *= max(1, fixed.microbatches)
     fitting = -(-workload.batch // passages) * passages
     return (
-        f"data.batch = {workload.batch} sequences cannot be dealt out evenly to {passages} "
-        f"micro-batches (microbatches {max(1, fixed.microbatches)} x copies "
-        f"{max(1, fixed.copies)} x shard {max(1, fixed.shard)} x accumulate "
-        f"{workload.passes}); {fitting} can"
+        f"data.global_batch = {workload.batch} is not divisible by {passages}: schedule.microbatches "
+        f"{max(1, fixed.microbatches)} x parallel.dp_replicate {max(1, fixed.copies)} x parallel.dp_shard "
+        f"{max(1, fixed.shard)} x run.accumulate {workload.passes}; {fitting} is"
     )
 
 

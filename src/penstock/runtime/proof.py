@@ -51,7 +51,7 @@ WAYS_OUT = {
     "as `--set schedule.name=1f1b`",
     Option.RECOMPUTE: "keep its activations: use `--set run.recompute=false`, or Executor(recompute=frozenset())",
     Option.AUTOCAST: "train it in its own precision: use `--set run.precision=float32`, or Executor(autocast=None)",
-    Option.RECORDED: "do not record it: use `--set run.graphs=false`, or Executor(tape=None)",
+    Option.RECORDED: "do not record it: use `--set run.cuda_graphs=false`, or Executor(tape=None)",
     Option.COMPILED: "do not compile it, or at least not the layers that differ: use `--set run.compile=false`",
     Option.INTERLEAVED: "its module stores something on itself in a forward and reads it in the backward, but the next "
     "forward overwrites it: store it in autograd's context, or train with one micro-batch at a time, "
@@ -124,7 +124,7 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     obstacle = ""
     if any(map(is_distributed, _parameters(executor))):
         obstacle = (
-            "its weights are distributed over processes (mesh.shard, mesh.tensor), so no "
+            "its weights are distributed over processes (parallel.dp_shard, parallel.tp), so no "
             "rank can run a plain call alone"
         )
     mine = {"obstacle": obstacle, "compiled": compiled}

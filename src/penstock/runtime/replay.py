@@ -464,7 +464,7 @@ class RecordingSession:
             reason = str(error).strip().partition("\n")[0]
             raise RunError(
                 f"{step.instruction} cannot be recorded: {reason}\n"
-                "  without recordings it may run: run.graphs = false, or no tape"
+                "  without recordings it may run: run.cuda_graphs = false, or no tape"
             ) from error
 
 
@@ -485,7 +485,7 @@ def refuse_other_ops(schedule: Schedule) -> None:
     if other is not None:
         raise ShapeError(
             f"{other} cannot be recorded: recorded actions keep their tensors where they are\n"
-            "  train without a tape (run.graphs = false), or take a schedule without it"
+            "  train without a tape (run.cuda_graphs = false), or take a schedule without it"
         )
 
 

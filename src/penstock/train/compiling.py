@@ -66,7 +66,7 @@ def chunk_of(config: Config) -> int:
     """
     run = config.run
     plain = not run.loss and not run.smoothing and not run.z_loss
-    return run.loss_chunk if config.mesh.size == 1 and plain else 0
+    return run.loss_chunk if config.parallel.size == 1 and plain else 0
 
 
 def missing_compiler(device: torch.device) -> str:
@@ -87,4 +87,4 @@ def _missing(variable: str, programs: tuple[str, ...], description: str) -> str:
 def starting_patience(config: Config, device: torch.device) -> float:
     """How long a rank may wait for another one until all stages are compiled, in seconds."""
     extra = COMPILER_SECONDS if is_compiling(config, device) else 0.0
-    return config.run.patience + extra
+    return config.run.timeout + extra

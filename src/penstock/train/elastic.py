@@ -172,8 +172,8 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
             "its workers use GPUs, and only connections between CPUs can be made anew; "
             "run.device=cpu would do"
         )
-    if config.mesh.size > 1:
-        reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
+    if config.parallel.size > 1:
+        reasons.append("parallel.dp_shard and parallel.tp need all processes of a rank")
     if config.run.early_stop:
         reasons.append(
             "run.early_stop needs all workers to have seen all evaluations; "
@@ -186,25 +186,25 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
 
 def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
     """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
-    wanted = config.run.elastic
-    mirrored = config.run.mirror == "true"
+    wanted = config.elastic.mode
+    mirrored = config.elastic.mirror == "true"
     reasons = reasons_against_crew(config, plan, placement)
-    if config.run.listen:
-        split_address(config.run.listen, "run.listen")
+    if config.elastic.listen:
+        split_address(config.elastic.listen, "elastic.listen")
         if reasons:
             raise ConfigError(
-                f"run.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
+                f"elastic.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
             )
         return True
-    for key, value in (("elastic", wanted), ("mirror", config.run.mirror)):
+    for key, value in (("mode", wanted), ("mirror", config.elastic.mirror)):
         if value == "true" and reasons:
             raise ConfigError(
-                f"run.{key} = true, but this run cannot go on without a worker: "
+                f"elastic.{key} = true, but this run cannot go on without a worker: "
                 f"{reasons[0]}"
             )
     if mirrored and wanted == "false":
         raise ConfigError(
-            "run.mirror = true, but run.elastic = false: mirrors help only runs "
+            "elastic.mirror = true, but elastic.mode = false: mirrors help only runs "
             "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:

@@ -179,7 +179,9 @@ def with_guesses(config: Config, corpus: Corpus) -> Corpus:
     if config.model.family != "bert":
         return corpus
     data = config.data
-    masking = masking_of(tokenizer_of(data.tokenizer), data.mask, data.segments)
+    masking = masking_of(
+        tokenizer_of(data.tokenizer), data.mlm_probability, data.segments
+    )
     return replace(corpus, masking=masking, typed=data.segments > 1)
 
 
@@ -190,7 +192,7 @@ def model_sizes(config: Config) -> Sizes:
     if folder:
         sizes = read_sizes(Path(folder), config.model.folder_key)
         if isinstance(sizes, DecoderConfig | BertConfig | GPTConfig):
-            check_positions(sizes, config.data.tokens)
+            check_positions(sizes, config.data.seq_len)
         if isinstance(sizes, BertConfig | EncoderConfig):
             check_segments(folder, sizes.types, config.data.segments)
         if sizes.vocab < vocab:
@@ -199,8 +201,8 @@ def model_sizes(config: Config) -> Sizes:
                 "  data.tokenizer must be the one that the model was trained with"
             )
     else:
-        sizes = sizes_of(config.model, vocab, config.data.tokens)
-    check_shares(sizes, config.mesh.tensor)
+        sizes = sizes_of(config.model, vocab, config.data.seq_len)
+    check_shares(sizes, config.parallel.tp)
     return sizes
 
 
@@ -280,7 +282,7 @@ def checkpoint_facts(
         "schedule": job.plan.name,
         "ranks": job.plan.schedule.ranks,
         "partition": list(job.partition),
-        "mesh": asdict(config.mesh),
+        "mesh": {"shard": config.parallel.dp_shard, "tensor": config.parallel.tp},
     }
 
 

@@ -235,11 +235,14 @@ def _crash_text(error: Exception, folder: Path, started: bool) -> str:
 
 def out_of_memory_text(rank: int, error: Exception, config: Config) -> str:
     """Say that a rank has no memory left, and which settings would help."""
-    remedies = ["fewer data.tokens", "a smaller data.batch or more micro-batches"]
+    remedies = [
+        "fewer data.seq_len",
+        "a smaller data.global_batch or more micro-batches",
+    ]
     if not config.run.recompute:
         remedies.append("run.recompute=true")
     if is_recording(config, torch.cuda.is_available()):
-        remedies.append("run.graphs=false")
+        remedies.append("run.cuda_graphs=false")
     message = str(error)
     allocation = re.search(r"tried to allocate (\d+) bytes", message)
     if allocation:
@@ -317,7 +320,7 @@ def _prepare(
     if again and comm.rank == 0:
         restart = os.environ[RESTART_COUNT]
         _log.warning(
-            "a worker was lost; restart %s of %d", restart, config.run.restarts
+            "a worker was lost; restart %s of %d", restart, config.elastic.restarts
         )
     write_pid(folder, comm.rank)
     job = replace(job_of(folder, config, resume, again), separate=separate)
@@ -375,7 +378,7 @@ ERROR_TYPES: dict[str, type[PenstockError]] = {
 }
 HINTS = {  # by the exit code of a worker
     -signal.SIGKILL: "\n  often the system, out of memory: "
-    "fewer data.tokens or a smaller batch; run.recompute=true",
+    "fewer data.seq_len or a smaller batch; run.recompute=true",
     -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
     "run.precision=float32 may do without it",
 }
@@ -589,5 +592,5 @@ def run_worker(
     if not first:
         return work(Path(folder), resume, separate=separate)
     run = read_config(Path(folder) / CONFIG_FILE).run
-    with Screen(run.steps, run.log, console) as screen:
+    with Screen(run.steps, run.log_every, console) as screen:
         return work(Path(folder), resume, screen.put, separate)

@@ -103,14 +103,14 @@ class Trainer:
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = job.saver(
-            job.checkpoints, comm, config.run.keep, self.weights.saved_names
+            job.checkpoints, comm, config.run.keep_checkpoints, self.weights.saved_names
         )
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
         self.saver.announce = self.callbacks.on_checkpoint
         # Layers that a micro-batch passes through in a step with each schedule.
         self.layers = [mean_layers(one, job.partition) for one in schedules]
         self.utilization = flops_utilization(
-            job.sizes, config.data.tokens, comm.ranks, self.device
+            job.sizes, config.data.seq_len, comm.ranks, self.device
         )
         self.step = 0  # steps done
         # When the last of them was done, or the work on the first began.
@@ -189,7 +189,7 @@ class Trainer:
         settings = self.job.config.run
         if self.setup.compiles:
             compile_stages(
-                self.executors, self.loader, self.comm, settings.patience, self.leads
+                self.executors, self.loader, self.comm, settings.timeout, self.leads
             )
         if settings.prove:
             prove_stages(self.executors, self.loader, self.leads)
@@ -335,9 +335,9 @@ class Trainer:
         """Update the weights."""
         config = self.job.config
         factor = factor_at(self.step, config.run.steps, config.optimizer)
-        self.gradients.clip(norm, config.optimizer.clip)
+        self.gradients.clip(norm, config.optimizer.clip_norm)
         self.weights.optimizer.step(factor)
-        self.weights.mirrors.update(factor, norm, config.optimizer.clip)
+        self.weights.mirrors.update(factor, norm, config.optimizer.clip_norm)
 
     def close_step(self, history: History | None) -> bool:
         """Evaluate, write down and save the step that is done, where that is due.
@@ -349,7 +349,7 @@ class Trainer:
         settings = self.job.config.run
         last = self.step == settings.steps
         evaluation = None
-        if last or is_due(self.step, settings.evaluate):
+        if last or is_due(self.step, settings.eval_every):
             evaluation = self.evaluator.mean_loss()
             if self.early_stop.note(self.step, evaluation):
                 self.early_stop.keep(self.step, self.facts())
@@ -362,7 +362,7 @@ class Trainer:
         ends = last or self.early_stop.gets_no_better
         if ends:
             self.early_stop.take_best(self.step)
-        due = ends or is_due(self.step, settings.save)
+        due = ends or is_due(self.step, settings.save_every)
         if figures.stopping or due or self.save_again:
             self.save()
         self.save_again = False
@@ -430,8 +430,8 @@ class Trainer:
         raise RunError(
             f"in step {self.step + 1} the loss is {loss:g} and the norm of the gradients "
             f"{norm:g}\n  the weights before that step are saved in "
-            f"{self.job.checkpoints}; go on with --resume and a lower optimizer.rate, "
-            "a lower optimizer.clip or a longer optimizer.warmup"
+            f"{self.job.checkpoints}; go on with --resume and a lower optimizer.lr, "
+            "a lower optimizer.clip_norm or a longer optimizer.warmup_steps"
         )
 
 

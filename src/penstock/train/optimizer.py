@@ -42,8 +42,8 @@ from torch.distributed.tensor import DTensor
 from penstock.config import (
     Config,
     LoraConfig,
-    MeshConfig,
     OptimizerConfig,
+    ParallelConfig,
     ParameterGroup,
     names_own_code,
 )
@@ -70,8 +70,8 @@ REFUSED = {
 # Keyword arguments that have their own keys in the config, or that the trainer decides.
 OWN_KEYS = {
     "params": "optimizer.groups",
-    "lr": "optimizer.rate",
-    "weight_decay": "optimizer.decay",
+    "lr": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
     "betas": "optimizer.beta1 and optimizer.beta2",
 }
 DECIDED_HERE = ("capturable", "differentiable", "foreach", "fused")
@@ -120,19 +120,19 @@ def arguments_of(kind: OptimizerClass, settings: OptimizerConfig) -> dict[str, A
     return arguments
 
 
-def check_optimizer(settings: OptimizerConfig, mesh: MeshConfig) -> None:
+def check_optimizer(settings: OptimizerConfig, mesh: ParallelConfig) -> None:
     """Raise ConfigError if torch has no such optimizer, or if it cannot work here."""
     kind = optimizer_class(settings.name)
     if settings.name in WHOLE_MATRICES and mesh.size > 1:
         raise ConfigError(
-            f"optimizer.name = {settings.name} needs whole matrices, but mesh.shard = {mesh.shard} and "
-            f"mesh.tensor = {mesh.tensor} divide them among processes\n"
-            "  use schedule.copies instead of the mesh, or AdamW, Adam or SGD"
+            f"optimizer.name = {settings.name} needs whole matrices, but parallel.dp_shard = {mesh.dp_shard} and "
+            f"parallel.tp = {mesh.tp} divide them among processes\n"
+            "  use parallel.dp_replicate instead of the mesh, or AdamW, Adam or SGD"
         )
     accepted = inspect.signature(kind).parameters
     for key, _ in settings.options:
         _check_option(key, kind, accepted)
-    with_decay = [group for group in settings.groups if group.decay is not None]
+    with_decay = [group for group in settings.groups if group.weight_decay is not None]
     if with_decay and "weight_decay" not in accepted:
         raise ConfigError(
             f"optimizer.groups gives {with_decay[0].match!r} a decay, but {settings.name} has no weight decay"
@@ -295,11 +295,11 @@ def _groups(
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         rate = settings.highest_rate
-        decay = settings.decay if parameter.dim() > 1 else 0.0
+        decay = settings.weight_decay if parameter.dim() > 1 else 0.0
         own = group_of(name, settings)
         if own is not None:
-            rate = rate if own.rate is None else own.rate
-            decay = decay if own.decay is None else own.decay
+            rate = rate if own.lr is None else own.lr
+            decay = decay if own.weight_decay is None else own.weight_decay
         groups.setdefault((rate, decay, mesh), []).append(parameter)
     listed: list[dict[str, Any]] = []
     for (rate, decay, _), members in groups.items():
@@ -581,7 +581,7 @@ def is_unused(state: Mapping[str, Tensor]) -> bool:
     return not any(bool(local_share(value).any()) for value in state.values())
 
 
-SCHEDULE_KEY = "optimizer.schedule"
+SCHEDULE_KEY = "optimizer.lr_schedule"
 TRAINED_RATE = (
     2e-5  # for weights of model.weights; fresh ones bear a hundred times as much
 )
@@ -592,7 +592,7 @@ def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
     """Return the learning rate of a step, counted from 0.
 
     >>> from penstock.config import OptimizerConfig
-    >>> [round(rate_at(step, 10, OptimizerConfig(rate=1.0, warmup=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
+    >>> [round(rate_at(step, 10, OptimizerConfig(lr=1.0, warmup_steps=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.55, 0.134]
     """
     return settings.highest_rate * factor_at(step, steps, settings)
@@ -602,15 +602,15 @@ def factor_at(step: int, steps: int, settings: OptimizerConfig) -> float:
     """Return the rate of a step as a share of the highest rate.
 
     >>> from penstock.config import OptimizerConfig
-    >>> wsd = OptimizerConfig(schedule="wsd", warmup=2, cooldown=0.4, final=0.0)
+    >>> wsd = OptimizerConfig(lr_schedule="wsd", warmup_steps=2, cooldown=0.4, final=0.0)
     >>> [round(factor_at(step, 10, wsd), 3) for step in (0, 2, 6, 7, 8, 9)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    if step < settings.warmup:
-        return (step + 1) / settings.warmup
-    if names_own_code(settings.schedule):
-        return own_factor(step, settings.schedule)
-    return COURSES[settings.schedule](step, steps, settings)
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    if names_own_code(settings.lr_schedule):
+        return own_factor(step, settings.lr_schedule)
+    return COURSES[settings.lr_schedule](step, steps, settings)
 
 
 def own_factor(step: int, name: str) -> float:
@@ -620,7 +620,7 @@ def own_factor(step: int, name: str) -> float:
     if not number or not 0 <= factor < math.inf:
         raise ConfigError(
             f"{SCHEDULE_KEY} = {name} returned {factor!r} for step {step}\n"
-            "  return a number of at least 0, by which optimizer.rate is multiplied"
+            "  return a number of at least 0, by which optimizer.lr is multiplied"
         )
     return float(factor)
 
@@ -628,17 +628,17 @@ def own_factor(step: int, name: str) -> float:
 # ---------------------------------------------------------------- the highest rate
 def settle_rate(config: Config) -> Config:
     """Replace an open rate (0) by one that suits what is trained."""
-    rate = config.optimizer.rate or _suitable_rate(config)[0]
-    return replace(config, optimizer=replace(config.optimizer, rate=rate))
+    rate = config.optimizer.lr or _suitable_rate(config)[0]
+    return replace(config, optimizer=replace(config.optimizer, lr=rate))
 
 
 def describe_rate(config: Config) -> str:
     """Say what the highest rate is, and what it was chosen for."""
-    rate = config.optimizer.rate
+    rate = config.optimizer.lr
     suitable, trained = _suitable_rate(config)
     if rate == suitable:
         return f"{rate:g}, as suits {trained}"
-    return f"{rate:g}, as optimizer.rate says; {suitable:g} suits {trained}"
+    return f"{rate:g}, as optimizer.lr says; {suitable:g} suits {trained}"
 
 
 def _suitable_rate(config: Config) -> tuple[float, str]:
@@ -670,7 +670,7 @@ def _wsd(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 
 def _inverse_sqrt(step: int, steps: int, settings: OptimizerConfig) -> float:
-    highest = max(settings.warmup, 1)
+    highest = max(settings.warmup_steps, 1)
     return max(math.sqrt(highest / max(step + 1, highest)), settings.final)
 
 
@@ -685,7 +685,7 @@ COURSES: dict[str, Course] = {
 
 def _share_done(step: int, steps: int, settings: OptimizerConfig) -> float:
     """The share of the steps after the warm-up that is done."""
-    done = (step - settings.warmup) / max(steps - settings.warmup, 1)
+    done = (step - settings.warmup_steps) / max(steps - settings.warmup_steps, 1)
     return min(done, 1.0)
 
 

@@ -27,8 +27,8 @@ def settled_sizes(config: Config) -> tuple[Config, FamilySizes]:
     if config.data.tokenizer == AUTO:
         data = replace(config.data, tokenizer=BYTE_TOKENIZER)
         config = replace(config, data=data)
-    sizes = sizes_of(config.model, vocab_of(config), config.data.tokens)
-    check_family_shares(sizes, config.mesh.tensor)
+    sizes = sizes_of(config.model, vocab_of(config), config.data.seq_len)
+    check_family_shares(sizes, config.parallel.tp)
     return config, sizes
 
 
@@ -43,20 +43,32 @@ def vocab_of(config: Config) -> int:
 
 def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> FamilySizes:
     """Return the sizes that a config, its tokenizer and its data ask for."""
-    words = model.vocab or vocab
+    words = model.vocab_size or vocab
     if words < vocab:
         raise ConfigError(
-            f"model.vocab = {words} is less than the tokenizer's {vocab} words; "
+            f"model.vocab_size = {words} is less than the tokenizer's {vocab} words; "
             "0 takes as many"
         )
-    shape = (words, model.width, model.layers, model.heads)
+    shape = (words, model.hidden_size, model.layers, model.heads)
     positions = model.positions or tokens
     if model.family == "gpt":
-        return GPTConfig(*shape, model.inner, positions, tied=model.tied)
+        return GPTConfig(
+            *shape, model.intermediate_size, positions, tied=model.tie_embeddings
+        )
     if model.family == "bert":
-        return BertConfig(*shape, model.inner, positions, tied=model.tied, padding=None)
+        return BertConfig(
+            *shape,
+            model.intermediate_size,
+            positions,
+            tied=model.tie_embeddings,
+            padding=None,
+        )
     return LlamaConfig(
-        *shape, model.kv_heads, model.inner, theta=model.theta, tied=model.tied
+        *shape,
+        model.kv_heads,
+        model.intermediate_size,
+        theta=model.rope_theta,
+        tied=model.tie_embeddings,
     )
 
 
@@ -72,9 +84,9 @@ def config_of(sizes: AnyModelConfig) -> ModelConfig:
             sizes.inner,
             sizes.vocab,
             sizes.positions,
-            tied=sizes.tied,
+            tie_embeddings=sizes.tied,
         )
-    theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().theta
+    theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().rope_theta
     return ModelConfig(
         "llama",
         sizes.layers,
@@ -83,8 +95,8 @@ def config_of(sizes: AnyModelConfig) -> ModelConfig:
         sizes.kv_heads,
         sizes.inner,
         sizes.vocab,
-        theta=theta,
-        tied=sizes.tied,
+        rope_theta=theta,
+        tie_embeddings=sizes.tied,
     )
 
 

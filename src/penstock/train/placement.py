@@ -8,7 +8,7 @@
 The rules:
 
 - A run uses GPUs if torch sees one, unless run.device is cpu.
-- The processes of one rank (mesh.shard x mesh.tensor) talk over NCCL, so they cannot share
+- The processes of one rank (parallel.dp_shard x parallel.tp) talk over NCCL, so they cannot share
   a GPU, except in a testbed with `--backend nccl`. With too few GPUs, run.device = auto falls
   back to the CPU and cuda is an error.
 - Other processes may share GPUs. They compute at the same time only in a testbed
@@ -89,16 +89,16 @@ def decide_placement(config: Config, processes: int) -> Placement:
     """Decide where the processes of a run compute."""
     machine = look_at_machine()
     neighbours = count_neighbours(processes)
-    if config.run.workers:  # The others join from other machines.
-        neighbours = min(neighbours, config.run.workers)
+    if config.elastic.workers:  # The others join from other machines.
+        neighbours = min(neighbours, config.elastic.workers)
     wanted = config.run.device
     device = "cuda" if machine.gpus and wanted != "cpu" else "cpu"
-    if wanted == AUTO and config.mesh.size > 1 and machine.nccl_places < neighbours:
+    if wanted == AUTO and config.parallel.size > 1 and machine.nccl_places < neighbours:
         device = "cpu"
     threads = config.run.threads or max(1, machine.cores // neighbours)
     local = local_processes(processes)
-    if config.run.workers:
-        local = local[: config.run.workers]
+    if config.elastic.workers:
+        local = local[: config.elastic.workers]
     return Placement(device, machine, processes, neighbours, local, threads, wanted)
 
 
@@ -136,16 +136,16 @@ def check_gpu_exists(config: Config) -> None:
             "run.device = cuda, but torch sees no GPU here\n"
             "  set run.device to auto or cpu; `penstock doctor` says what is missing"
         )
-    if config.run.graphs == "true":
+    if config.run.cuda_graphs == "true":
         raise RunError(
-            "run.graphs = true records launches of a GPU, but torch sees none here\n"
-            "  leave run.graphs at auto"
+            "run.cuda_graphs = true records launches of a GPU, but torch sees none here\n"
+            "  leave run.cuda_graphs at auto"
         )
 
 
 def check_gpus_suffice(config: Config, placement: Placement) -> None:
     """Raise ConfigError if the processes of a rank would have to share GPUs."""
-    mesh = config.mesh
+    mesh = config.parallel
     gpus = placement.machine.gpus
     too_few = placement.machine.nccl_places < placement.neighbours
     if placement.wanted == "cuda" and mesh.size > 1 and too_few:

@@ -50,7 +50,7 @@ from penstock.train.rank_weights import RankWeights
 from penstock.train.step_paths import StepPaths, sum_messages_of
 from penstock.train.weights import Holding, MeshPlace, attach_parameters, hold, place_of
 
-# The types of run.messages; None is that of the stages.
+# The types of run.comm_dtype; None is that of the stages.
 MESSAGE_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -89,7 +89,7 @@ class RankSetup:
             options=RunOptions(
                 tied=self.holding.tied,
                 mean=Mean(config.paths.mean),
-                messages=MESSAGE_DTYPES[run.messages],
+                messages=MESSAGE_DTYPES[run.comm_dtype],
                 sums=self.job.plan.sums,
                 sum_messages=MESSAGE_DTYPES[
                     sum_messages_of(config.paths, self.job.plan)
@@ -115,7 +115,7 @@ class RankSetup:
             len(job.plan.schedule.microbatches),
             config.run.accumulate,
             self.wanted(schedules),
-            config.mesh.shard,
+            config.parallel.dp_shard,
             self.place.shard,
         )
         cutter = cutter_of(job, self.device)
@@ -136,7 +136,7 @@ def set_up_rank(
     """
     config = job.config
     schedule = job.plan.schedule
-    place = place_of(comm, config.mesh, schedule.ranks, device)
+    place = place_of(comm, config.parallel, schedule.ranks, device)
     kept: dict[int, Part] = {}
     if before is not None:
         # A generation that broke before it had begun may have tied them otherwise.
@@ -169,7 +169,11 @@ def cutter_of(job: Job, device: torch.device) -> DocumentCutter | None:
     that documents do not change the time of a slice.
     """
     schedule = job.plan.schedule
-    if not job.config.data.separate or schedule.slices == 1 or device.type != "cpu":
+    if (
+        not job.config.data.document_mask
+        or schedule.slices == 1
+        or device.type != "cpu"
+    ):
         return None
     slices = tuple(microbatch.slices for microbatch in schedule.microbatches)
     return DocumentCutter(slices, keys_per_token(job.sizes))

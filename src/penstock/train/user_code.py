@@ -1,7 +1,7 @@
 """Finds the user's own functions and classes, which a config names as module:name or file.py:name, and tries a loss.
 
-    optimizer.schedule = "rates:sawtooth"          the module rates, from the working directory or an installed package
-    optimizer.schedule = "code/rates.py:sawtooth"  a file; the config of a run keeps its whole path
+    optimizer.lr_schedule = "rates:sawtooth"          the module rates, in the working directory or installed
+    optimizer.lr_schedule = "code/rates.py:sawtooth"  a file; the config of a run keeps its whole path
 
 A config that names code runs that code, as if you had imported it. A loss is tried on a few random logits before any
 worker starts.

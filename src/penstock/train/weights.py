@@ -21,7 +21,7 @@ A rank of the schedule may be several processes (torch's DeviceMesh):
     shard    processes with different micro-batches; each keeps a share of the weights, their gradients and the
              optimizer state between steps (FSDP2)
 
-Copies of the pipeline that keep all weights are more ranks of the schedule (`schedule.copies`).
+Copies of the pipeline that keep all weights are more ranks of the schedule (`parallel.dp_replicate`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from penstock.config import MeshConfig
+from penstock.config import ParallelConfig
 from penstock.cost.sizes import held_numbers
 from penstock.errors import ConfigError, RunError, ShapeError
 from penstock.ir.action import backward, forward
@@ -368,19 +368,19 @@ class MeshPlace:
         return "tensor" in placements and not placements["tensor"].is_replicate()
 
 
-def check_launched(mesh: MeshConfig, ranks: int, processes: int) -> None:
+def check_launched(mesh: ParallelConfig, ranks: int, processes: int) -> None:
     """Refuse another number of processes than a schedule with this many ranks has."""
     needed = ranks * mesh.size
     if processes != needed:
         raise ConfigError(
             f"the schedule has {mesh.over(ranks)}, but {processes} were launched\n"
-            f"  launch {needed} (in Ray, num_workers of the ScalingConfig), or set schedule.ranks, schedule.copies and "
-            "the mesh to what was launched"
+            f"  launch {needed} (in Ray, num_workers of the ScalingConfig), or set parallel.pp, "
+            "parallel.dp_replicate, parallel.dp_shard and parallel.tp to what was launched"
         )
 
 
 def place_of(
-    comm: Comm, mesh: MeshConfig, ranks: int, device: torch.device
+    comm: Comm, mesh: ParallelConfig, ranks: int, device: torch.device
 ) -> MeshPlace:
     """Return the place of this process, for a schedule with `ranks` ranks.
 
@@ -391,16 +391,16 @@ def place_of(
         return MeshPlace(comm, comm)
     if not isinstance(comm, ProcessComm):
         raise RunError(
-            "mesh.shard and mesh.tensor need a process for each share; threads will not do\n"
+            "parallel.dp_shard and parallel.tp need a process for each share; threads will not do\n"
             "  start processes with `penstock train`, torchrun or penstock.runtime.spawn"
         )
     if device.type != comm.wire.type or dist.get_backend() not in ("gloo", "nccl"):
         raise RunError(
-            "mesh.shard and mesh.tensor need a GPU for each process, "
+            "parallel.dp_shard and parallel.tp need a GPU for each process, "
             f"but {comm.ranks} processes share fewer GPUs\n"
             "  set run.device = cpu, or use fewer processes"
         )
-    shape = (ranks, mesh.shard, mesh.tensor)
+    shape = (ranks, mesh.dp_shard, mesh.tp)
     device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
     shard = device_mesh.get_local_rank("shard")
     tensor = device_mesh.get_local_rank("tensor")

@@ -21,8 +21,8 @@ from penstock.config import (
     AUTO,
     Config,
     DataConfig,
-    MeshConfig,
     ModelConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
     check_config,
@@ -262,7 +262,6 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
     shard = shard_degree(parallelism)
     schedule = ScheduleConfig(
         options.schedule,
-        ranks=parallelism.pipeline_parallel_degree,
         microbatches=training.local_batch_size // rows,
         waves=options.waves,
         chunks=options.chunks,
@@ -272,14 +271,16 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
     asked = Config(
         model=model_config_of(config),
         data=DataConfig(
-            tokens=training.seq_len, batch=training.local_batch_size * shard
+            seq_len=training.seq_len, global_batch=training.local_batch_size * shard
         ),
         schedule=schedule,
-        mesh=MeshConfig(shard=shard),
+        parallel=ParallelConfig(
+            pp=parallelism.pipeline_parallel_degree, dp_shard=shard
+        ),
         run=RunConfig(
             precision=training.mixed_precision_param,
             recompute=isinstance(config.activation_checkpoint, FullAC.Config),
-            graphs="false",
+            cuda_graphs="false",
         ),
     )
     return check_config(asked)
@@ -308,11 +309,11 @@ def model_config_of(config: Trainer.Config) -> ModelConfig:
         inner = feed_forward.w1.out_features
     return ModelConfig(
         layers=len(model.layers),
-        width=model.dim,
+        hidden_size=model.dim,
         heads=heads,
         kv_heads=getattr(attention, "n_kv_heads", None) or heads,
-        inner=inner,
-        vocab=model.vocab_size,
+        intermediate_size=inner,
+        vocab_size=model.vocab_size,
     )
 
 
@@ -361,7 +362,7 @@ def forecast_of(
     profile = profile_of(config, options, planned.config)
     if profile is None:
         return None
-    ranks = planned.plan.schedule.ranks * planned.config.mesh.size
+    ranks = planned.plan.schedule.ranks * planned.config.parallel.size
     return forecast(planned.config, planned.plan, profile, ranks)
 
 
@@ -376,12 +377,12 @@ def profile_of(
         return None
     return analytic_profile(
         asked.model,
-        asked.data.tokens,
+        asked.data.seq_len,
         asked.rows,
         gpu,
         asked.run.precision,
-        ranks=asked.schedule.ranks,
-        devices_per_rank=asked.mesh.size,
+        ranks=asked.parallel.pp,
+        devices_per_rank=asked.parallel.size,
         recorded=False,
     )
 

@@ -44,7 +44,7 @@ from penstock.torch_internals import PrefixStore, Store, default_store
 
 MAX_RANKS_SHOWN = 32  # in the text of a failure
 COUNTER_POLL_SECONDS = 0.02
-PATIENCE_ADVICE = "if such a long wait can be right, raise the patience (run.patience)"
+PATIENCE_ADVICE = "if such a long wait can be right, raise the patience (run.timeout)"
 ERRORS = {
     kind.__name__: kind for kind in (RunError, ProofError, StuckError, PeerLostError)
 }
@@ -177,7 +177,7 @@ def stuck_failure(
       rank 0 waits at 0B0 for 1B0 from rank 1
       rank 1 is at 1F1
     <BLANKLINE>
-    nothing came for 2 s; if such a long wait can be right, raise the patience (run.patience)
+    nothing came for 2 s; if such a long wait can be right, raise the patience (run.timeout)
     """
     waiter = rank
     blamed = _blamed_peer(rank, states)

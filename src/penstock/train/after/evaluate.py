@@ -208,7 +208,7 @@ def evaluate_text(
             _measure(trained, measured, omit, exits, draws, seed),
             measured.sequences,
             text.sequences,
-            data.tokens,
+            data.seq_len,
             "",
             _bytes_per_token(text.corpus),
         )
@@ -225,12 +225,14 @@ def _data_of(
             break
     longest = getattr(trained.sizes, "positions", 0)
     if data is None:
-        data = DataConfig(tokens=min(TOKENS_WITHOUT_RUN, longest or TOKENS_WITHOUT_RUN))
+        data = DataConfig(
+            seq_len=min(TOKENS_WITHOUT_RUN, longest or TOKENS_WITHOUT_RUN)
+        )
     if tokens is not None:
-        data = replace(data, tokens=tokens)
-    if longest and data.tokens > longest:
+        data = replace(data, seq_len=tokens)
+    if longest and data.seq_len > longest:
         raise ShapeError(
-            f"sequences of {data.tokens} tokens are too long for this model, which has {longest} positions\n"
+            f"sequences of {data.seq_len} tokens are too long for this model, which has {longest} positions\n"
             f"  give --tokens {longest} or less"
         )
     return replace(
@@ -273,15 +275,15 @@ def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     guesses = not continues_texts(trained.sizes)
     plain = not guesses and not data.marked
     # A text may be shorter than a sequence.
-    corpus = open_corpus(replace(data, tokens=2) if plain else data, cache)
-    sequences = (corpus.token_count - 1) // data.tokens
-    rest = plain and (corpus.token_count - 1) % data.tokens > 0
-    corpus = replace(corpus, length=data.tokens, trained=0, held_out=sequences)
+    corpus = open_corpus(replace(data, seq_len=2) if plain else data, cache)
+    sequences = (corpus.token_count - 1) // data.seq_len
+    rest = plain and (corpus.token_count - 1) % data.seq_len > 0
+    corpus = replace(corpus, length=data.seq_len, trained=0, held_out=sequences)
     if guesses:
         tokenizer = tokenizer_of(data.tokenizer)
-        masking = masking_of(tokenizer, data.mask, data.segments)
+        masking = masking_of(tokenizer, data.mlm_probability, data.segments)
         corpus = replace(corpus, masking=masking, typed=data.segments > 1)
-    rows = max(1, TOKENS_AT_ONCE // data.tokens)
+    rows = max(1, TOKENS_AT_ONCE // data.seq_len)
     return TextBatches(corpus, rows, sequences + int(rest))
 
 
@@ -371,7 +373,7 @@ def perplexity(
     if math.isnan(mean_loss):
         raise RunError(
             "the model produces NaN, so it has no perplexity\n"
-            "  check the losses of its training, and train again with a lower optimizer.rate"
+            "  check the losses of its training, and train again with a lower optimizer.lr"
         )
     return math.exp(min(mean_loss, MAX_EXPONENT))
 

@@ -398,10 +398,10 @@ def predict_like_run(folder: Path, plan: Plan, price: Price) -> Timeline:
 def _with_rows(plan: Plan, config: Config) -> Plan:
     """Divide the batch of a run among the micro-batches of a plan that does not say how many rows they have."""
     microbatches = len(plan.schedule.microbatches)
-    passages = microbatches * config.mesh.shard * config.run.accumulate
-    if "rows" in plan.facts or config.data.batch % passages:
+    passages = microbatches * config.parallel.dp_shard * config.run.accumulate
+    if "rows" in plan.facts or config.data.global_batch % passages:
         return plan
-    rows = config.data.batch // passages
+    rows = config.data.global_batch // passages
     return replace(plan, why=(*plan.why, ("rows", rows)))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.config import Config, MeshConfig, is_recording
+from penstock.config import Config, ParallelConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
 from penstock.cost.profile import sent_bytes
@@ -50,6 +50,8 @@ from penstock.train.weights import NUMBERS_PER_PARAMETER, Sizes, held_in_layer
 from penstock.view.numbers import write_size
 
 RANKS_SHOWN = 4
+# What a model calls sizes that a config calls by the words of transformers.
+SIZES = {"hidden_size": "width", "intermediate_size": "inner", "vocab_size": "vocab"}
 # The share of a memory that suggested sizes may fill. Some stays free, because the
 # available memory changes all the time.
 SUGGESTED_SHARE = 0.95
@@ -63,9 +65,9 @@ class MemoryLoad:
     plan: Plan
     sizes: Sizes
     half: bool  # most activations have two bytes instead of four
-    recorded: bool  # actions are recorded (run.graphs)
+    recorded: bool  # actions are recorded (run.cuda_graphs)
     numbers: ParameterNumbers
-    # Parts of which a rank has a mirror (run.mirror), and that rank.
+    # Parts of which a rank has a mirror (elastic.mirror), and that rank.
     mirrors: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -77,7 +79,7 @@ class MemoryLoad:
     def slice_tokens(self) -> int:
         """The tokens of a slice of a micro-batch, in all of its rows."""
         config = self.config
-        return config.rows * -(-config.data.tokens // self.plan.schedule.slices)
+        return config.rows * -(-config.data.seq_len // self.plan.schedule.slices)
 
     @property
     def chunk(self) -> int:
@@ -147,9 +149,9 @@ def why_too_large(
     If steps take different schedules, the run must fit with each of them. If others are to
     join from other machines, the workers of this one must be able to begin alone.
     """
-    pools = memory_pools(placement, config.mesh.size)
-    mirrored = config.run.mirror != "false" and is_elastic(config, plan, placement)
-    plan = first_plan(plan, config.run.workers)
+    pools = memory_pools(placement, config.parallel.size)
+    mirrored = config.elastic.mirror != "false" and is_elastic(config, plan, placement)
+    plan = first_plan(plan, config.elastic.workers)
     for schedule in step_paths(plan, config.paths).schedules:
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
         load = load_of(config, alone, sizes)
@@ -172,12 +174,12 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
     parameters = counts.embed + counts.layer + counts.head
     each = NUMBERS_PER_PARAMETER * FLOAT32_BYTES * parameters
     need = each * placement.measurers
-    room = sum(pool.bytes for pool in memory_pools(placement, config.mesh.size))
+    room = sum(pool.bytes for pool in memory_pools(placement, config.parallel.size))
     if need > room:
         raise ConfigError(
             "timing one layer, the embedding and the head takes "
             f"{write_size(need)} of memory, and this machine has {write_size(room)}\n"
-            "  take a smaller model.width, model.inner or model.vocab; "
+            "  take a smaller model.hidden_size, model.intermediate_size or model.vocab_size; "
             "--set run.check_memory=false tries it anyway"
         )
 
@@ -188,13 +190,13 @@ def needs_of(load: MemoryLoad) -> list[Need]:
     schedule = load.plan.schedule
     partition = load.plan.partition
     parts = [_cost_of_part(load, number) for number in range(len(partition))]
-    cost = ModelCost(tuple(parts), tokens=load.config.data.tokens)
+    cost = ModelCost(tuple(parts), tokens=load.config.data.seq_len)
     use = device_memory(schedule, cost, load.recorded)
     weights = use.weights.copy()
     for part, rank in load.mirrors:
         weights[rank] += parts[part].weights
     moments = use.total - use.weights - use.activations
-    if load.config.run.messages == "int8":
+    if load.config.run.comm_dtype == "int8":
         moments += _feedback_bytes(load, cost)
     columns = (weights.tolist(), use.activations.tolist(), moments.tolist())
     rows = zip(*columns, strict=True)
@@ -214,7 +216,7 @@ def _feedback_bytes(load: MemoryLoad, cost: ModelCost) -> Floats:
 
 def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
     """The bytes of one part; time does not matter here."""
-    run, mesh = load.config.run, load.config.mesh
+    run, mesh = load.config.run, load.config.parallel
     rows, width = load.config.rows, load.sizes.width
     counts = count_parameters(load.sizes)
     numbers = load.numbers
@@ -243,7 +245,7 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         # Copies of all matrices in half precision (`penstock.runtime.backward`).
         weights += FLOAT32_BYTES / 2 * (layers * counts.layer + counts.head * last)
     tied = 0.0
-    if load.sizes.tied and mesh.shard == 1:
+    if load.sizes.tied and mesh.dp_shard == 1:
         # Embedding and head share a matrix on a rank that has both. Sharded parts each keep their own copy.
         shared = load.sizes.vocab * width * _numbers_held(mesh, numbers.ends, 3)
         tied = FLOAT32_BYTES * shared
@@ -259,7 +261,7 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         last,
         rows,
         load.half,
-        mesh.tensor,
+        mesh.tp,
         load.chunk,
     )
     if run.recomputed_inside and layers:
@@ -270,7 +272,7 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         *(Seconds(),) * 3,
         held=held,
         message=message,
-        sent=sent_bytes(message, rows, run.messages),
+        sent=sent_bytes(message, rows, run.comm_dtype),
         weights=weights,
         tied=tied,
         recompute=run.recompute or number in load.plan.recompute,
@@ -300,7 +302,7 @@ def _bytes_held_by_layer(load: MemoryLoad) -> float:
     """Bytes that a layer keeps for each token position of a micro-batch."""
     config = load.config
     whole, cut = held_in_layer(load.sizes)
-    held = whole * FLOAT32_BYTES + cut * load.item / config.mesh.tensor
+    held = whole * FLOAT32_BYTES + cut * load.item / config.parallel.tp
     inside = [_bytes_inside(load, block) for block in config.run.recomputed_inside]
     return config.rows * held - sum(inside)
 
@@ -313,19 +315,19 @@ def _bytes_inside(load: MemoryLoad, block: str) -> float:
     else:
         # Slices carry keys and values on, so these stay.
         keys = 0 if load.plan.schedule.slices > 1 else 2 * key_width(sizes)
-        numbers = 2 * sizes.width + keys
-    return load.config.rows * numbers * load.item / load.config.mesh.tensor
+        numbers = 2 * sizes.hidden_size + keys
+    return load.config.rows * numbers * load.item / load.config.parallel.tp
 
 
-def _numbers_held(mesh: MeshConfig, own: float, gathered: int) -> float:
+def _numbers_held(mesh: ParallelConfig, own: float, gathered: int) -> float:
     """Numbers that a process holds for each parameter of its rank, if one process would hold `own`.
 
     `gathered` counts the full copies during a pass. Of a sharded parameter a process holds one
     of `shard` shares, and during a pass the gathered weight and its gradient. While the
     gradients of an embedding or a head are summed, one more copy of them exists.
     """
-    copies = gathered if mesh.shard > 1 else 0
-    return (own / mesh.shard + copies) / mesh.tensor
+    copies = gathered if mesh.dp_shard > 1 else 0
+    return (own / mesh.dp_shard + copies) / mesh.tp
 
 
 # ---------------------------------------------------------------- what this machine has
@@ -361,7 +363,7 @@ def too_large(load: MemoryLoad, places: list[MemoryPool]) -> str:
     ]
     ranks = sorted(set(worst.ranks), key=lambda rank: -needs[rank].total)
     shown = ranks[:RANKS_SHOWN]
-    each = " each" if load.config.mesh.size > 1 else ""
+    each = " each" if load.config.parallel.size > 1 else ""
     for rank in sorted(shown):
         weights = write_size(needs[rank].weights)
         activations = write_size(needs[rank].activations)
@@ -403,24 +405,24 @@ def _smaller_settings(load: MemoryLoad, places: list[MemoryPool]) -> Iterator[st
     slices = max(microbatch.slices for microbatch in schedule.microbatches)
     settings = [  # with their values, and numbers of which they must stay multiples
         ("model.layers", sizes.layers, schedule.parts),
-        ("model.width", sizes.width, 2 * sizes.heads),
-        ("model.inner", sizes.inner, config.mesh.tensor),
-        ("model.vocab", sizes.vocab if config.model.vocab else 0, 1),
-        ("data.tokens", config.data.tokens, slices),
-        ("data.batch", config.data.batch, config.passages),
+        ("model.hidden_size", sizes.width, 2 * sizes.heads),
+        ("model.intermediate_size", sizes.inner, config.parallel.tp),
+        ("model.vocab_size", sizes.vocab if config.model.vocab_size else 0, 1),
+        ("data.seq_len", config.data.seq_len, slices),
+        ("data.global_batch", config.data.global_batch, config.passages),
     ]
     for name, value, step in settings:
         if name.startswith("model.") and config.model.folder:
             continue
         count = _largest_fitting(load, places, name, value, step)
-        if count and (name, count) != ("data.tokens", 1):
+        if count and (name, count) != ("data.seq_len", 1):
             yield f"{name}={count * step}"
 
 
 def _resized(load: MemoryLoad, name: str, value: int) -> MemoryLoad:
     """The load of a run with another value of a setting."""
     section, _, key = name.partition(".")
-    change: Any = {key: value}
+    change: dict[str, Any] = {SIZES.get(key, key): value}
     if section == "data":
         data = replace(load.config.data, **change)
         return replace(load, config=replace(load.config, data=data))

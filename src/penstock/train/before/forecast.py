@@ -95,22 +95,22 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     if plan.full is not None and step_paths(plan, config.paths).full is not None:
         alone = replace(plan, schedule=plan.full, rotation=(), full=None)
         full = forecast(config, alone, profile, processors)
-    mesh = config.mesh
+    mesh = config.parallel
     schedule = plan.schedule
-    profile = send_as(profile, config.run.messages)
+    profile = send_as(profile, config.run.comm_dtype)
     link = slowest_sum_link(profile.network)
-    gather = gather_seconds(profile, mesh.tensor, mesh.shard, link)
+    gather = gather_seconds(profile, mesh.tp, mesh.dp_shard, link)
     ranks_at_once, slowdown = split_processors(processors, mesh.size)
     if mesh.size > 1:
         # The actions of a process contain the sums between the processes of its rank. They compute at the same
         # time, and more slowly where there are fewer processors than processes of a rank.
-        profile = mesh_profile(profile, mesh.tensor, mesh.shard, link, slowdown)
+        profile = mesh_profile(profile, mesh.tp, mesh.dp_shard, link, slowdown)
     recompute = set(plan.recompute)
     if config.run.recompute:
         recompute = set(range(schedule.parts))
     cost: Cost = PlacedCost(
         profile,
-        config.data.tokens,
+        config.data.seq_len,
         partition=plan.partition,
         recompute=tuple(sorted(recompute)),
     )
@@ -122,7 +122,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         evaluator.timeline(schedule),
         optimizer=evaluator.update(schedule),
         passes=config.run.accumulate,
-        tokens=config.data.batch * config.data.tokens,
+        tokens=config.data.global_batch * config.data.seq_len,
         processors=processors,
         launch=float(facts.get("launch") or 1.0),
         gather=gather,
@@ -143,7 +143,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         request_of,
     )
 
-    tokens = config.data.tokens
+    tokens = config.data.seq_len
     depth = max(plan.partition)
     slices = set()
     for boundaries in cuts_of(config, plan):
@@ -178,7 +178,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
 
 def cuts_of(config: Config, plan: Plan) -> set[tuple[int, ...]]:
     """Return the different ways in which sequences are cut into slices, in tokens."""
-    tokens = config.data.tokens
+    tokens = config.data.seq_len
     return {stretch(one, tokens).cuts for one in plan.schedule.microbatches}
 
 
@@ -189,15 +189,15 @@ def profile_mark(config: Config, plan: Plan) -> str:
     run = config.run
     parts = (
         config.model,
-        config.mesh,
+        config.parallel,
         config.rows,
-        data.tokens,
+        data.seq_len,
         data.tokenizer,
         data.apart,
         run.precision,
-        run.graphs,
+        run.cuda_graphs,
         run.compile,
-        run.messages,
+        run.comm_dtype,
         run.loss_chunk,
         run.device,
         run.threads,

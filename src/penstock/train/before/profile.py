@@ -99,7 +99,7 @@ class ProfileRequest:
     separate: bool = False  # rows hold two documents that do not see each other
     mean: bool = False  # the mean of all passes over a slice, instead of their median
     depth: int = DEPTH  # layers measured in a row
-    graphs: bool = False  # record actions, as run.graphs does
+    graphs: bool = False  # record actions, as run.cuda_graphs does
     compiled: bool = False  # compile layers, head and loss, as run.compile does
     # Tokens whose logits are in memory at a time; 0 for all of them.
     loss_chunk: int = 0
@@ -125,7 +125,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
         )
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
-    vocab = 0 if model.vocab else ByteTokenizer.vocab
+    vocab = 0 if model.vocab_size else ByteTokenizer.vocab
     return sizes_of(model, vocab, tokens)
 
 
@@ -147,7 +147,7 @@ def request_of(
         rows = config.rows if config.passages else 1
     return ProfileRequest(
         model_sizes(config),
-        config.data.tokens,
+        config.data.seq_len,
         rows,
         placement.device,
         autocast=precision if precision != "float32" else None,

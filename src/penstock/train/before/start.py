@@ -104,15 +104,15 @@ PLANNED_WITH = (
     "schedule.",
     "mesh.",
     "model.",
-    "data.batch",
-    "data.tokens",
+    "data.global_batch",
+    "data.seq_len",
     "data.segments",
-    "data.separate",
+    "data.document_mask",
     "run.accumulate",
     "run.compile",
     "run.device",
-    "run.graphs",
-    "run.messages",
+    "run.cuda_graphs",
+    "run.comm_dtype",
     "run.precision",
     "run.recompute",
     "run.threads",
@@ -196,7 +196,7 @@ def fetch_checkpoint(config: Config, folder: Path) -> None:
 
 def check_training(config: Config, sizes: Sizes) -> None:
     """Refuse an optimizer, groups of parameters or a schedule of rates that cannot work."""
-    check_optimizer(config.optimizer, config.mesh)
+    check_optimizer(config.optimizer, config.parallel)
     if config.model.dropout and not set_dropout(blueprint(sizes), 0.0):
         raise ConfigError(
             f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
@@ -219,8 +219,8 @@ def check_training(config: Config, sizes: Sizes) -> None:
         checked_callback(name)
     if config.run.loss:
         check_loss(config.run, sizes.vocab)
-    if names_own_code(config.optimizer.schedule):
-        own_factor(config.optimizer.warmup, config.optimizer.schedule)
+    if names_own_code(config.optimizer.lr_schedule):
+        own_factor(config.optimizer.warmup_steps, config.optimizer.lr_schedule)
 
 
 def check_sources(config: Config) -> None:
@@ -399,9 +399,9 @@ def plan_and_prepare(
     sizes = model_sizes(config)
     check_training(config, sizes)  # Under a launcher nobody has done it before.
     config, plan, profiles = plan_config(config, given, kept, display)
-    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
+    placement = decide_placement(config, plan.schedule.ranks * config.parallel.size)
     if launched:
-        check_launched(config.mesh, plan.schedule.ranks, launched)
+        check_launched(config.parallel, plan.schedule.ranks, launched)
     else:
         check_gpus_suffice(config, placement)
         is_elastic(config, plan, placement)  # Raises if the config asks for too much.
@@ -522,12 +522,11 @@ def is_better_alone(workload: Workload, placement: Placement) -> bool:
     """
     config = workload.config
     assert config is not None, "only a config has a place to run"
-    run = config.run
     fixed = workload.fixed
     wants_several = (
-        max(fixed.ranks, fixed.copies, config.mesh.size) > 1
-        or "true" in (run.elastic, run.mirror)
-        or bool(run.listen or run.workers or config.schedule.skip)
+        max(fixed.ranks, fixed.copies, config.parallel.size) > 1
+        or "true" in (config.elastic.mode, config.elastic.mirror)
+        or bool(config.elastic.listen or config.elastic.workers or config.schedule.skip)
         or under_launcher()
     )
     takes_turns = placement.device == "cuda" and placement.processors == 1
@@ -538,7 +537,7 @@ def memory_of_process(config: Config, placement: Placement) -> float | None:
     """Return the bytes that a plan may use in each process; None if that is not checked."""
     if not config.run.check_memory:
         return None
-    pools = memory_pools(placement, config.mesh.size)
+    pools = memory_pools(placement, config.parallel.size)
     return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
 
 
@@ -565,7 +564,7 @@ def measure_workload(
         measured = profile_rows(request, counts, placement.measurers, watch)
         assert measured is not None, "only torchrun returns None"
         profiles = measured
-    tokens = config.data.tokens
+    tokens = config.data.seq_len
     if request.tokens == tokens:
         return profiles
     enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]

@@ -571,7 +571,7 @@ def lost_files(folder: Path) -> str:
             return (
                 f"{path} lacks {lost[0]}, which was saved in {places[lost[0]]}\n"
                 f"  copy the files from there into {path}, or start the run on all of its machines again; "
-                "with run.checkpoints, machines may change"
+                "with run.checkpoint_url, machines may change"
             )
     return ""
 

@@ -166,7 +166,11 @@ def fetch_step(storage: Storage, step: int, folder: Path) -> dict[str, str]:
 
 def remote_checkpoints(run: RunConfig) -> RemoteCheckpoints | None:
     """Return the copies of a run's checkpoints in object storage; None if it keeps none."""
-    return RemoteCheckpoints(run.checkpoints, run.keep) if run.checkpoints else None
+    return (
+        RemoteCheckpoints(run.checkpoint_url, run.keep_checkpoints)
+        if run.checkpoint_url
+        else None
+    )
 
 
 class RemoteCheckpoints:
@@ -317,11 +321,11 @@ class RemoteCheckpoints:
             if may_lack and isinstance(error, FileNotFoundError):
                 raise
             text = describe_failure(error)
-            hint = "run.checkpoints must be a URL that fsspec knows and may write to"
+            hint = "run.checkpoint_url must be a URL that fsspec knows and may write to"
             if isinstance(error, PermissionError) or any(
                 word in text.lower() for word in REFUSED
             ):
                 hint = "the storage refuses this process: check its credentials and permissions on this machine"
             if isinstance(error, OSError) and error.errno == ENOSPC:
-                hint = "make room, or name another run.folder or run.checkpoints"
+                hint = "make room, or name another run.folder or run.checkpoint_url"
             raise FileError(f"cannot {verb} {self.place}: {text}\n  {hint}") from None

@@ -2,15 +2,15 @@
 
     node1   RUN/checkpoints/step-00000050/   files of ranks 0 and 1, checkpoint.json     ┐ the same checkpoint.json,
     node2   RUN/checkpoints/step-00000050/   files of ranks 2 and 3, checkpoint.json     ┘ which lists all files
-    run.checkpoints      step-00000050/      each rank puts its own file there, rank 0 checkpoint.json at the end
+    run.checkpoint_url      step-00000050/      each rank puts its own file there, rank 0 checkpoint.json at the end
 
 An old checkpoint is deleted only after all machines have completed the new one, so there is always one that all have.
 To resume, the machines complete the newest checkpoint that they have together:
 
     node1   step-00000050: files of ranks 0, 1        node2   step-00000050: files of ranks 2, 3
                └──── what the other machine lacks travels between them ────┘
-    a new machine has nothing: it gets all files from the others, or from run.checkpoints
-    a file that is damaged on one machine: an intact copy of another one, or of run.checkpoints, takes its place
+    a new machine has nothing: it gets all files from the others, or from run.checkpoint_url
+    a file that is damaged on one machine: an intact copy of another one, or of run.checkpoint_url, takes its place
     a file that nobody has intact: the checkpoint is left out, and an earlier one is tried
 
 What each folder and storage has is told by size and checksum:
@@ -400,12 +400,12 @@ class SeparateCheckpoints:
             )
         hint = (
             "start a rank on that machine too, with the run.folder that it had, or copy its files here; "
-            "with run.checkpoints, machines may change"
+            "with run.checkpoint_url, machines may change"
         )
         if self.damaged:
             hint = (
                 "put a good copy of that file into one of these folders, or start a new run in another run.folder; "
-                "with run.checkpoints, there is one more copy of each file"
+                "with run.checkpoint_url, there is one more copy of each file"
             )
         return RunError(
             f"no checkpoint is complete on the machines of this run: {self.faults[0]}\n  {hint}"
@@ -430,7 +430,7 @@ class SeparateFolders:
     """The folders of a run that are not all the same, and the storages that its checkpoints are copied to."""
 
     folders: RunFolders
-    remote: RemoteCheckpoints | None = None  # run.checkpoints
+    remote: RemoteCheckpoints | None = None  # run.checkpoint_url
     storages: tuple[Storage, ...] = ()  # others that a run can resume from
 
     def checkpoints(

@@ -7,7 +7,7 @@ The name of a file is a digest of its sources, so other text or another tokenize
 A dataset of the user's own, a Python object, becomes a file of tokens that a run reads like any other text:
 
     texts           "a text", ...                         or {"text": "a text"}, as datasets.Dataset has them
-    tokens          [5, 17, 4], ...                       or {"input_ids": [5, 17, 4]} with data.field = "input_ids"
+    tokens          [5, 17, 4], ...                       or {"input_ids": [5, 17, 4]}, data.text_field = "input_ids"
     conversations   {"messages": [...]}, ...              with data.instructions
       │
       ▼  one after the other, once
@@ -95,7 +95,7 @@ def encoding_of(data: DataConfig) -> dict[str, object]:
         "segments": data.segments,
     }
     if data.marked:  # Rows are filled while text is encoded.
-        wanted |= {"tokens": data.tokens, "separate": data.separate}
+        wanted |= {"seq_len": data.seq_len, "document_mask": data.document_mask}
     return wanted
 
 
@@ -140,13 +140,13 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     tokenizer = tokenizer_name(data)
     # The path of a tokenizer may be relative to the working directory. Its file is below.
     kind = "file" if names_a_file(tokenizer) else tokenizer
-    settings = f"{CACHE_VERSION}\n{kind}\n{data.field}\n"
+    settings = f"{CACHE_VERSION}\n{kind}\n{data.text_field}\n"
     if data.instructions:
         template = find_template(data)
         text = "" if template is None else f"{template.text}{template.special}"
-        settings += f"{data.tokens}\n{text}\n"
+        settings += f"{data.seq_len}\n{text}\n"
     if data.segments:
-        settings += f"{data.tokens}\n{data.segments}\n{data.separate}\n"
+        settings += f"{data.seq_len}\n{data.segments}\n{data.document_mask}\n"
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
@@ -242,12 +242,12 @@ def _conversations(
     """Yield rows of conversations, and the token after the last row, which needs one."""
     tally = Tally()
     padding = tokenizer.end or 0
-    found = conversations(encoded, data.tokens, tally)
-    yield from pack_rows(found, data.tokens, padding)
+    found = conversations(encoded, data.seq_len, tally)
+    yield from pack_rows(found, data.seq_len, padding)
     if not tally.learned:
         raise FileError(
             f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
-            f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
+            f"{data.seq_len} tokens\n  give other data.sources, or more data.seq_len"
         )
     yield padding_row(1, padding, token_type(tokenizer.vocab))
     facts["conversations"] = asdict(tally)
@@ -258,10 +258,10 @@ def _segments(
 ) -> Iterator[Conversation]:
     """Yield rows of segments for a Bert, and the token after the last row."""
     words = bert_words(tokenizer, data.segments)
-    found = segment_rows(encoded, words, data.segments, data.tokens)
-    fill = pack_rows if data.separate else pad_rows
+    found = segment_rows(encoded, words, data.segments, data.seq_len)
+    fill = pack_rows if data.document_mask else pad_rows
     rows = 0
-    for row in fill(found, data.tokens, words.padding):
+    for row in fill(found, data.seq_len, words.padding):
         rows += 1
         yield row
     if not rows:
@@ -310,7 +310,7 @@ def encode_files(
         records = watched(files, partial(file_records, fields=FIELDS), watch)
         pieces = pieces_of(records, find_template(data))
     else:
-        read = partial(text_pieces, field=data.field, cut=tokenizer.cut)
+        read = partial(text_pieces, field=data.text_field, cut=tokenizer.cut)
         pieces = watched(files, read, watch)
     return encode(pieces, data, tokenizer)
 

@@ -9,7 +9,7 @@
     └─ sequence 0 ─┴─ sequence 1 ─┴─ …    cut when the length is reached
 
 A sequence may hold several documents. Attention crosses their borders unless
-`data.separate` forbids it.
+`data.document_mask` forbids it.
 
 The name of the file is a digest of its sources, so other text or another tokenizer gets
 another file. Its content has a second digest: text that was moved or copied is still the
@@ -137,11 +137,11 @@ def open_corpus(
     """
     tokenizer = tokenizer_of(data.tokenizer)
     files = source_files(data)
-    if data.separate and tokenizer.end is None and not data.marked:
+    if data.document_mask and tokenizer.end is None and not data.marked:
         raise FileError(
             f"{tokenizer_name(data)} has no word that ends a document, "
             "so documents cannot be told apart\n"
-            "  set data.separate=false, or name the word as eos_token in a "
+            "  set data.document_mask=false, or name the word as eos_token in a "
             "tokenizer_config.json beside the tokenizer"
         )
     row, note = cache_files(data, files, cache)
@@ -175,7 +175,9 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
         told = facts.get("conversations")
         tally = None if told is None else Tally(**told)
         return replace(corpus, marks=marks, separate=data.apart, tally=tally)
-    corpus = cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
+    corpus = cut_corpus(
+        tokens, data, facts["digest"], end if data.document_mask else None
+    )
     # Nobody has counted in a cache that an earlier version has written, nor for tokens without text.
     if not facts.get("bytes"):
         return corpus
@@ -206,18 +208,18 @@ def cut_corpus(
     tokens: TokenArray, data: DataConfig, digest: str = "", end: int | None = None
 ) -> Corpus:
     """Cut tokens into sequences of one length, and hold out the last ones."""
-    sequences = (len(tokens) - 1) // data.tokens
+    sequences = (len(tokens) - 1) // data.seq_len
     if sequences < 1:
         raise FileError(
             f"the text has {len(tokens)} tokens, "
-            f"too few for sequences of {data.tokens}\n"
-            "  give more text in data.sources, or shorter sequences in data.tokens"
+            f"too few for sequences of {data.seq_len}\n"
+            "  give more text in data.sources, or shorter sequences in data.seq_len"
         )
     held_out = 0
     if data.held_out:
         held_out = max(round(sequences * data.held_out), 1)
         held_out = min(held_out, sequences - 1)
-    return Corpus(tokens, data.tokens, sequences - held_out, held_out, digest, end)
+    return Corpus(tokens, data.seq_len, sequences - held_out, held_out, digest, end)
 
 
 # ---------------------------------------------------------------- order

@@ -260,7 +260,7 @@ def plain_texts(
     files = [file for part in data.parts for file in source_files(part)]
     # Words do not go over the end of a line, so a text can be cut there.
     read = partial(
-        text_pieces, field=data.field, cut=lambda text: text.rfind(b"\n") + 1
+        text_pieces, field=data.text_field, cut=lambda text: text.rfind(b"\n") + 1
     )
     for piece in watched(files, read, watch):
         yield piece.text.decode("utf-8", "replace")
@@ -416,7 +416,7 @@ def _columns(file: Path, schema: Any, fields: Sequence[str], text: bool) -> list
     found = [field for field in fields if field in schema.names]
     if not found:
         wanted = " or ".join(map(repr, fields))
-        hint = "\n  name the column in data.field" if text else ""
+        hint = "\n  name the column in data.text_field" if text else ""
         raise FileError(
             f"{file} has no column {wanted}; it has {few(schema.names)}{hint}"
         )
@@ -424,7 +424,7 @@ def _columns(file: Path, schema: Any, fields: Sequence[str], text: bool) -> list
     if text and kind not in ("string", "large_string", "string_view"):
         raise FileError(
             f"{file}: the column {found[0]!r} does not hold text, but {kind}\n"
-            "  name another column in data.field"
+            "  name another column in data.text_field"
         )
     return found
 
@@ -451,7 +451,7 @@ def _text_of(record: Record, field: str) -> bytes:
     if field not in entry:
         raise FileError(
             f"{where}: this line has no text under {field!r}; it has {few(entry)}\n"
-            "  name the field in data.field"
+            "  name the field in data.text_field"
         )
     text = entry[field]
     if not isinstance(text, str):
@@ -483,7 +483,7 @@ def encode_examples(
     dataset: Iterable[Any], data: DataConfig, tokenizer: Tokenizer, vocab: int
 ) -> Iterator[EncodedPiece]:
     """Encode texts, or take tokens as they are; the first example says which of them they are."""
-    values = _values(dataset, data.field)
+    values = _values(dataset, data.text_field)
     first = next(values, None)
     if first is None:
         return
@@ -508,7 +508,7 @@ def _values(dataset: Iterable[Any], field: str) -> Iterator[Record]:
         if isinstance(value, Mapping):
             if field not in value:
                 raise FileError(
-                    f"{record.where} has no {field!r}; it has {few(value)}\n  name the field in data.field"
+                    f"{record.where} has no {field!r}; it has {few(value)}\n  name the field in data.text_field"
                 )
             value = value[field]
         if value is not None:
@@ -530,7 +530,7 @@ def _check_tokens(example: Record, tokenizer: Tokenizer, vocab: int) -> EncodedP
         wrong = words[(words < 0) | (words >= vocab)][0]
         raise FileError(
             f"{example.where} has the token {wrong}, but the model has {vocab} words\n"
-            "  data.tokenizer must be the one that made the tokens, or model.vocab large enough"
+            "  data.tokenizer must be the one that made the tokens, or model.vocab_size large enough"
         )
     if len(words) and words[-1] == tokenizer.end:
         words = words[:-1]

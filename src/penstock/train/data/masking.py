@@ -148,7 +148,7 @@ def segment_rows(
     room = length - 1 - segments
     if room < segments:
         raise FileError(
-            f"data.tokens = {length} is too short for {segments} segments with their borders\n"
+            f"data.seq_len = {length} is too short for {segments} segments with their borders\n"
             f"  give at least {1 + 2 * segments}"
         )
     for number, texts in enumerate(_fill_rows(sentences, room)):
