@@ -15,15 +15,16 @@ ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
     "version": {"errors"},
+    "shaped": {"errors"},
     "partition": {"errors"},
     "families": {"errors"},
     "torch_internals": set(),
-    "config": {"errors"},
+    "config": {"shaped", "errors"},
     "ir": {"errors"},
     "cost": {"ir", "partition", "errors"},
     "formats": {"ir", "cost", "config", "errors"},
     "sim": {"ir", "cost", "errors"},
-    "schedules": {"ir", "cost", "sim", "errors"},
+    "schedules": {"ir", "cost", "sim", "shaped", "errors"},
     "plan": {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
         "errors",
@@ -35,7 +36,7 @@ ROOMS = {
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("families", "runtime", "measure", "models"),
+        *("families", "runtime", "measure", "models", "shaped"),
         *("torch_internals", "version", "errors"),
     },
     "crew": {
@@ -69,6 +70,7 @@ ROOMS = {
 LIBRARIES = {
     "errors": set(),
     "version": set(),
+    "shaped": set(),
     "partition": set(),
     "families": set(),
     "torch_internals": {"torch"},
