@@ -5,7 +5,7 @@
 
 All runs train the same model on the same data with six workers, and are stopped after a fixed time. For each mean time
 between two kills there are several rounds. In each round one run goes on without lost workers and replaces them
-(elastic.mode = true), and one restarts all workers from the last checkpoint (elastic.mode = false), with the same kills
+(elastic.mode = on), and one restarts all workers from the last checkpoint (elastic.mode = off), with the same kills
 at the same moments: as many as the mean says, at random moments of the run. Each round also has a quiet run. A signal
 may hit a worker that is already dead.
 
@@ -48,9 +48,8 @@ SETTINGS = (
         "parallel.dp_replicate=3",
         "schedule.microbatches=2",
         "run.eval_every=0",
-        "run.timed=0",
     ),
-    *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
+    *("run.device=cpu", "run.checks=memory"),
     *(
         "run.save_every=20",
         "elastic.restarts=1000",
@@ -117,7 +116,11 @@ def train(
     folder: Path, elastic: bool, seconds: float, moments: Sequence[float], seed: int
 ) -> Outcome:
     """Run `penstock train` for a while, and kill a random worker at each of these moments."""
-    words = [*SETTINGS, f"run.folder={folder}", f"elastic.mode={str(elastic).lower()}"]
+    words = [
+        *SETTINGS,
+        f"run.folder={folder}",
+        f"elastic.mode={'on' if elastic else 'off'}",
+    ]
     changes = [word for one in words for word in ("--set", one)]
     command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
     draw = random.Random(seed)

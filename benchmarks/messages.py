@@ -101,9 +101,7 @@ CONFIG = Config(
     DataConfig(seq_len=64, global_batch=16, held_out=0.02, tokenizer="bytes"),
     ScheduleConfig(name="1f1b", microbatches=4),
     OptimizerConfig(lr=3e-3, warmup_steps=20),
-    RunConfig(
-        eval_every=0, evaluations=8, save_every=0, timed=0, prove=False, threads=1
-    ),
+    RunConfig(eval_every=0, save_every=0, checks="forecast,memory"),
     parallel=ParallelConfig(pp=RANKS),
 )
 

@@ -64,9 +64,7 @@ CONFIG = Config(
     DataConfig(seq_len=64, global_batch=8, held_out=0.02, tokenizer="bytes"),
     ScheduleConfig(name="1f1b", microbatches=2),
     OptimizerConfig(lr=RATE),
-    RunConfig(
-        eval_every=0, evaluations=16, save_every=0, timed=0, prove=False, threads=1
-    ),
+    RunConfig(eval_every=0, save_every=0, checks="forecast,memory"),
     parallel=ParallelConfig(pp=2, dp_replicate=2),
 )
 

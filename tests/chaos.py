@@ -58,14 +58,13 @@ SETTINGS = (
     *("data.seq_len=32", "data.global_batch=24", "optimizer.lr=3e-4"),
     *("schedule.name=skip", f"parallel.pp={RANKS}", f"parallel.dp_replicate={COPIES}"),
     *("schedule.microbatches=3", "paths.share=0.33", "paths.rotate=4", "paths.full=10"),
-    *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
+    *("run.device=cpu", "run.checks=memory"),
     *(
-        "elastic.mode=true",
+        "elastic.mode=on:slow=3",
         f"elastic.restarts={RESTARTS}",
-        "elastic.silence=60",
-        "elastic.slow=3",
+        "run.timeout=1200",
     ),
-    *("run.eval_every=0", "run.timed=0", "run.save_every=25", "run.log_every=25"),
+    *("run.eval_every=0", "run.save_every=25", "run.log_every=25"),
 )
 # Losses differ because sums over replicas are added in another order, and a little more
 # with every step.

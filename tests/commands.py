@@ -40,9 +40,7 @@ warmup_steps = 5
 steps = 12
 eval_every = 0
 save_every = 3
-timed = 5
-threads = 1
-forecast = false
+checks = "gradients,memory"
 """
 
 

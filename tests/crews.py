@@ -203,8 +203,9 @@ Connect = Callable[[ThreadComm], ThreadComm]
 class Crew:
     """The workers of a run as threads; each keeps its trainer from generation to generation."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, mirror: bool = True) -> None:
         self.job = job
+        self.mirror = mirror
         self.trainers: dict[int, Trainer] = {}
         self.reports = {n: Report(n) for n in range(job.plan.schedule.ranks)}
         self.generation = 0
@@ -220,7 +221,7 @@ class Crew:
                 self.reports,
                 self.generation,
                 self.job.resume,
-                self.job.config.elastic.mirror != "false",
+                self.mirror,
                 lambda: good_step(self.job.checkpoints),
                 written=lambda: last_step(self.job.folder),
                 seats=self.seats,

@@ -19,7 +19,7 @@ ROOMS = {
     "partition": {"errors"},
     "families": {"errors"},
     "torch_internals": set(),
-    "config": {"errors"},
+    "config": {"shaped", "errors"},
     "ir": {"errors"},
     "cost": {"ir", "partition", "errors"},
     "formats": {"ir", "cost", "config", "errors"},
@@ -36,7 +36,7 @@ ROOMS = {
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("families", "runtime", "measure", "models"),
+        *("families", "runtime", "measure", "models", "shaped"),
         *("torch_internals", "version", "errors"),
     },
     "crew": {

@@ -18,10 +18,10 @@ from trained import trained
 
 SIZES = (
     "--preset llama-150m --set data.global_batch=16 --set run.log_every=100 --set run.eval_every=0 "
-    "--set run.save_every=0 --set run.timed=20"
+    "--set run.save_every=0"
 )
 SMALL = (
-    "--set data.global_batch=4 --set run.log_every=100 --set run.eval_every=0 --set run.save_every=0 --set run.timed=4 "
+    "--set data.global_batch=4 --set run.log_every=100 --set run.eval_every=0 --set run.save_every=0 "
     "--set run.device=cpu"
 )
 SHAPES = {

@@ -29,11 +29,11 @@ MODELS = {
 DRY_MODELS = {"4 layers of width 32": "layers=4 width=32 heads=2 kv_heads=2 inner=48"}
 COMMON = (
     "--set data.seq_len=1024 --set data.global_batch=32 --set run.precision=bfloat16 --set optimizer.lr=3e-4 "
-    "--set run.log_every=100 --set run.eval_every=0 --set run.save_every=0 --set run.timed=10"
+    "--set run.log_every=100 --set run.eval_every=0 --set run.save_every=0"
 )
 DRY = (
     "--set data.seq_len=32 --set data.global_batch=4 --set run.device=cpu --set run.log_every=100 "
-    "--set run.eval_every=0 --set run.save_every=0 --set run.timed=4 --set run.prove=false"
+    "--set run.eval_every=0 --set run.save_every=0 --set run.checks=forecast,memory"
 )
 COUNT = "import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)"
 

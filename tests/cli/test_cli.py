@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -19,7 +18,7 @@ from penstock.cli.app import COMMANDS, load
 from penstock.cli.terminal import (
     PRESET_NAMES,
 )
-from penstock.config import PRESETS, Config
+from penstock.config import PRESETS, SECTIONS
 from penstock.formats import load_torch_csv, read_plan
 from suite import installed
 
@@ -240,7 +239,7 @@ def test_help_names_all_presets():
 
 def test_help_names_no_section_in_brackets():
     """The terminal would take [lora] for a style, and the word would be missing from its sentence."""
-    sections = [f"[{field.name}]" for field in fields(Config)]
+    sections = [f"[{name}]" for name in SECTIONS]
     assert "[lora]" in sections
     for name in COMMANDS:
         command = load(name)

@@ -239,11 +239,14 @@ def test_a_section_of_another_framework_leads_to_its_keys():
 
 def test_every_earlier_name_of_a_setting_is_refused_with_the_new_one():
     for old, new in RENAMED.items():
-        section, key = new.split(".")
-        assert hasattr(getattr(Config(), section), key)
+        said = new
+        if " " not in new:
+            section, key = new.split(".")
+            assert hasattr(getattr(Config(), section), key)
+            said = f"this is called {new}"
         text = "[{}]\n{} = 1\n".format(*old.split("."))
         for given in ({"text": text}, {"text": "", "changes": [f"{old}=1"]}):
-            with pytest.raises(ConfigError, match=f"this is called {new}"):
+            with pytest.raises(ConfigError, match=re.escape(said)):
                 load_config(**given)
 
 

@@ -113,7 +113,7 @@ def test_joining_needs_a_key_and_a_run(monkeypatch, capsys, tmp_path):
     assert (code, "must be HOST:PORT" in err) == (2, True)
     for line, text in (
         ("elastic.workers=2", "elastic.workers is for workers of other machines"),
-        ("elastic.listen=a:1 --set elastic.mode=false", "does not allow"),
+        ("elastic.listen=a:1 --set elastic.mode=off", "does not allow"),
         (
             "elastic.listen=a:1 --set run.loss=a.py:f",
             "run.loss = a.py:f is a file that",

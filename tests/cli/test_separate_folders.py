@@ -53,7 +53,7 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
         folder.mkdir()
     write_text_run(a, TEXT)
     line = (
-        "train config.toml --set run.folder=run --set run.prove=false --set run.timed=0 "
+        "train config.toml --set run.folder=run --set run.checks=forecast,memory "
         f"--set run.checkpoint_url=file://{tmp_path}/bucket"
     )
     first, second = run_both(tmp_path, [a, b], f"{line} --set run.steps=2 --sample 4")

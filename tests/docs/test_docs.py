@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # What a page sets itself wins.
-SHORT = "--sample 8 --set data.seq_len=32 --set run.evaluations=1"
+SHORT = "--sample 8 --set data.seq_len=32"
 FEW_PLANS = (
     "--set model.layers=4 --set data.global_batch=4"  # for a run that is planned
 )
-GIVEN_PLAN = "--set run.forecast=false"
+GIVEN_PLAN = "--set run.checks=gradients,memory"
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.S | re.M)
 
 

@@ -186,8 +186,8 @@ def launcher_texts() -> object:
     with folder_of_a_run() as run:
         said: list[str] = []
         settings = Config(
-            run=RunConfig(timeout=600.0),
-            elastic=ElasticConfig(silence=600.0, restarts=0),
+            run=RunConfig(timeout=12_000.0),
+            elastic=ElasticConfig(restarts=0),
         )
         coordinator = Coordinator(nobody, run, TWO_COPIES, settings, False, said.append)
         coordinator.own_workers = 4

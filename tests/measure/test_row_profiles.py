@@ -184,7 +184,6 @@ microbatches = 2
 pp = 2
 [run]
 device = "cpu"
-threads = 1
 """
 
 
@@ -218,7 +217,7 @@ def test_a_config_brings_its_own_rows_precision_and_documents():
         config,
         data=replace(config.data, document_mask=True),
         schedule=replace(config.schedule, microbatches=8),
-        run=replace(config.run, precision="bfloat16", device="cpu", threads=1),
+        run=replace(config.run, precision="bfloat16", device="cpu"),
     )
     placement = decide_placement(config, 4)
     request = request_of(config, placement, quick=True)
@@ -245,7 +244,7 @@ def test_a_quick_measurement_leaves_out_what_takes_too_long():
 
 
 def replace_device(config: Config) -> Config:
-    return replace(config, run=replace(config.run, device="cpu", threads=1))
+    return replace(config, run=replace(config.run, device="cpu"))
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 100, 1000, 4096])

@@ -12,8 +12,6 @@ from penstock.errors import ShapeError
 from penstock.models import shift_labels, token_loss
 from penstock.runtime import ThreadComm, run_threads
 from penstock.runtime.batch import checksum
-from penstock.train.loop import Trainer
-from trainings import job_of
 
 VOCAB, WIDTH = 11, 4
 
@@ -219,14 +217,3 @@ def test_a_checksum_depends_on_every_number_and_its_place(dtype):
         other = x.clone()
         other.view(-1)[place] = 0 if x.view(-1)[place] else 1
         assert checksum([x]) != checksum([other])
-
-
-def test_a_run_takes_the_interval_from_its_config(tmp_path):
-    job = job_of(tmp_path, "1f1b", "run.compare=7", "run.prove=false", "run.steps=1")
-
-    def work(comm):
-        trainer = Trainer(job, comm)
-        trainer.run()
-        return trainer.executor.options.compare, trainer.executor.begun
-
-    assert run_threads(2, work) == [(7, 1)] * 2

@@ -228,7 +228,7 @@ def test_training_has_a_finite_held_out_loss(tmp_path):
         "run.steps=6",
         "run.eval_every=2",
         "run.log_every=1",
-        "run.forecast=false",
+        "run.checks=gradients,memory",
         "schedule.name=1f1b",
         "parallel.pp=1",
         "schedule.microbatches=4",

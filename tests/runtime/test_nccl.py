@@ -112,7 +112,7 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
         "run.steps=4",
         "run.log_every=1",
         "run.eval_every=0",
-        "run.forecast=false",
+        "run.checks=gradients,memory",
         "elastic.restarts=0",
         "run.comm_dtype=bfloat16",
         "model.layers=4",

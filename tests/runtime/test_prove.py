@@ -233,7 +233,7 @@ def refused(inner: nn.Module, *words: str, **more: object) -> str:
     with pytest.raises(ProofError) as caught:
         own(inner, **more)
     text = str(caught.value)
-    for word in ("stage 1 on rank 1", *words, "run.prove=false"):
+    for word in ("stage 1 on rank 1", *words, "run.checks=forecast,memory"):
         assert word in text, text
     return text
 
@@ -711,8 +711,7 @@ slices = 2
 [parallel]
 pp = 2
 [run]
-forecast = false
-threads = 1
+checks = "gradients,memory"
 """
 
 

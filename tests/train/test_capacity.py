@@ -113,7 +113,7 @@ def test_shards_recomputation_and_half_precision_need_less():
     shards = needs_of(load(replace(CONFIG, parallel=ParallelConfig(dp_shard=4))))
     again, half = (
         needs_of(load(replace(CONFIG, run=run)))
-        for run in (RunConfig(recompute=True), RunConfig(precision="bfloat16"))
+        for run in (RunConfig(recompute="full"), RunConfig(precision="bfloat16"))
     )
     assert shards[1].weights < plain[1].weights
     for less in (again, half):
@@ -187,7 +187,7 @@ def test_a_machine_that_others_join_needs_room_to_begin_alone(monkeypatch):
     )
     placement = decide_placement(config, 8)
     assert list(placement.local) == [0, 1]
-    alone = replace(config, elastic=ElasticConfig(mirror="true"))
+    alone = replace(config, elastic=ElasticConfig(mode="on"))
     begins = Plan(make("1f1b", ranks=2, microbatches=16), "1f1b", (4, 4))
     monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 1.0)
     refusals = [
@@ -279,11 +279,14 @@ def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
     monkeypatch.setattr("penstock.train.before.capacity.available_memory", lambda: 1e6)
     monkeypatch.setattr("penstock.training.launch", lambda *_: Verdict(0, stopped=True))
-    line = "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt --set run.forecast=false"
+    line = (
+        "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt "
+        "--set run.checks=gradients,memory"
+    )
     code, _, err = here(line)
     assert code == 2
     assert "but this machine has 977 KiB available" in err
-    code, out, err = here(f"{line} --set run.check_memory=false")
+    code, out, err = here(f"{line} --set run.checks=forecast,gradients")
     assert code == 0, err
     assert "stopped before the first step" in out
 

@@ -91,22 +91,22 @@ def test_ranks_are_patient_while_others_compile(monkeypatch):
     assert starting_patience(job_config("run.timeout=5"), CPU) == 5
 
 
-def test_a_large_vocabulary_trains_alike_with_and_without_chunks(tmp_path):
+def test_a_large_vocabulary_trains_alike_with_and_without_chunks(tmp_path, monkeypatch):
     """544 tokens of 32,000 words have more than 64 MiB of logits in float32."""
     changes = (
         "model.vocab_size=32000",
         "run.steps=2",
-        "run.prove=false",
+        "run.checks=forecast,memory",
         "data.global_batch=68",
         "parallel.pp=1",
     )
     rows = {}
     for chunk in (0, 200):
+        monkeypatch.setattr(compiling, "LOSS_CHUNK", chunk)
         job = job_of(
             tmp_path / str(chunk),
             "1f1b",
             *changes,
-            f"run.loss_chunk={chunk}",
             ranks=1,
             microbatches=1,
         )
@@ -118,9 +118,11 @@ def test_a_profile_is_measured_as_the_run_computes(monkeypatch):
     """Compiled, and with a loss in chunks that holds fewer bytes than all logits."""
     monkeypatch.setattr(profile, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
-    changes = ("model.vocab_size=32000", "data.seq_len=544", "run.threads=1")
-    plain = request_for(*changes, "run.loss_chunk=0")
-    chunked = request_for(*changes, "run.loss_chunk=128", "run.compile=true")
+    changes = ("model.vocab_size=32000", "data.seq_len=544")
+    monkeypatch.setattr(compiling, "LOSS_CHUNK", 0)
+    plain = request_for(*changes)
+    monkeypatch.setattr(compiling, "LOSS_CHUNK", 128)
+    chunked = request_for(*changes, "run.compile=true")
     assert (plain.compiled, plain.loss_chunk) == (False, 0)
     assert (chunked.compiled, chunked.loss_chunk) == (True, 128)
     torch.compiler.reset()

@@ -99,8 +99,8 @@ def coordinator_of(tmp_path, name: str, restarts: int = 0) -> Coordinator:
     folder.mkdir()
     said = []
     settings = Config(
-        run=RunConfig(timeout=600.0),
-        elastic=ElasticConfig(silence=600.0, restarts=restarts),
+        run=RunConfig(timeout=12_000.0),
+        elastic=ElasticConfig(restarts=restarts),
     )
     coordinator = Coordinator(play, folder, PLAN, settings, False, said.append)
     coordinator.said = said
@@ -170,7 +170,6 @@ def test_an_event_counts_from_the_last_step_and_says_how_far_a_run_went_back(tmp
     coordinator = coordinator_of(tmp_path, "back")
     alone = make("1f1b", ranks=2, microbatches=2)
     coordinator.plan = Plan(alone, "1f1b", (1, 1))
-    coordinator.settings = replace(coordinator.settings, mirror="false")
     coordinator.own_workers = 2
     coordinator.workers = {n: Worker(n, None) for n in range(2)}
     coordinator.reports = {n: Report(n) for n in range(2)}
@@ -239,7 +238,7 @@ def watched_coordinator(
     clock = Clock()
     monkeypatch.setattr(coordinator_module, "time", clock)
     coordinator = coordinator_of(tmp_path, "watched")
-    coordinator.settings = replace(coordinator.settings, silence=60.0)
+    coordinator.silence = 60.0
     coordinator.workers = {1: Worker(1, SimpleNamespace(pid=0))}
     lost = []
 

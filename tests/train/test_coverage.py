@@ -29,6 +29,7 @@ from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.job import Job
+from penstock.train.setup import EVALUATED_BATCHES
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, job_of, losses, outcomes, train
 
@@ -89,7 +90,7 @@ def whole_loss(run: Job) -> float:
     return math.log(
         perplexity(
             open_trained(run.folder).model,
-            loader.evaluation(run.config.run.evaluations),
+            loader.evaluation(EVALUATED_BATCHES),
         )
     )
 

@@ -65,7 +65,7 @@ def job_with(plan: Plan, folder: Path, *changes: str) -> Job:
         f"run.steps={STEPS}",
         "run.save_every=1",
         "run.keep_checkpoints=99",
-        "run.prove=false",
+        "run.checks=forecast,memory",
     )
     job = job_of(folder, "1f1b", *settings, *changes)
     schedule = replace(
@@ -288,7 +288,7 @@ def test_a_part_that_is_lost_with_its_only_holder_comes_back_from_its_mirror(
 def test_a_lost_part_alone_is_read_from_a_checkpoint_of_the_same_step(
     started_with, tmp_path
 ):
-    crew = Crew(job_with(ALONE, tmp_path, "elastic.mirror=false"))
+    crew = Crew(job_with(ALONE, tmp_path), mirror=False)
     crew.change_at = 2
     crew.run(crew.decide())
     del crew.reports[1]
@@ -549,12 +549,12 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
     assert is_elastic(SMALL, TWO_COPIES, placement_on("cpu"))
     assert not is_elastic(SMALL, alone, placement_on("cpu"))
     assert not is_elastic(SMALL, TWO_COPIES, placement_on("cuda"))
-    wanted = replace(SMALL, elastic=ElasticConfig(mode="true"))
+    wanted = replace(SMALL, elastic=ElasticConfig(mode="on"))
     assert is_elastic(wanted, alone, placement_on("cpu"))
-    with pytest.raises(ConfigError, match=r"elastic\.mode = true, but .* GPUs"):
+    with pytest.raises(ConfigError, match=r"elastic\.mode = on, but .* GPUs"):
         is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
     testbed = replace(placement_on("cuda"), machine=Machine(4, 1, 4))
-    with pytest.raises(ConfigError, match=r"elastic\.mode = true, but .* through MPS"):
+    with pytest.raises(ConfigError, match=r"elastic\.mode = on, but .* through MPS"):
         is_elastic(wanted, TWO_COPIES, testbed)
     joined = replace(SMALL, elastic=ElasticConfig(listen="10.0.0.1:29500"))
     assert is_elastic(joined, alone, placement_on("cpu"))
@@ -571,7 +571,7 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
 
 # ---------------------------------------------------------------- events
 def test_the_report_shows_the_speed_around_each_event(tmp_path):
-    train(job_of(tmp_path, "1f1b", "run.steps=4", "run.prove=false"))
+    train(job_of(tmp_path, "1f1b", "run.steps=4", "run.checks=forecast,memory"))
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.numerics
 
 DROPS = (
     *("model.dropout=0.3", "run.steps=2", "optimizer.warmup_steps=0"),
-    "run.prove=false",
+    "run.checks=forecast,memory",
 )
 
 
@@ -29,9 +29,9 @@ def one_process(tmp_path_factory) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "changes", "shape"),
     [
-        ("hanayo", ("run.recompute=true",), {"waves": 1}),
+        ("hanayo", ("run.recompute=full",), {"waves": 1}),
         ("zb-h1", ("run.accumulate=2",), {"microbatches": 2}),
-        ("seq1f1b", ("run.recompute=true",), {"slices": 4}),
+        ("seq1f1b", ("run.recompute=full",), {"slices": 4}),
     ],
     ids=["recomputed", "accumulated", "sliced"],
 )

@@ -155,9 +155,7 @@ def losses_of(model: Any, run: Path, rates: list[float]) -> list[float]:
     job = job_of(run, read_config(run / "config.toml"))
     loader = Loader(job.corpus, BatchShape(8, 1), job.config.run.seed)
     settings = job.config.optimizer
-    adam = torch.optim.AdamW(
-        model.parameters(), betas=(settings.beta1, settings.beta2), weight_decay=0.0
-    )
+    adam = torch.optim.AdamW(model.parameters(), betas=settings.betas, weight_decay=0.0)
     losses = []
     for rate in rates:
         batch = loader.step()[0]

@@ -202,7 +202,7 @@ def test_sharing_never_helps_and_no_processor_does_more_than_it_can(
 CONFIG = Config(
     ModelConfig(layers=4),
     DataConfig(seq_len=32, global_batch=16),
-    run=RunConfig(accumulate=2, threads=1),
+    run=RunConfig(accumulate=2),
 )
 PLAN = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
 
@@ -451,12 +451,11 @@ def test_the_host_reads_no_time_before_all_actions_of_a_gpu_are_launched(monkeyp
 
 def test_a_machine_has_as_many_processors_as_its_threads_leave(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    found = [
-        decide_placement(
-            replace(CONFIG, run=RunConfig(threads=threads, device="cpu")), 4
-        )
-        for threads in (0, 1, 4, 16)
-    ]
+    found = []
+    for threads in (0, 1, 4, 16):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        config = replace(CONFIG, run=RunConfig(device="cpu"))
+        found.append(decide_placement(config, 4))
     assert [(one.processors, one.threads) for one in found] == [
         (4, 2),
         (4, 1),

@@ -76,8 +76,8 @@ def by_hand(
     optimizer = torch.optim.AdamW(
         groups,
         lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
+        betas=settings.betas,
+        eps=1e-8,
     )
     scale = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -95,7 +95,9 @@ def by_hand(
         )
         loss.backward()
         norms.append(
-            float(torch.nn.utils.clip_grad_norm_(list(named.values()), settings.clip_norm))
+            float(
+                torch.nn.utils.clip_grad_norm_(list(named.values()), settings.clip_norm)
+            )
         )
         optimizer.step()
         scale.step()
@@ -141,7 +143,7 @@ def test_a_schedule_of_ones_own_has_the_loss_curve_of_one_process(oracle, tmp_pa
         ("zb-h1", (), {"ranks": 4, "microbatches": 8}),
         ("1f1b", (), {"microbatches": 1}),
         ("1f1b", ("run.accumulate=4",), {"microbatches": 2}),
-        ("1f1b", ("run.recompute=true",), {}),
+        ("1f1b", ("run.recompute=full",), {}),
     ],
 )
 def test_how_a_step_is_divided_does_not_change_the_curve(
@@ -291,7 +293,7 @@ def test_sizes_that_do_not_fit_are_refused():
 def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_nothing(
     oracle, tmp_path
 ):
-    job = job_of(tmp_path, "hanayo", "run.eval_every=5", "run.evaluations=3")
+    job = job_of(tmp_path, "hanayo", "run.eval_every=5")
     rows = train(job)
     assert apart(rows, oracle[0]) < 1e-5
     assert [row.step for row in rows if row.evaluation is not None] == [5, 10, 12]
@@ -300,7 +302,7 @@ def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_noth
     for name, parameter in holding.parameters.items():
         parameter.data.copy_(model[name])
     total = 0.0
-    for turn in range(3):
+    for turn in range(2):
         numbers = [held.trained + (turn * 8 + row) % held.held_out for row in range(8)]
         rows_ = torch.stack(
             [torch.tensor(held.sequence(n).astype("int64")) for n in numbers]
@@ -314,24 +316,22 @@ def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_noth
                 )
                 / 64
             )
-    assert rows[-1].evaluation == pytest.approx(total / 3, abs=1e-5)
+    assert rows[-1].evaluation == pytest.approx(total / 2, abs=1e-5)
 
 
 def test_a_timed_step_leaves_its_timeline_and_bubble(tmp_path):
-    job = job_of(tmp_path, "hanayo", "run.steps=5", "run.timed=2")
+    job = job_of(tmp_path, "hanayo", "run.steps=5")
     rows = train(job)
-    assert [row.step for row in rows if row.bubble is not None] == [2, 3, 4, 5]
+    assert [row.step for row in rows if row.bubble is not None] == [3, 5]
     step, timeline = read_timeline(tmp_path, job.plan.schedule)
     assert step == 5
     assert timeline.bubble == pytest.approx(rows[4].bubble)
     assert timeline.makespan <= rows[4].seconds
 
 
-@pytest.mark.parametrize(
-    ("steps", "timed", "which"), [(2, 50, [2]), (4, 50, [3, 4]), (4, 0, [])]
-)
-def test_a_short_run_is_timed_too(tmp_path, steps, timed, which):
-    rows = train(job_of(tmp_path, "1f1b", f"run.steps={steps}", f"run.timed={timed}"))
+@pytest.mark.parametrize(("steps", "which"), [(2, [2]), (4, [3, 4])])
+def test_a_short_run_is_timed_too(tmp_path, steps, which):
+    rows = train(job_of(tmp_path, "1f1b", f"run.steps={steps}"))
     assert [row.step for row in rows if row.bubble is not None] == which
 
 

@@ -219,7 +219,7 @@ def test_dropout_of_adapters_is_the_same_on_other_ranks(tmp_path):
     assert abs(drops[2] - plain[2]) > 1e-4
 
 
-@pytest.mark.parametrize("mirror", ["auto", "false"])
+@pytest.mark.parametrize("mirror", [True, False])
 def test_adapters_of_a_lost_worker_come_back_from_its_mirror_or_the_checkpoint(
     mirror, tmp_path
 ):
@@ -228,18 +228,17 @@ def test_adapters_of_a_lost_worker_come_back_from_its_mirror_or_the_checkpoint(
     settings = (
         "run.save_every=1",
         "run.keep_checkpoints=9",
-        f"elastic.mirror={mirror}",
     )
     shape = {"ranks": 3, "microbatches": 4}
     crewed = job(tmp_path / "crew", tmp_path / "base", "1f1b", *settings, **shape)
     crewed = replace(crewed, plan=replace(crewed.plan, partition=(2, 1, 1)))
-    crew = Crew(crewed)
+    crew = Crew(crewed, mirror)
     crew.change_at = 2
     crew.run(crew.decide())
     crew.change_at = 0
     del crew.reports[1]  # It alone had its part.
     decision = crew.decide()
-    assert (decision.keep, bool(decision.restores)) == (True, mirror == "false")
+    assert (decision.keep, bool(decision.restores)) == (True, not mirror)
     crew.run(decision)
     kept = crewed.checkpoints / step_name(2)
     other = replace(crewed, plan=decision.plan, folder=tmp_path / "other", resume=True)

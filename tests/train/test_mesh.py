@@ -26,6 +26,7 @@ from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
+from penstock.train.setup import EVALUATED_BATCHES
 from penstock.train.weights import (
     blueprint,
     copy_weights,
@@ -143,7 +144,7 @@ def held_out(config: Config, weights: dict[str, torch.Tensor]) -> float:
     copy_weights(model, weights.items())
     batches = Loader(
         corpus(config), BatchShape(config.data.global_batch, 1), 0
-    ).evaluation(config.run.evaluations)
+    ).evaluation(EVALUATED_BATCHES)
     with torch.no_grad():
         return sum(
             float(token_loss(model.stages[0](b.inputs[0]), b.labels[0]) / b.valid)
@@ -202,7 +203,7 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
     monkeypatch.chdir(tmp_path)
     data = 'data.global_batch=4 data.seq_len=16 data.sources=["text.txt"]'
     shape = "model.layers=8 parallel.pp=2 schedule.microbatches=2 parallel.tp=2"
-    more = "run.steps=2 run.save_every=0 run.timed=0 run.forecast=false run.threads=1"
+    more = "run.steps=2 run.save_every=0 run.checks=gradients,memory"
 
     def words(changes):
         return " ".join(f"--set {change}" for change in changes.split())

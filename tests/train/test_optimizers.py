@@ -49,7 +49,7 @@ PLAIN = (
         "optimizer.warmup_steps=0",
         "optimizer.lr=0.003",
     ),
-    "run.prove=false",
+    "run.checks=forecast,memory",
 )
 STEPS = 4
 

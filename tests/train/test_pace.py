@@ -88,5 +88,7 @@ def test_a_slow_worker_gets_less_work_and_nobody_else_holds_a_part_more():
 
 
 def test_a_limit_that_would_call_everybody_slow_is_refused():
-    with pytest.raises(ConfigError, match=r"run\.slow = 0\.5 would call every worker"):
-        check_config(apply_changes(SMALL, ("elastic.slow=0.5",)))
+    with pytest.raises(
+        ConfigError, match=r"elastic\.mode = on:slow=0\.5 would call every worker"
+    ):
+        check_config(apply_changes(SMALL, ("elastic.mode=on:slow=0.5",)))

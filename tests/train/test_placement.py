@@ -155,14 +155,16 @@ def test_a_mesh_shares_a_gpu_in_a_testbed_with_nccl(machine, monkeypatch):
         (0, 100, [], 4),
         (1, 100, ["parallel.pp=2"], 4),
         (1, 100, ["parallel.dp_replicate=2"], 4),
-        (1, 100, ["elastic.mode=true"], 4),
+        (1, 100, ["elastic.mode=on"], 4),
     ],
 )
 def test_one_process_is_planned_where_several_would_take_turns_on_a_gpu(
     machine, gpus, share, changes, devices
 ):
     machine(gpus, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=share)
-    config = apply_changes(preset("llama-150m"), ["run.check_memory=false", *changes])
+    config = apply_changes(
+        preset("llama-150m"), ["run.checks=forecast,gradients", *changes]
+    )
     given = [change.split("=")[0] for change in changes]
     workload, placement = machine_workload(config, 12, given)
     assert workload.devices == placement.processes == devices
@@ -173,7 +175,7 @@ def test_one_process_is_planned_where_several_would_take_turns_on_a_gpu(
 def test_the_largest_micro_batch_that_is_quick_enough_is_measured(machine):
     """A pass over 64 rows takes too long, so that 32 are the most of all divisors of the batch."""
     machine(1)
-    changes = ["run.check_memory=false", "run.compile=false"]
+    changes = ["run.checks=forecast,gradients", "run.compile=false"]
     config = apply_changes(preset("llama-150m"), changes)
     workload, placement = machine_workload(config, 12, [])
     request = request_of(config, placement, 1, quick=True)

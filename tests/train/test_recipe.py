@@ -18,7 +18,7 @@ from penstock.train.data.loader import BatchShape, Loader
 from penstock.train.history import read_rows
 from penstock.train.hooks import checked_callback
 from penstock.train.job import Verdict
-from penstock.train.user_code import check_loss
+from penstock.train.user_code import probe_loss
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, corpus, job_of, losses, outcomes, train
 
@@ -80,21 +80,19 @@ def first_loss(loss) -> float:
 
 
 def test_a_loss_of_ones_own_is_trained(own):
-    short = ("run.steps=2", "optimizer.clip_norm=0", "run.prove=false")
+    short = ("run.steps=2", "optimizer.clip_norm=0", "run.checks=forecast,memory")
     plain = losses(train(job_of(own / "a", "1f1b", *short)))
     loss = "run.loss=own.py:doubled"
     doubled = losses(train(job_of(own / "b", "seq1f1b", *short, loss, slices=2)))
     assert doubled[0] == pytest.approx(2 * plain[0], rel=1e-5)
     # AdamW takes the same first step for a gradient that is twice as large.
     assert doubled[1] == pytest.approx(2 * plain[1], rel=1e-3)
-    mean = ("run.loss=own.py:mean", "run.reduction=mean")
-    assert losses(train(job_of(own / "c", "1f1b", *short, *mean))) == pytest.approx(
+    mean = "run.loss=own.py:mean"
+    assert losses(train(job_of(own / "c", "1f1b", *short, mean))) == pytest.approx(
         plain, rel=1e-5
     )
-    for name, said in (("mean", "the loss is a mean over"), ("broken", "KeyError")):
-        run = replace(SMALL.run, loss=f"own.py:{name}")
-        with pytest.raises(ConfigError, match=said):
-            check_loss(run, 31)
+    with pytest.raises(ConfigError, match="KeyError"):
+        probe_loss(replace(SMALL.run, loss="own.py:broken"), 31)
 
 
 def test_smoothing_and_z_loss_are_those_of_their_formulas(tmp_path):
@@ -107,7 +105,7 @@ def test_smoothing_and_z_loss_are_those_of_their_formulas(tmp_path):
     found = smoothed_loss(logits, labels, 0.1, 0.5)
     assert float(found) == pytest.approx(float(each[count].sum()), rel=1e-5)
     assert torch.equal(smoothed_loss(logits, labels), token_loss(logits, labels))
-    changes = ("run.steps=1", "run.smoothing=0.1", "run.z_loss=0.01")
+    changes = ("run.steps=1", "run.loss=cross_entropy:smoothing=0.1,z=0.01")
     (row,) = train(job_of(tmp_path, "hanayo", *changes))
     expected = first_loss(lambda y, labels: smoothed_loss(y, labels, 0.1, 0.01))
     assert row.loss == pytest.approx(expected, rel=1e-5)
@@ -143,10 +141,8 @@ def test_a_callback_that_fails_is_named(own):
     ("change", "message"),
     [
         ("run.loss=here", "is not module:name"),
-        ("run.reduction=mean", "is for a loss of your own"),
-        ("run.reduction=max", "there is no run.reduction 'max'"),
         ("run.early_stop=2;run.eval_every=0", "counts evaluations"),
-        ("run.loss=a:b;run.smoothing=0.1", "replaces the cross entropy"),
+        ("run.loss=cross_entropy:smoothing=2", "smoothing must be from 0 to 1"),
     ],
 )
 def test_what_contradicts_itself_is_refused(change, message):
@@ -187,13 +183,13 @@ def test_evaluations_read_the_validation_set(tmp_path):
     text = tmp_path / "other.txt"
     text.write_bytes(bytes(number % 13 + 9 for number in range(200)))
     run = tmp_path / "run"
-    changes = ("run.steps=1", "run.evaluations=9", f"data.validation=[{text}]")
+    changes = ("run.steps=1", f"data.validation=[{text}]")
     job = job_of(run, "1f1b", *changes)
     data = replace(job.config.data, tokenizer="bytes")
     validation = open_validation(data, tmp_path)
     assert validation.trained == 0
     (row,) = train(replace(job, validation=validation))
-    numbers = range(validation.held_out)
+    numbers = range(2 * job.config.data.global_batch)
     rows = torch.tensor([validation.sequence(one).tolist() for one in numbers])
     with torch.no_grad():
         logits = open_trained(run).model(rows[:, :-1])

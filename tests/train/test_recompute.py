@@ -38,8 +38,8 @@ def test_what_is_recomputed_inside_layers_does_not_change_the_curve(
     again = (
         *SHORT,
         *changes,
-        "run.recompute_mlp=true",
-        "run.recompute_attention=true",
+        "run.recompute=mlp",
+        "run.recompute=attention",
     )
     assert apart(train(job_of(tmp_path / "b", name, *again, **shape)), plain) < 1e-6
 
@@ -76,7 +76,7 @@ def test_what_is_recomputed_is_not_kept(block):
     assert inner <= kept - less <= inner + 4 * tokens * 3 * sizes.width
     job = job_of(None, "1f1b")
     plan = replace(job.plan, partition=job.partition)
-    changed = apply_changes(job.config, [f"run.recompute_{block}=true"])
+    changed = apply_changes(job.config, [f"run.recompute={block}"])
     before = needs_of(load_of(job.config, plan, sizes))
     after = needs_of(load_of(changed, plan, sizes))
     for one, other in zip(before, after, strict=True):
@@ -84,6 +84,6 @@ def test_what_is_recomputed_is_not_kept(block):
         assert other.weights == one.weights
 
 
-def test_two_ways_to_recompute_are_one_too_many():
-    with pytest.raises(ConfigError, match="adds nothing: set one of them"):
-        load_config("", changes=["run.recompute=true", "run.recompute_attention=true"])
+def test_full_recomputation_goes_with_no_other():
+    with pytest.raises(ConfigError, match=r"there is no run\.recompute 'full,mlp'"):
+        load_config("", changes=["run.recompute=full,mlp"])

@@ -461,7 +461,7 @@ def question_from_config(
     rows = batch // (data * microbatches)
     profile, origin = _profile_of(nodes.gpu, given_profile, config, sizes, rows)
     model = model_parts(
-        profile, step.parts, config.data.seq_len, config.run.recompute, origin
+        profile, step.parts, config.data.seq_len, config.run.recompute == "full", origin
     )
     if nodes.gpu is not None:
         cluster = with_memory(cluster, USABLE_SHARE * gpu_of(nodes.gpu).memory)

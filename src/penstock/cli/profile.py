@@ -21,7 +21,7 @@ from penstock.cli.terminal import (
     tell,
     write,
 )
-from penstock.config import AUTO, Config
+from penstock.config import AUTO, DEFAULT_PRESET, Config
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.network import held_whole
@@ -259,7 +259,7 @@ def _request_of_sizes(
     )
 
     tokens = compute.tokens or DEFAULT_TOKENS
-    preset = sizes.preset or config_toml.DEFAULT_PRESET
+    preset = sizes.preset or DEFAULT_PRESET
     autocast = compute.autocast
     kind = (compute.device or "cpu").partition(":")[0]
     if compute.dtype is None and precision_on(Config(), kind) != "float32":
@@ -307,7 +307,7 @@ def _analytic(
     sizes: SizeOptions, compute: ComputeOptions, measuring: MeasuringOptions
 ) -> RowProfiles:
     """Compute the profiles of a preset on a known GPU."""
-    preset = config_toml.preset(sizes.preset or config_toml.DEFAULT_PRESET)
+    preset = config_toml.preset(sizes.preset or DEFAULT_PRESET)
     gpu = gpu_of(measuring.gpu or "")
     precision = compute.autocast or next(
         name for name in ("bfloat16", "float16") if name in gpu.peak

@@ -148,7 +148,7 @@ def train(
         if dry_run:
             _print_dry_run(prepared)
             return
-        if config.run.forecast:
+        if config.run.asks("forecast"):
             tell("predicted", _prediction(config, plan, placement, folder))
         try:
             verdict = start_workers(

@@ -15,10 +15,13 @@ from typing import NamedTuple
 from penstock.config.names import OTHER_VALUES
 from penstock.config.sections import (
     AUTO,
+    CHECKS,
     CHOICES,
     MAX_DEFAULT_MICROBATCHES,
+    MODES,
     PARTIAL_SCHEDULES,
     RATE_SCHEDULES,
+    SECTIONS,
     Config,
     ParallelConfig,
     broken_limits,
@@ -26,7 +29,8 @@ from penstock.config.sections import (
     names_own_code,
     own_code_file,
 )
-from penstock.errors import ConfigError, UnknownNameError
+from penstock.errors import ConfigError, ShapeError, UnknownNameError
+from penstock.shaped import Shape
 
 
 def check_config(config: Config, counted: bool = False) -> Config:
@@ -60,7 +64,7 @@ class Rule(NamedTuple):
     def faults(self, config: Config) -> Iterator[str]:
         """The faults of a config by this rule."""
         broken = self.broken(config)
-        sections = {item.name: getattr(config, item.name) for item in fields(config)}
+        sections = {name: getattr(config, name) for name in SECTIONS}
         for it in broken if isinstance(broken, list) else [None] * bool(broken):
             yield self.fault.format(it=it, config=config, **sections)
 
@@ -69,7 +73,7 @@ class Rule(NamedTuple):
 def _own_code(config: Config) -> list[tuple[str, str]]:
     """The names of the user's own code in [run], by their keys."""
     run = config.run
-    named = [("run.loss", run.loss)] if run.loss else []
+    named = [("run.loss", run.own_loss)] if run.own_loss else []
     return named + [("run.callbacks", name) for name in run.callbacks]
 
 
@@ -85,6 +89,25 @@ def _impossible_options(config: Config) -> list[tuple[str, str]]:
         if getattr(config.run, key) == "true"
         for reason in reasons_against(config)
     ]
+
+
+def _wrong_shapes(config: Config) -> list[tuple[str, str, str]]:
+    """The settings whose shape makes no sense, with what is wrong."""
+    shapes: dict[str, Callable[[Config], Shape]] = {
+        "run.loss": lambda c: c.run.cross_entropy
+    }
+    if not config.optimizer.own_schedule:
+        shapes["optimizer.lr_schedule"] = lambda c: c.optimizer.rate_shape
+    wrong = []
+    for key, read in shapes.items():
+        try:
+            out = [part for part, value in read(config).items() if not 0 <= value <= 1]
+            reason = f"{out[0]} must be from 0 to 1" if out else ""
+        except ShapeError as error:
+            reason = str(error)
+        if reason:
+            wrong.append((key, attrgetter(key)(config), reason))
+    return wrong
 
 
 def _files_of_own_code(config: Config) -> list[tuple[str, str]]:
@@ -143,6 +166,13 @@ EVEN_BATCH = Rule(
 RULES = (
     # ------------------------------------------------ [optimizer]
     Rule(
+        lambda c: (
+            len(c.optimizer.betas) != 2
+            or not all(0 <= beta < 1 for beta in c.optimizer.betas)
+        ),
+        "optimizer.betas = {optimizer.betas} must be two numbers of at least 0 and below 1",
+    ),
+    Rule(
         lambda c: [one for one in c.optimizer.groups if not one.match],
         "optimizer.groups with match = {it.match!r} matches nothing; give a pattern such as '*.bias'",
     ),
@@ -178,17 +208,10 @@ RULES = (
         "{it[0]} = {it[1]!r} is not module:name or file.py:name",
     ),
     Rule(
-        lambda c: c.run.loss and (c.run.smoothing or c.run.z_loss),
-        "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss",
+        lambda c: sorted({*c.run.checks.split(",")} - {*CHECKS, "none"}),
+        "run.checks has {it!r}; there are forecast, gradients and memory, and none",
     ),
-    Rule(
-        lambda c: c.run.reduction != "sum" and not c.run.loss,
-        "run.reduction = mean is for a loss of your own: name it in run.loss",
-    ),
-    Rule(
-        lambda c: [*c.run.recomputed_inside] if c.run.recompute else [],
-        "run.recompute = true recomputes everything, so run.recompute_{it} = true adds nothing: set one of them",
-    ),
+    Rule(_wrong_shapes, "{it[0]} = {it[1]}: {it[2]}"),
     Rule(
         lambda c: c.run.early_stop and not c.run.eval_every,
         "run.early_stop = {run.early_stop} counts evaluations, but run.eval_every = 0 makes none",
@@ -273,21 +296,17 @@ RULES = (
     # ------------------------------------------------ how a run computes, and workers of other machines
     Rule(_impossible_options, "run.{it[0]} = true does not go with {it[1]}"),
     Rule(
-        lambda c: [
-            key
-            for key in ("key", "workers")
-            if getattr(c.elastic, key) and not c.elastic.listen
-        ],
-        "elastic.{it} is for workers of other machines: set elastic.listen=HOST:PORT too",
+        lambda c: c.elastic.workers and not c.elastic.listen,
+        "elastic.workers is for workers of other machines: set elastic.listen=HOST:PORT too",
     ),
     Rule(
-        lambda c: c.elastic.listen and c.elastic.mode == "false",
-        "elastic.listen lets workers join, which elastic.mode = false does not allow",
+        lambda c: c.elastic.listen and c.elastic.named == "off",
+        "elastic.listen lets workers join, which elastic.mode = off does not allow",
     ),
     Rule(
         lambda c: (
             _files_of_own_code(c)
-            if c.elastic.listen and c.elastic.mode != "false"
+            if c.elastic.listen and c.elastic.named != "off"
             else []
         ),
         "{it[0]} = {it[1]} is a file that workers of other machines do not have (elastic.listen): "
@@ -330,8 +349,8 @@ RULES = (
         "0 to {it[1]}",
     ),
     Rule(
-        lambda c: 0 < c.elastic.slow <= 1,
-        "elastic.slow = {elastic.slow:g} would call every worker slow; it must be more than 1, or 0",
+        lambda c: c.elastic.named in MODES and 0 < c.elastic.slow <= 1,
+        "elastic.mode = {elastic.mode} would call every worker slow; give more than 1",
     ),
 )
 
@@ -343,8 +362,8 @@ def allows_meshes(config: Config) -> bool:
 
 def _range_faults(config: Config) -> Iterator[str]:
     """The values that are outside their ranges."""
-    for section in fields(config):
-        values = getattr(config, section.name)
+    for section in SECTIONS:
+        values = getattr(config, section)
         for item in fields(values):
             value = getattr(values, item.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -352,7 +371,7 @@ def _range_faults(config: Config) -> Iterator[str]:
             wanted = _wanted_range(value, item.metadata["limits"])
             if wanted:
                 shown = f"{value:g}" if isinstance(value, float) else str(value)
-                yield f"{section.name}.{item.name} = {shown} must be {wanted}"
+                yield f"{section}.{item.name} = {shown} must be {wanted}"
 
 
 def _wanted_range(value: float, limits: Mapping[str, float]) -> str:
@@ -373,8 +392,10 @@ def _choice_faults(config: Config) -> Iterator[str]:
             yield str(
                 UnknownNameError(key, value, known, meant if meant in known else "")
             )
+    if config.elastic.named not in MODES:
+        yield str(UnknownNameError("elastic.mode", config.elastic.mode, MODES))
     schedule = config.optimizer.lr_schedule
-    if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
+    if config.optimizer.own_schedule and not names_own_code(schedule):
         wrong = UnknownNameError("optimizer.lr_schedule", schedule, RATE_SCHEDULES)
         yield f"{wrong}; your own is module:function or file.py:function"
 
@@ -450,7 +471,7 @@ def _mesh_reason(config: Config, reason: str) -> list[str]:
 def _changing_calls(config: Config) -> list[str]:
     """Why the calls of a stage are not all alike, which compiling and recording both need."""
     reasons = [
-        f"run.recompute_{block} = true: it runs again inside a backward"
+        f"run.recompute = {config.run.recompute}: the {block} runs again inside a backward"
         for block in config.run.recomputed_inside
     ]
     if config.drops:

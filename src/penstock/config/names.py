@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from penstock.config.sections import Config
+from penstock.config.sections import SECTIONS, Config
 from penstock.errors import nearest_name
 
 # What a setting was called before: its name today, or what to write instead.
@@ -37,6 +37,12 @@ RENAMED = {
     "optimizer.warmup": "optimizer.warmup_steps",
     "optimizer.decay": "optimizer.weight_decay",
     "optimizer.clip": "optimizer.clip_norm",
+    "optimizer.fresh_rate": "optimizer.lr",
+    "optimizer.final": "write optimizer.lr_schedule = cosine:min=0.1",
+    "optimizer.cooldown": "write optimizer.lr_schedule = wsd:0.2",
+    "optimizer.beta1": "write optimizer.betas = [0.9, 0.95]",
+    "optimizer.beta2": "write optimizer.betas = [0.9, 0.95]",
+    "optimizer.eps": "write optimizer.options = {eps = 1e-8}",
     "run.messages": "run.comm_dtype",
     "run.graphs": "run.cuda_graphs",
     "run.log": "run.log_every",
@@ -45,13 +51,26 @@ RENAMED = {
     "run.keep": "run.keep_checkpoints",
     "run.checkpoints": "run.checkpoint_url",
     "run.patience": "run.timeout",
-    "run.elastic": "elastic.mode",
+    "run.recompute_mlp": "write run.recompute = mlp",
+    "run.recompute_attention": "write run.recompute = attention",
+    "run.forecast": "write run.checks = gradients,memory to leave it out",
+    "run.prove": "write run.checks = forecast,memory to leave it out",
+    "run.check_memory": "write run.checks = forecast,gradients to leave it out",
+    "run.smoothing": "write run.loss = cross_entropy:smoothing=0.1",
+    "run.z_loss": "write run.loss = cross_entropy:z=1e-4",
+    "run.reduction": "leave it out: whether a loss is a sum or a mean is found out by a trial",
+    "run.loss_chunk": "leave it out: large logits are never in memory all at once",
+    "run.threads": "leave it out, or set the environment variable OMP_NUM_THREADS",
+    "run.timed": "leave it out: step 3, every 50th and the last are timed",
+    "run.evaluations": "leave it out: an evaluation takes two batches",
+    "run.compare": "leave it out: every 100th step is compared",
+    "run.elastic": "write elastic.mode = on, off or auto",
     "run.listen": "elastic.listen",
-    "run.key": "elastic.key",
+    "run.key": "leave it out: the key of a run is key.pem in its folder",
     "run.workers": "elastic.workers",
-    "run.mirror": "elastic.mirror",
-    "run.slow": "elastic.slow",
-    "run.silence": "elastic.silence",
+    "run.mirror": "write elastic.mode = on, which keeps replicas of parts that one worker holds alone",
+    "run.slow": "write elastic.mode = on:slow=2",
+    "run.silence": "leave it out: a worker is lost after a twentieth of run.timeout without a heartbeat",
     "run.restarts": "elastic.restarts",
 }
 # What transformers, torchtitan, Megatron and DeepSpeed call our settings, where they do not agree with us.
@@ -78,7 +97,7 @@ OTHER_WORDS = {
     "lora": "lora.rank",
     "learning_rate": "optimizer.lr",
     "lr_scheduler_type": "optimizer.lr_schedule",
-    "min_lr": "optimizer.final",
+    "min_lr": "optimizer.lr_schedule",
     "max_grad_norm": "optimizer.clip_norm",
     "gradient_clipping": "optimizer.clip_norm",
     "clip_grad": "optimizer.clip_norm",
@@ -162,6 +181,6 @@ def keys_by_section() -> dict[str, list[str]]:
     """Return the keys of each section."""
     config = Config()
     return {
-        section.name: [item.name for item in fields(getattr(config, section.name))]
-        for section in fields(config)
+        section: [item.name for item in fields(getattr(config, section))]
+        for section in SECTIONS
     }

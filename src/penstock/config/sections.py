@@ -18,19 +18,42 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
+
+from penstock.shaped import Shape, read_shape, split_name
 
 AUTO = "auto"  # the value of settings that Penstock decides itself
 
 # ---------------------------------------------------------------- choices
 PARTIAL_SCHEDULES = ("skip",)  # schedule.name: those that leave out parts
-# optimizer.lr_schedule, beside the user's own code
-RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+# optimizer.lr_schedule, beside the user's own code, with the shape that they have if nothing is said
+RATE_SCHEDULES: dict[str, Shape] = {
+    "constant": {},
+    "linear": {"min": 0.1},
+    "cosine": {"min": 0.1},
+    "wsd": {"cooldown": 0.2, "min": 0.1},
+    "inverse_sqrt": {"min": 0.1},
+}
+DEFAULT_PRESET = "tiny"
+# The learning rate of new weights.
+PRESET_RATES = {
+    DEFAULT_PRESET: 1e-2,
+    "llama-150m": 6e-4,
+    "llama-1b": 3e-4,
+    "gpt2": 6e-4,
+    "bert-base": 1e-4,
+}
 AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
+INSIDE = ("attention", "mlp")  # run.recompute: what layers may recompute
+CHECKS = ("forecast", "gradients", "memory")  # run.checks
+LOSS_CHUNK = 2048  # tokens whose logits are in memory at a time, if all of them take more than 64 MiB
+CROSS_ENTROPY = "cross_entropy"  # run.loss
+LOSS_SHAPE = {"smoothing": float, "z": float}
 MESSAGE_TYPES = ("float32", "bfloat16", "int8")
+MODES = (AUTO, "on", "off")  # elastic.mode
 SWITCH = (AUTO, "true", "false")  # its values may be written without quotes
 CHOICES = {
     "model.family": ("llama", "gpt", "bert"),
@@ -39,9 +62,7 @@ CHOICES = {
     "run.device": (AUTO, "cpu", "cuda"),
     "run.compile": SWITCH,
     "run.cuda_graphs": SWITCH,
-    "elastic.mode": SWITCH,
-    "run.reduction": ("sum", "mean"),
-    "elastic.mirror": SWITCH,
+    "run.recompute": ("none", *INSIDE, "mlp,attention", "full"),
     "paths.mean": ("all", "visits"),
     "paths.sum_messages": (*MESSAGE_TYPES, AS_PLANNED),
 }
@@ -444,42 +465,21 @@ class OptimizerConfig:
     )
     lr: float = setting(
         0.0,
-        "highest learning rate; 0 takes 2e-5 for the weights of model.weights, 1e-4 for adapters, and fresh_rate for "
-        "new weights",
+        "highest learning rate; auto takes 2e-5 for the weights of model.weights, 1e-4 for adapters (lora), and "
+        "that of the preset for new weights",
         least=0,
-    )
-    fresh_rate: float = setting(
-        1e-2, "highest learning rate of new weights, if rate = 0", above=0
     )
     lr_schedule: str = setting(
         "cosine",
-        "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
-        "or your own module:function from a step to a factor",
+        "learning-rate schedule after the warm-up: constant, linear, cosine, inverse_sqrt, with the last rate as a "
+        "share of the highest (cosine:min=0.1); wsd:0.2, which falls in the last fifth of the steps; or your own "
+        "module:function from a step to a factor",
         file=own_code_file,
     )
-    final: float = setting(
-        0.1, "last learning rate, as a share of the highest", least=0, most=1
-    )
     warmup_steps: int = setting(20, "steps until the highest learning rate", least=0)
-    cooldown: float = setting(
-        0.2, "share of the steps in which wsd lets the rate fall", least=0, most=1
-    )
-    beta1: float = setting(
-        0.9,
-        "decay of the running mean of gradients (optimizers with betas)",
-        least=0,
-        most=0.999999,
-    )
-    beta2: float = setting(
-        0.95,
-        "decay of the running mean of squared gradients (optimizers with betas)",
-        least=0,
-        most=0.9999999,
-    )
-    eps: float = setting(
-        1e-8,
-        "added to the root of the mean square, against division by zero (optimizers with betas)",
-        above=0,
+    betas: tuple[float, ...] = setting(
+        (0.9, 0.95),
+        "decay of the running means of gradients and of their squares (optimizers with betas)",
     )
     weight_decay: float = setting(
         0.1, "weight decay of matrices; norms and biases do not decay", least=0
@@ -491,7 +491,19 @@ class OptimizerConfig:
     @property
     def highest_rate(self) -> float:
         """The highest learning rate; that of new weights as long as nobody has looked at what is trained."""
-        return self.lr or self.fresh_rate
+        return self.lr or PRESET_RATES[DEFAULT_PRESET]
+
+    @property
+    def own_schedule(self) -> bool:
+        """Whether the learning rate follows code of the user."""
+        return split_name(self.lr_schedule)[0] not in RATE_SCHEDULES
+
+    @property
+    def rate_shape(self) -> Shape:
+        """The shape of the learning-rate schedule."""
+        name, text = split_name(self.lr_schedule)
+        known = RATE_SCHEDULES[name]
+        return known | read_shape(name, text, dict.fromkeys(known, float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -530,17 +542,10 @@ class RunConfig:
         "type in which hidden states and their gradients travel between ranks: float32; bfloat16, which halves their "
         "bytes and rounds them to 8 bits; or int8, with a quarter of the bytes and a scale for each token",
     )
-    recompute: bool = setting(
-        False,
-        "keep only the inputs of stages and recompute the rest in the backward, to save memory",
-    )
-    recompute_mlp: bool = setting(
-        False,
-        "recompute only the MLPs of the layers in the backward (llama, gpt), which saves memory for less time",
-    )
-    recompute_attention: bool = setting(
-        False,
-        "recompute only the attention of the layers in the backward (llama, gpt); goes with recompute_mlp",
+    recompute: str = setting(
+        "none",
+        "what is computed again in the backward, to save memory: none; mlp, attention or both (mlp,attention) of the "
+        "layers (llama, gpt); full keeps only the inputs of stages",
     )
     cuda_graphs: str = setting(
         AUTO,
@@ -552,27 +557,11 @@ class RunConfig:
         "compile layers, head and loss with torch.compile: true, false, or auto, which is true on GPUs; "
         "the first step then waits for the compiler",
     )
-    loss_chunk: int = setting(
-        2048,
-        "tokens whose logits are in memory at a time, if all of them take more than 64 MiB; 0 keeps all in memory",
-        least=0,
-    )
     loss: str = setting(
-        "",
-        "your own loss, module:function or file.py:function, of logits and labels; empty takes the cross entropy",
+        CROSS_ENTROPY,
+        "cross_entropy, also with label smoothing and a weight of the squared log of the softmax's denominator, as in "
+        "cross_entropy:smoothing=0.1,z=1e-4; or your own module:function or file.py:function of logits and labels",
         file=own_code_file,
-    )
-    reduction: str = setting(
-        "sum", "how your own loss combines the losses of its labels: sum or mean"
-    )
-    smoothing: float = setting(
-        0.0,
-        "label smoothing: share of each label that is spread over all words",
-        least=0,
-        most=0.99,
-    )
-    z_loss: float = setting(
-        0.0, "weight of the squared log of the softmax's denominator", least=0
     )
     callbacks: tuple[str, ...] = setting(
         (),
@@ -593,7 +582,6 @@ class RunConfig:
         "steps between two evaluations; 0 evaluates only after the last step",
         least=0,
     )
-    evaluations: int = setting(2, "batches per evaluation", least=1)
     save_every: int = setting(
         50, "steps between two checkpoints; 0 saves only at the end", least=0
     )
@@ -602,40 +590,33 @@ class RunConfig:
         "",
         "URL to copy checkpoints to, such as s3://bucket/run; a run resumes from there if its folder has none as new",
     )
-    timed: int = setting(
-        50,
-        "steps between two measured timelines, besides step 3 and the last; 0 measures none",
-        least=0,
-    )
-    forecast: bool = setting(
-        True, "time a layer before the run and predict the time of a step"
-    )
-    prove: bool = setting(
-        True,
-        "check before the first step that every stage computes under the plan what a plain call does",
-    )
-    compare: int = setting(
-        100,
-        "steps between two comparisons of what the ranks have read, besides the first step; 0 compares only there",
-        least=0,
-    )
-    check_memory: bool = setting(
-        True, "refuse to start if the run needs more memory than this machine has"
+    checks: str = setting(
+        ",".join(CHECKS),
+        "before the first step: forecast (time a layer and predict the time of a step), gradients (compare every stage "
+        "with a plain call), memory (refuse a run that needs more than this machine has); none leaves out all",
     )
     timeout: float = setting(
         300.0, "seconds that a rank may wait for another one", above=0
-    )
-    threads: int = setting(
-        0,
-        "CPU threads per worker; 0 divides the machine's cores among the workers",
-        least=0,
     )
 
     @property
     def recomputed_inside(self) -> tuple[str, ...]:
         """What is recomputed inside of layers: "attention", "mlp", both or nothing."""
-        chosen = {"attention": self.recompute_attention, "mlp": self.recompute_mlp}
-        return tuple(block for block, wanted in chosen.items() if wanted)
+        return tuple(one for one in INSIDE if one in self.recompute.split(","))
+
+    def asks(self, check: str) -> bool:
+        """Whether a check is made before the first step: forecast, gradients or memory."""
+        return check in self.checks.split(",")
+
+    @property
+    def own_loss(self) -> str:
+        """The user's own loss; empty if it is the cross entropy."""
+        return "" if split_name(self.loss)[0] == CROSS_ENTROPY else self.loss
+
+    @property
+    def cross_entropy(self) -> Shape:
+        """How the cross entropy differs from the plain one."""
+        return {} if self.own_loss else read_shape(*split_name(self.loss), LOSS_SHAPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,39 +625,19 @@ class ElasticConfig:
 
     mode: str = setting(
         AUTO,
-        "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
-        "no one holds a part alone",
+        "continue without a worker that is lost: on, off, or auto, which is on for CPU workers of which no one holds a "
+        "part alone; on keeps in-memory replicas of such parts; on:slow=2 gives less work to workers that take twice "
+        "as long as they used to",
     )
     listen: str = setting(
         "",
         "HOST:PORT of this machine at which workers of other machines join with the run's key (penstock join), over "
         "encrypted connections; worker n of this machine takes PORT + 1 + n; empty lets nobody join",
     )
-    key: str = setting(
-        "",
-        "file with the key that workers of other machines need; empty makes key.pem in the run's folder",
-        file=str,
-    )
     workers: int = setting(
         0,
         "workers that this machine starts, if others join; 0 starts one for every rank",
         least=0,
-    )
-    mirror: str = setting(
-        AUTO,
-        "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
-        "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
-    )
-    slow: float = setting(
-        0.0,
-        "an elastic run gives less work to a worker that takes this many times as long for it as it used to, such as "
-        "2.0; 0 switches this off",
-        least=0,
-    )
-    silence: float = setting(
-        15.0,
-        "seconds without a sign of life after which an elastic run goes on without a worker",
-        above=0,
     )
     restarts: int = setting(
         3,
@@ -684,10 +645,21 @@ class ElasticConfig:
         least=0,
     )
 
+    @property
+    def named(self) -> str:
+        """The mode without its shape: on, off or auto."""
+        return split_name(self.mode)[0]
+
+    @property
+    def slow(self) -> float:
+        """How many times as long as it used to a slow worker takes; 0 finds nobody slow."""
+        shape = read_shape(*split_name(self.mode), {"slow": float})
+        return float(shape.get("slow", 0.0))
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A whole run."""
+    """A whole run. `preset` says where values come from that a file leaves out."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -698,6 +670,7 @@ class Config:
     lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig, kw_only=True)
+    preset: str = field(default=DEFAULT_PRESET, kw_only=True)
 
     @property
     def drops(self) -> bool:
@@ -725,6 +698,9 @@ class Config:
         )
 
 
+SECTIONS = tuple(item.name for item in fields(Config) if item.name != "preset")
+
+
 # ---------------------------------------------------------------- presets
 OPEN = ScheduleConfig(microbatches=0)  # Everything about the schedule is left to auto.
 
@@ -741,12 +717,11 @@ def _long_run(steps: int, every: int) -> RunConfig:
         precision="bfloat16",
         eval_every=every,
         save_every=every,
-        timed=every,
         log_every=10,
     )
 
 
-PRESETS: dict[str, Config] = {
+_PRESETS = {
     # About a minute on two CPU cores.
     "tiny": Config(schedule=OPEN),
     "llama-150m": Config(
@@ -760,7 +735,7 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(seq_len=1024, global_batch=64),
         OPEN,
-        OptimizerConfig(fresh_rate=6e-4, warmup_steps=200),
+        OptimizerConfig(warmup_steps=200),
         _long_run(10_000, every=500),
         parallel=_on_devices(4),
     ),
@@ -776,7 +751,7 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(seq_len=2048, global_batch=128),
         OPEN,
-        OptimizerConfig(fresh_rate=3e-4, warmup_steps=1000),
+        OptimizerConfig(warmup_steps=1000),
         _long_run(100_000, every=1000),
         parallel=_on_devices(8),
     ),
@@ -793,7 +768,7 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(seq_len=1024, global_batch=64),
         OPEN,
-        OptimizerConfig(fresh_rate=6e-4, warmup_steps=200),
+        OptimizerConfig(warmup_steps=200),
         _long_run(10_000, every=500),
         parallel=_on_devices(4),
     ),
@@ -810,8 +785,9 @@ PRESETS: dict[str, Config] = {
         ),
         DataConfig(seq_len=512, global_batch=256),
         OPEN,
-        OptimizerConfig(fresh_rate=1e-4, warmup_steps=1000),
+        OptimizerConfig(warmup_steps=1000),
         _long_run(100_000, every=1000),
         parallel=_on_devices(4),
     ),
 }
+PRESETS = {name: replace(config, preset=name) for name, config in _PRESETS.items()}

@@ -81,6 +81,7 @@ from penstock.train.launch import (
 # that train on this machine.
 LOOK_SECONDS = 0.05
 CALM_LOOK_SECONDS = 0.25
+SILENT_SHARE = 1 / 20  # of run.timeout: 15 s of 300 without a heartbeat
 BEATS_LOOK_SECONDS = 0.8  # between two looks at the workers' signs of life
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
@@ -140,6 +141,7 @@ class Coordinator:
         self.plan = plan
         self.settings = settings = config.elastic
         self.timeout = config.run.timeout
+        self.silence = self.timeout * SILENT_SHARE
         self.resume = resume
         self.say = say
         self.store = keep_store()
@@ -298,7 +300,7 @@ class Coordinator:
                 self.lose(worker, "was stopped (SIGSTOP), so it was ended")
         self.unheard += passed
         # A question to the store takes time from the workers, and silence is long.
-        if self.unheard >= min(BEATS_LOOK_SECONDS, self.settings.silence / 4):
+        if self.unheard >= min(BEATS_LOOK_SECONDS, self.silence / 4):
             self.hear_beats(self.unheard)
             self.unheard = 0.0
 
@@ -308,8 +310,8 @@ class Coordinator:
             beats = self.store.add(note_key("alive", worker.number), 0)
             worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
             worker.beats = beats
-            if beats and worker.silent > self.settings.silence:
-                limit = f"{self.settings.silence:g} s"
+            if beats and worker.silent > self.silence:
+                limit = f"{self.silence:g} s"
                 self.lose(worker, f"has shown no life for {limit} and was ended")
 
     def lose(self, worker: Worker, event: str) -> None:
@@ -459,7 +461,7 @@ class Coordinator:
             self.reports,
             self.generation + 1,
             self.resume,
-            mirror=self.settings.mirror != "false",
+            mirror=True,
             saved=lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
             paces=self.watch.paces,
             written=lambda: last_step(self.folder),
@@ -636,7 +638,7 @@ def launch_crew(
     serve_forks([entry.__module__, *LOADED_MODULES])
 
     def open_admission(store: Store) -> Admission:
-        key = key_of(config, folder)
+        key = key_of(folder)
         keep_key(key)
         files = RunFiles(folder, config)
         ranks = plan.schedule.ranks

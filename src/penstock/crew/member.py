@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from penstock.config import Config
 from penstock.crew.decision import (
     Decision,
     NoteKind,
@@ -79,9 +78,9 @@ class Site:
         return self.remote_files is not None
 
 
-def key_of(config: Config, folder: Path) -> Path:
+def key_of(folder: Path) -> Path:
     """The file with the key of a run."""
-    return Path(config.elastic.key) if config.elastic.key else folder / KEY_FILE
+    return folder / KEY_FILE
 
 
 def own_site(folder: Path, worker: int, workers: int) -> Site:
@@ -92,7 +91,7 @@ def own_site(folder: Path, worker: int, workers: int) -> Site:
     host, port = split_address(config.elastic.listen, "elastic.listen")
     own = port + 1 + worker if port else 0
     address = write_address(host, own)
-    return Site(folder, Exchange(address, key_of(config, folder), workers))
+    return Site(folder, Exchange(address, key_of(folder), workers))
 
 
 BEAT_SECONDS = 0.5  # between two signs of life

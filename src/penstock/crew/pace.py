@@ -26,7 +26,7 @@ WINDOWS_TO_RETRY = 12  # without any work, before a slow worker gets some again
 
 
 class PaceWatch:
-    """Watches the pace of the workers of a run. `limit` is `elastic.slow`; 0 finds nobody slow."""
+    """Watches the pace of the workers of a run. `limit` is the `slow` of elastic.mode; 0 finds nobody slow."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from penstock.config import (
+    AUTO,
     CHOICES,
+    DEFAULT_PRESET,
     PRESETS,
+    SECTIONS,
     SWITCH,
     Config,
     MixtureSource,
@@ -43,8 +46,6 @@ from penstock.formats.toml_text import TomlPage, parse_toml, table_text, value_t
 
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 
-SECTIONS = tuple(section.name for section in fields(Config))
-DEFAULT_PRESET = "tiny"
 CONFIG_FILE = "config.toml"  # in the folder of a run
 TABLES = (("optimizer", "options"),)
 # Records of which a list may consist, each with an example.
@@ -59,7 +60,8 @@ KINDS = {
     "str": "a string",
 }
 ENTRY_KINDS = {**KINDS, "str": "text"}
-LISTED = {"int": "whole numbers", "str": "strings"}
+LISTED = {"int": "whole numbers", "float": "numbers", "str": "strings"}
+AUTO_RATE = ("optimizer", "lr")  # 0 in here, auto in a file
 
 
 def preset(name: str) -> Config:
@@ -246,6 +248,8 @@ def _convert(steps: Steps, name: str, kind: str, value: object, refuse: Refuse) 
         return _convert_list(steps, name, item, value, refuse)
     kind = kind.partition(" ")[0]
     is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if steps == AUTO_RATE and value == AUTO:
+        return 0.0
     if kind == "float" and is_whole:
         assert isinstance(value, int)
         return float(value) if abs(value) < 1 << 1000 else inf
@@ -269,6 +273,8 @@ def _convert_list(
             _convert_record((*steps, number), name, kind, table, refuse)
             for number, table in enumerate(items)
         )
+    if kind == "float":
+        items = [float(one) if isinstance(one, int) else one for one in items]
     if any(type(item).__name__ != kind for item in items):
         written = ", in [ ]" if _is_setting(steps) else ""
         refuse(steps, f"{name} must be a list of {LISTED[kind]}{written}", "")
@@ -335,14 +341,14 @@ def with_absolute_paths(config: Config) -> Config:
     A run may be resumed from another one.
     """
     found: dict[str, Any] = {}
-    for section in fields(config):
-        values = getattr(config, section.name)
+    for section in SECTIONS:
+        values = getattr(config, section)
         placed = {
             item.name: _absolute(getattr(values, item.name), item.metadata["file"])
             for item in fields(values)
             if item.metadata["file"]
         }
-        found[section.name] = replace(values, **placed)
+        found[section] = replace(values, **placed)
     return replace(config, **found)
 
 
@@ -362,7 +368,8 @@ def dump_config(
     config: Config, title: str = "A Penstock run: penstock train config.toml"
 ) -> str:
     """A config as commented TOML, from which `load_config` builds an equal config."""
-    lines = [f"# {title}"]
+    start = f"preset = {value_text(config.preset)}"
+    lines = [f"# {title}", f"{start:<32} # where values come from that are not in here"]
     for name in SECTIONS:
         section = getattr(config, name)
         lines += ["", f"[{name}]"]
@@ -370,6 +377,8 @@ def dump_config(
             held = getattr(section, item.name)
             is_table = (name, item.name) in TABLES
             value = table_text(held) if is_table else value_text(held)
+            if (name, item.name) == AUTO_RATE and not held:
+                value = value_text(AUTO)
             assignment = f"{item.name} = {value}"
             lines.append(f"{assignment:<32} # {item.metadata['about']}")
     return "\n".join(lines) + "\n"

@@ -27,7 +27,7 @@ from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
-from penstock.config import ModelConfig, is_recording, precision_of
+from penstock.config import LOSS_CHUNK, ModelConfig, is_recording, precision_of
 from penstock.cost.cluster import Cluster, Node
 from penstock.cost.cost import Cost, UnitCost
 from penstock.cost.gpus import Gpu, analytic_profile
@@ -864,7 +864,7 @@ def gpu_question(
             gpu,
             precision,
             recorded=recorded,
-            loss_chunk=config.run.loss_chunk,
+            loss_chunk=LOSS_CHUNK,
         )
 
     launched = "recorded once and replayed" if recorded else "launched one by one"

@@ -290,7 +290,7 @@ def workload_of(
         copies=0 if is_known and left_open("dp_replicate") else parallel.dp_replicate,
         tensor=0 if open_mesh and left_open("tp") else parallel.tp,
         shard=0 if open_mesh and left_open("dp_shard") else parallel.dp_shard,
-        recompute=True if config.run.recompute else None,
+        recompute=True if config.run.recompute == "full" else None,
         partition=schedule.partition,
     )
     workload = Workload(

@@ -49,7 +49,7 @@ WAYS_OUT = {
     "terapipe and seq1f1b; in Python, make the schedule with slices=1",
     Option.SPLIT: "keep its backwards whole: use `--set schedule.split=false` and a schedule that does not split, such "
     "as `--set schedule.name=1f1b`",
-    Option.RECOMPUTE: "keep its activations: use `--set run.recompute=false`, or Executor(recompute=frozenset())",
+    Option.RECOMPUTE: "keep its activations: use `--set run.recompute=none`, or Executor(recompute=frozenset())",
     Option.AUTOCAST: "train it in its own precision: use `--set run.precision=float32`, or Executor(autocast=None)",
     Option.RECORDED: "do not record it: use `--set run.cuda_graphs=false`, or Executor(tape=None)",
     Option.COMPILED: "do not compile it, or at least not the layers that differ: use `--set run.compile=false`",
@@ -70,7 +70,9 @@ OPTION_NAMES = {
 
 MAX_NAMES_SHOWN = 3
 
-LAST_RESORT = "  `--set run.prove=false`, or Pipeline(prove=False), skips this check"
+LAST_RESORT = (
+    "  `--set run.checks=forecast,memory`, or Pipeline(prove=False), skips this check"
+)
 
 
 @dataclass(frozen=True, slots=True)

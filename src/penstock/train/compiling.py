@@ -9,7 +9,13 @@ from functools import partial
 
 import torch
 
-from penstock.config import AUTO, Config, RunConfig, reasons_against_compiling
+from penstock.config import (
+    AUTO,
+    LOSS_CHUNK,
+    Config,
+    RunConfig,
+    reasons_against_compiling,
+)
 from penstock.errors import RunError
 from penstock.models import smoothed_loss, token_loss
 from penstock.runtime import ChunkedLoss, CompiledLoss
@@ -49,10 +55,12 @@ def loss_of(compiler: str, chunk: int, run: RunConfig | None = None) -> Loss:
     Other losses than the plain cross entropy are called as they are.
     """
     loss: Loss = token_loss
-    if run is not None and run.loss:
-        return own_function(run.loss, "run.loss")
-    if run is not None and (run.smoothing or run.z_loss):
-        return partial(smoothed_loss, smoothing=run.smoothing, z_loss=run.z_loss)
+    if run is not None and run.own_loss:
+        return own_function(run.own_loss, "run.loss")
+    shape = {} if run is None else run.cross_entropy
+    if any(shape.values()):
+        smoothing, z_loss = (shape.get(key, 0.0) for key in ("smoothing", "z"))
+        return partial(smoothed_loss, smoothing=smoothing, z_loss=z_loss)
     if compiler:
         loss = CompiledLoss(loss, compiler)
     return ChunkedLoss(loss, chunk, compiler) if chunk else loss
@@ -65,8 +73,8 @@ def chunk_of(config: Config) -> int:
     for the plain cross entropy.
     """
     run = config.run
-    plain = not run.loss and not run.smoothing and not run.z_loss
-    return run.loss_chunk if config.parallel.size == 1 and plain else 0
+    plain = not run.own_loss and not any(run.cross_entropy.values())
+    return LOSS_CHUNK if config.parallel.size == 1 and plain else 0
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -186,8 +186,7 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
 
 def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
     """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
-    wanted = config.elastic.mode
-    mirrored = config.elastic.mirror == "true"
+    wanted = config.elastic.named
     reasons = reasons_against_crew(config, plan, placement)
     if config.elastic.listen:
         split_address(config.elastic.listen, "elastic.listen")
@@ -196,21 +195,15 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
                 f"elastic.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
             )
         return True
-    for key, value in (("mode", wanted), ("mirror", config.elastic.mirror)):
-        if value == "true" and reasons:
-            raise ConfigError(
-                f"elastic.{key} = true, but this run cannot go on without a worker: "
-                f"{reasons[0]}"
-            )
-    if mirrored and wanted == "false":
+    if wanted == "on" and reasons:
         raise ConfigError(
-            "elastic.mirror = true, but elastic.mode = false: mirrors help only runs "
-            "that go on without a lost worker; remove one of the two"
+            f"elastic.mode = {config.elastic.mode}, but this run cannot continue without a worker: "
+            f"{reasons[0]}"
         )
     if wanted == AUTO:
         alone = any(len(ranks) == 1 for ranks in holders_of(plan.schedule))
-        return not reasons and (mirrored or not alone)
-    return wanted == "true"
+        return not reasons and not alone
+    return wanted == "on"
 
 
 def split_address(text: str, key: str = "the address") -> tuple[str, int]:

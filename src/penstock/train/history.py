@@ -325,7 +325,7 @@ def read_measured(file: Path) -> tuple[Plan, int, Timeline]:
     if not file.is_file():
         raise FileError(
             f"cannot read {file}: there is no such file\n"
-            "  a run writes it when it times a step (run.timed)"
+            "  a run writes it when it times a step"
         )
     plan = read_plan(folder / PLAN_FILE)
     full = file.name == FULL_TIMELINE
@@ -373,7 +373,7 @@ def read_timeline(
     ) as error:
         raise FileError(
             f"{file} is not a timeline of this run: {error}\n"
-            "  delete it; the run writes another when it times its next step (run.timed)"
+            "  delete it; the run writes another when it times its next step"
         ) from None
 
 

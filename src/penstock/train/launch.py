@@ -239,8 +239,8 @@ def out_of_memory_text(rank: int, error: Exception, config: Config) -> str:
         "fewer data.seq_len",
         "a smaller data.global_batch or more micro-batches",
     ]
-    if not config.run.recompute:
-        remedies.append("run.recompute=true")
+    if config.run.recompute != "full":
+        remedies.append("run.recompute=full")
     if is_recording(config, torch.cuda.is_available()):
         remedies.append("run.cuda_graphs=false")
     message = str(error)
@@ -378,7 +378,7 @@ ERROR_TYPES: dict[str, type[PenstockError]] = {
 }
 HINTS = {  # by the exit code of a worker
     -signal.SIGKILL: "\n  often the system, out of memory: "
-    "fewer data.seq_len or a smaller batch; run.recompute=true",
+    "fewer data.seq_len or a smaller batch; run.recompute=full",
     -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
     "run.precision=float32 may do without it",
 }

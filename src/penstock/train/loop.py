@@ -191,7 +191,7 @@ class Trainer:
             compile_stages(
                 self.executors, self.loader, self.comm, settings.timeout, self.leads
             )
-        if settings.prove:
+        if settings.asks("gradients"):
             prove_stages(self.executors, self.loader, self.leads)
 
     # ------------------------------------------------------------ running

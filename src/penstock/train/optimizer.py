@@ -40,17 +40,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config import (
+    PRESET_RATES,
     Config,
     LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     ParameterGroup,
-    names_own_code,
 )
 from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_name
 from penstock.models.split import Part, find_layout
 from penstock.runtime import Comm, local_share
 from penstock.runtime.gradients import scale_down
+from penstock.shaped import split_name
 from penstock.torch_internals import norms_of_all
 from penstock.train.history import Counts, OwnNumbers
 from penstock.train.lora import adapted_blueprint, is_adapter
@@ -72,7 +73,7 @@ OWN_KEYS = {
     "params": "optimizer.groups",
     "lr": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
-    "betas": "optimizer.beta1 and optimizer.beta2",
+    "betas": "optimizer.betas",
 }
 DECIDED_HERE = ("capturable", "differentiable", "foreach", "fused")
 HIGHEST_RATE = "initial_lr"  # in a group, as torch's own schedulers name it
@@ -112,7 +113,7 @@ def arguments_of(kind: OptimizerClass, settings: OptimizerConfig) -> dict[str, A
     accepted = inspect.signature(kind).parameters
     arguments: dict[str, Any] = {"lr": settings.highest_rate}
     if "betas" in accepted:
-        arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+        arguments["betas"] = settings.betas
     if kind.__name__ in FUSED:
         arguments["fused"] = True
     if kind.__name__ == settings.name:
@@ -152,8 +153,6 @@ def _check_option(key: str, kind: OptimizerClass, accepted: Collection[str]) -> 
     name = kind.__name__
     if key in OWN_KEYS and key in accepted:
         raise ConfigError(f"optimizer.options has {key!r}; set {OWN_KEYS[key]} instead")
-    if key == "eps" and "betas" in accepted:
-        raise ConfigError("optimizer.options has 'eps'; set optimizer.eps instead")
     if key in DECIDED_HERE:
         raise ConfigError(
             f"optimizer.options has {key!r}, which the trainer decides itself\n  leave it out"
@@ -592,7 +591,7 @@ def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
     """Return the learning rate of a step, counted from 0.
 
     >>> from penstock.config import OptimizerConfig
-    >>> [round(rate_at(step, 10, OptimizerConfig(lr=1.0, warmup_steps=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
+    >>> [round(rate_at(step, 10, OptimizerConfig(lr=1.0, warmup_steps=2)), 3) for step in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.55, 0.134]
     """
     return settings.highest_rate * factor_at(step, steps, settings)
@@ -602,15 +601,16 @@ def factor_at(step: int, steps: int, settings: OptimizerConfig) -> float:
     """Return the rate of a step as a share of the highest rate.
 
     >>> from penstock.config import OptimizerConfig
-    >>> wsd = OptimizerConfig(lr_schedule="wsd", warmup_steps=2, cooldown=0.4, final=0.0)
+    >>> wsd = OptimizerConfig(lr_schedule="wsd:0.4,min=0", warmup_steps=2)
     >>> [round(factor_at(step, 10, wsd), 3) for step in (0, 2, 6, 7, 8, 9)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
-    if names_own_code(settings.lr_schedule):
+    if settings.own_schedule:
         return own_factor(step, settings.lr_schedule)
-    return COURSES[settings.lr_schedule](step, steps, settings)
+    name, _ = split_name(settings.lr_schedule)
+    return COURSES[name](step, steps, settings)
 
 
 def own_factor(step: int, name: str) -> float:
@@ -647,7 +647,7 @@ def _suitable_rate(config: Config) -> tuple[float, str]:
         return ADAPTER_RATE, "adapters"
     if config.model.weights:
         return TRAINED_RATE, "weights that are trained already"
-    return config.optimizer.fresh_rate, "new weights"
+    return PRESET_RATES[config.preset], "new weights"
 
 
 # ---------------------------------------------------------------- courses after the warm-up
@@ -664,14 +664,15 @@ def _cosine(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 
 def _wsd(step: int, steps: int, settings: OptimizerConfig) -> float:
-    length = settings.cooldown * steps
+    length = settings.rate_shape["cooldown"] * steps
     left = steps - step
     return _between(min(1.0, left / length) if length else 1.0, settings)
 
 
 def _inverse_sqrt(step: int, steps: int, settings: OptimizerConfig) -> float:
     highest = max(settings.warmup_steps, 1)
-    return max(math.sqrt(highest / max(step + 1, highest)), settings.final)
+    least: float = settings.rate_shape["min"]
+    return max(math.sqrt(highest / max(step + 1, highest)), least)
 
 
 COURSES: dict[str, Course] = {
@@ -691,4 +692,5 @@ def _share_done(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 def _between(height: float, settings: OptimizerConfig) -> float:
     """A factor between the final share, at height 0, and 1."""
-    return settings.final + (1 - settings.final) * height
+    least: float = settings.rate_shape["min"]
+    return least + (1 - least) * height

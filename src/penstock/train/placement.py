@@ -1,6 +1,6 @@
 """Where a run computes: decided once, by `decide_placement`, and passed on to everyone who asks.
 
-    config      run.device, run.threads, mesh  ─┐
+    config      run.device, mesh, OMP_NUM_THREADS  ─┐
     schedule    number of processes             ├─► Placement ─► forecast, memory check, workers,
     machine     cores, GPUs, testbed            │                the line that `penstock train` shows
     launcher    processes on this machine      ─┘
@@ -17,6 +17,7 @@ The rules:
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from penstock.config import AUTO, Config, precision_of
@@ -95,11 +96,17 @@ def decide_placement(config: Config, processes: int) -> Placement:
     device = "cuda" if machine.gpus and wanted != "cpu" else "cpu"
     if wanted == AUTO and config.parallel.size > 1 and machine.nccl_places < neighbours:
         device = "cpu"
-    threads = config.run.threads or max(1, machine.cores // neighbours)
+    threads = threads_for(machine.cores // neighbours)
     local = local_processes(processes)
     if config.elastic.workers:
         local = local[: config.elastic.workers]
     return Placement(device, machine, processes, neighbours, local, threads, wanted)
+
+
+def threads_for(share: int) -> int:
+    """Return the threads of a worker: its share of the cores, or OMP_NUM_THREADS."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) else max(1, share)
 
 
 def launched_placement(config: Config) -> Placement:

@@ -40,6 +40,7 @@ from penstock.runtime import (
     prove,
 )
 from penstock.runtime.executor import RunOptions
+from penstock.runtime.loss import Reduction
 from penstock.runtime.proof import warm_up
 from penstock.schedules.coverage import through_all_parts, visited_parts
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
@@ -48,6 +49,7 @@ from penstock.train.job import Job
 from penstock.train.placement import precision_on
 from penstock.train.rank_weights import RankWeights
 from penstock.train.step_paths import StepPaths, sum_messages_of
+from penstock.train.user_code import probe_loss
 from penstock.train.weights import Holding, MeshPlace, attach_parameters, hold, place_of
 
 # The types of run.comm_dtype; None is that of the stages.
@@ -71,7 +73,8 @@ class RankSetup:
         recompute = frozenset(
             stage
             for stage in self.holding.stages
-            if run.recompute or schedule.stages[stage].part in self.job.plan.recompute
+            if run.recompute == "full"
+            or schedule.stages[stage].part in self.job.plan.recompute
         )
         precision = precision_on(config, self.device.type)
         records = is_recording(config, self.device.type == "cuda")
@@ -85,7 +88,7 @@ class RankSetup:
             recompute=recompute,
             autocast=torch.bfloat16 if precision == "bfloat16" else None,
             tape=CudaTape() if records else None,
-            reduction=run.reduction,
+            reduction=self.reduction,
             options=RunOptions(
                 tied=self.holding.tied,
                 mean=Mean(config.paths.mean),
@@ -95,9 +98,14 @@ class RankSetup:
                     sum_messages_of(config.paths, self.job.plan)
                 ],
                 accumulates=run.accumulate > 1,
-                compare=run.compare,
             ),
         )
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the loss combines the losses of its labels; the user's own is probed."""
+        run = self.job.config.run
+        return probe_loss(run, self.job.sizes.vocab) if run.own_loss else Reduction.SUM
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
         """Return the micro-batches whose tokens this rank reads with any of these schedules."""
@@ -265,7 +273,7 @@ class Evaluator:
 
     def mean_loss(self) -> float | None:
         """Return the mean loss on held-out text, the same on all ranks; None without any."""
-        losses = self.losses(self.setup.job.config.run.evaluations)
+        losses = self.losses(EVALUATED_BATCHES)
         place = self.setup.place
         share = sum(losses) if place.speaks else 0.0
         total = torch.tensor([share], dtype=torch.float64, device=self.setup.device)
@@ -273,6 +281,7 @@ class Evaluator:
         return float(total) if losses else None
 
 
+EVALUATED_BATCHES = 2
 _log = logging.getLogger(__name__)
 
 

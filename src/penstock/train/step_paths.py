@@ -20,6 +20,7 @@ from penstock.schedules.coverage import full_schedule, visits_all_parts
 
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
+TIMED_EVERY = 50  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +126,9 @@ def is_timed(step: int, settings: RunConfig, paths: StepPaths) -> bool:
     An early step and the last are included, so that short and stopped runs have one too. If
     some steps are full and others are not, the next one of the other kind is timed as well.
     """
-    if not settings.timed:
-        return False
     first_candidate = paths.previous(step - 1) + 2
     return any(
-        is_due(one, settings.timed) or one in (FIRST_TIMED_STEP, settings.steps)
+        is_due(one, TIMED_EVERY) or one in (FIRST_TIMED_STEP, settings.steps)
         for one in range(first_candidate, step + 1)
     )
 

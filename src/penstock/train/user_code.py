@@ -22,7 +22,7 @@ import torch
 
 from penstock.config import RunConfig
 from penstock.errors import ConfigError, ShapeError
-from penstock.runtime.loss import reduction_of, refuse_other_loss
+from penstock.runtime.loss import Reduction, refuse_other_loss
 
 
 def own_function(name: str, key: str) -> Callable[..., Any]:
@@ -69,23 +69,25 @@ ROWS = 2
 TRIED_TOKENS = 8
 
 
-def check_loss(run: RunConfig, vocab: int, sliced: bool = False) -> None:
-    """Raise ConfigError if run.loss cannot be called, or is not the sum or mean that the config says."""
+def probe_loss(run: RunConfig, vocab: int, sliced: bool = False) -> Reduction:
+    """Return whether run.loss is a sum over labels or their mean; raise ConfigError if it is neither, or fails."""
     loss = own_function(run.loss, "run.loss")
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, TRIED_TOKENS, vocab, generator=generator)
     labels = torch.randint(0, vocab, (ROWS, TRIED_TOKENS), generator=generator)
-    try:
-        refuse_other_loss(loss, logits, labels, reduction_of(run.reduction), 0, sliced)
-    except ShapeError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"run.loss = {run.loss}: {reason}\n"
-            "  return one number: the sum over the labels that are not -100; or their mean, with "
-            "run.reduction=mean"
-        ) from None
-    except Exception as error:
-        raise ConfigError(
-            f"run.loss = {run.loss} failed: {type(error).__name__}: {error}\n"
-            f"  it is called with logits of shape (rows, tokens, {vocab}) and labels of shape (rows, tokens)"
-        ) from error
+    reasons = []
+    for reduction in (Reduction.SUM, Reduction.MEAN):
+        try:
+            refuse_other_loss(loss, logits, labels, reduction, 0, sliced)
+            return reduction
+        except ShapeError as error:
+            reasons.append(str(error).splitlines()[0])
+        except Exception as error:
+            raise ConfigError(
+                f"run.loss = {run.loss} failed: {type(error).__name__}: {error}\n"
+                f"  it is called with logits of shape (rows, tokens, {vocab}) and labels of shape (rows, tokens)"
+            ) from error
+    raise ConfigError(
+        f"run.loss = {run.loss}: {reasons[0]}\n"
+        "  return one number: the sum over the labels that are not -100, or their mean"
+    )

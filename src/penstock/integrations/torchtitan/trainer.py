@@ -279,7 +279,9 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
         ),
         run=RunConfig(
             precision=training.mixed_precision_param,
-            recompute=isinstance(config.activation_checkpoint, FullAC.Config),
+            recompute="full"
+            if isinstance(config.activation_checkpoint, FullAC.Config)
+            else "none",
             cuda_graphs="false",
         ),
     )
@@ -346,7 +348,7 @@ def search_plan(
         granularity=tile_of("cuda"),
     )
     # torchtitan decides what is recomputed, for all layers alike.
-    recomputes = asked.run.recompute
+    recomputes = asked.run.recompute == "full"
     workload = replace(workload, fixed=replace(workload.fixed, recompute=recomputes))
     slices = 1 if why_unsliceable(config) else Limits().slices
     limits = Limits(slices=slices, weights=1)

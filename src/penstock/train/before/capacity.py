@@ -67,7 +67,7 @@ class MemoryLoad:
     half: bool  # most activations have two bytes instead of four
     recorded: bool  # actions are recorded (run.cuda_graphs)
     numbers: ParameterNumbers
-    # Parts of which a rank has a mirror (elastic.mirror), and that rank.
+    # Parts of which a rank has a mirror (in-memory replicas), and that rank.
     mirrors: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -130,14 +130,14 @@ def check_memory(
 ) -> None:
     """Raise ConfigError if a run needs more memory than this machine has.
 
-    run.check_memory = false switches the check off.
+    run.checks = forecast,gradients switches this off.
     """
-    if not config.run.check_memory:
+    if not config.run.asks("memory"):
         return
     refusal = why_too_large(config, plan, sizes, placement)
     if refusal:
         raise ConfigError(
-            f"{refusal}\n  --set run.check_memory=false starts the run anyway"
+            f"{refusal}\n  --set run.checks=forecast,gradients starts the run anyway"
         )
 
 
@@ -150,7 +150,7 @@ def why_too_large(
     join from other machines, the workers of this one must be able to begin alone.
     """
     pools = memory_pools(placement, config.parallel.size)
-    mirrored = config.elastic.mirror != "false" and is_elastic(config, plan, placement)
+    mirrored = is_elastic(config, plan, placement)
     plan = first_plan(plan, config.elastic.workers)
     for schedule in step_paths(plan, config.paths).schedules:
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
@@ -168,7 +168,7 @@ def why_too_large(
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
     """Raise ConfigError if this machine cannot even time one layer, embedding and head."""
-    if not config.run.check_memory:
+    if not config.run.asks("memory"):
         return
     counts = count_parameters(sizes)
     parameters = counts.embed + counts.layer + counts.head
@@ -180,7 +180,7 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
             "timing one layer, the embedding and the head takes "
             f"{write_size(need)} of memory, and this machine has {write_size(room)}\n"
             "  take a smaller model.hidden_size, model.intermediate_size or model.vocab_size; "
-            "--set run.check_memory=false tries it anyway"
+            "--set run.checks=forecast,gradients tries it anyway"
         )
 
 
@@ -275,7 +275,7 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         sent=sent_bytes(message, rows, run.comm_dtype),
         weights=weights,
         tied=tied,
-        recompute=run.recompute or number in load.plan.recompute,
+        recompute=run.recompute == "full" or number in load.plan.recompute,
         gradients=gradients,
         tied_gradients=tied_gradients,
         **moments._asdict(),
@@ -399,9 +399,9 @@ def _fits(load: MemoryLoad, places: list[MemoryPool]) -> bool:
 def _smaller_settings(load: MemoryLoad, places: list[MemoryPool]) -> Iterator[str]:
     """The settings that would make a run fit, each by itself."""
     config, sizes, schedule = load.config, load.sizes, load.plan.schedule
-    again = replace(config, run=replace(config.run, recompute=True))
-    if not config.run.recompute and _fits(replace(load, config=again), places):
-        yield "run.recompute=true"
+    again = replace(config, run=replace(config.run, recompute="full"))
+    if config.run.recompute != "full" and _fits(replace(load, config=again), places):
+        yield "run.recompute=full"
     slices = max(microbatch.slices for microbatch in schedule.microbatches)
     settings = [  # with their values, and numbers of which they must stay multiples
         ("model.layers", sizes.layers, schedule.parts),

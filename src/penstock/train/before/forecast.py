@@ -106,7 +106,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         # time, and more slowly where there are fewer processors than processes of a rank.
         profile = mesh_profile(profile, mesh.tp, mesh.dp_shard, link, slowdown)
     recompute = set(plan.recompute)
-    if config.run.recompute:
+    if config.run.recompute == "full":
         recompute = set(range(schedule.parts))
     cost: Cost = PlacedCost(
         profile,
@@ -189,7 +189,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
     run = config.run
     parts = (
         config.model,
-        config.parallel,
+        (config.parallel.dp_shard, config.parallel.tp),
         config.rows,
         data.seq_len,
         data.tokenizer,
@@ -198,9 +198,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         run.cuda_graphs,
         run.compile,
         run.comm_dtype,
-        run.loss_chunk,
         run.device,
-        run.threads,
         config.optimizer.name,
         config.optimizer.options,
         config.optimizer.groups,

@@ -108,7 +108,7 @@ class ProfileRequest:
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    # What is recomputed inside of layers, "attention" or "mlp", as run.recompute_mlp does.
+    # What is recomputed inside of layers, "attention" or "mlp", as run.recompute does.
     inside: tuple[str, ...] = ()
 
 

@@ -20,14 +20,13 @@ from dataclasses import dataclass, replace
 from errno import EACCES, EEXIST, ENOSPC
 from pathlib import Path
 
-from penstock.config import AUTO, Config, DataConfig, ModelConfig, names_own_code
+from penstock.config import AUTO, DEFAULT_PRESET, Config, DataConfig, ModelConfig
 from penstock.cost import RowProfiles
 from penstock.cost.profile import enlarge, tile_of
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, read_plan, write_plan
 from penstock.formats.config_toml import (
     CONFIG_FILE,
-    DEFAULT_PRESET,
     dump_config,
     is_folder,
     read_source,
@@ -95,14 +94,14 @@ from penstock.train.placement import (
     check_gpus_suffice,
     decide_placement,
 )
-from penstock.train.user_code import check_loss
+from penstock.train.user_code import probe_loss
 from penstock.train.weights import Sizes, blueprint, check_launched, model_name
 from penstock.view.numbers import write_size
 
 # Values of a config that a plan depends on; a change of any of them needs a new plan.
 PLANNED_WITH = (
     "schedule.",
-    "mesh.",
+    "parallel.",
     "model.",
     "data.global_batch",
     "data.seq_len",
@@ -115,7 +114,6 @@ PLANNED_WITH = (
     "run.comm_dtype",
     "run.precision",
     "run.recompute",
-    "run.threads",
 )
 WatchSearch = Callable[[SearchProgress], None]
 MAX_RUNS_OF_A_NAME = 1000
@@ -205,8 +203,8 @@ def check_training(config: Config, sizes: Sizes) -> None:
     inside = config.run.recomputed_inside
     if inside and not recompute_inside(blueprint(sizes), inside):
         raise ConfigError(
-            f"run.recompute_{inside[0]} = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
-            "  run.recompute=true recomputes whole stages of any model"
+            f"run.recompute = {config.run.recompute} is for our own llama and gpt, not for a {model_name(sizes)}\n"
+            "  run.recompute=full recomputes whole stages of any model"
         )
     if config.model.config and isinstance(sizes, DecoderConfig):
         initial_constants(sizes)
@@ -217,9 +215,9 @@ def check_training(config: Config, sizes: Sizes) -> None:
         check_groups(names, config.optimizer)
     for name in config.run.callbacks:
         checked_callback(name)
-    if config.run.loss:
-        check_loss(config.run, sizes.vocab)
-    if names_own_code(config.optimizer.lr_schedule):
+    if config.run.own_loss:
+        probe_loss(config.run, sizes.vocab)
+    if config.optimizer.own_schedule:
         own_factor(config.optimizer.warmup_steps, config.optimizer.lr_schedule)
 
 
@@ -525,7 +523,7 @@ def is_better_alone(workload: Workload, placement: Placement) -> bool:
     fixed = workload.fixed
     wants_several = (
         max(fixed.ranks, fixed.copies, config.parallel.size) > 1
-        or "true" in (config.elastic.mode, config.elastic.mirror)
+        or config.elastic.named == "on"
         or bool(config.elastic.listen or config.elastic.workers or config.schedule.skip)
         or under_launcher()
     )
@@ -535,7 +533,7 @@ def is_better_alone(workload: Workload, placement: Placement) -> bool:
 
 def memory_of_process(config: Config, placement: Placement) -> float | None:
     """Return the bytes that a plan may use in each process; None if that is not checked."""
-    if not config.run.check_memory:
+    if not config.run.asks("memory"):
         return None
     pools = memory_pools(placement, config.parallel.size)
     return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
