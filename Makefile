@@ -44,7 +44,7 @@ $(VENV)/.users: pyproject.toml constraints.txt
 # Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
 $(VENV)/.compiled: $(READY)
 	$(PENSTOCK) plan --ranks 2 --microbatches 4 --memory 1.5 >/dev/null
-	$(PENSTOCK) paths examples/cluster.toml --parts 2 --microbatches 2 --forward 0.05 --message 4e6 --gradients 1e6 --iterations 100 >/dev/null
+	$(PENSTOCK) lab paths --cluster examples/cluster.toml --stages 2 --microbatches 2 --iterations 100 >/dev/null --cost F=0.05,message=4e6,gradients=1e6
 	touch $@
 
 demo: $(if $(READY),$(VENV)/.users) ## train a small Llama on four workers; the report, checkpoint and sample are in runs/

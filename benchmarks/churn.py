@@ -104,7 +104,7 @@ def train(
     """Run `penstock train` for a while, and kill a random worker at each of these moments."""
     words = [*SETTINGS, f"run.folder={folder}", f"run.elastic={str(elastic).lower()}"]
     changes = [word for one in words for word in ("--set", one)]
-    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
+    command = [sys.executable, "-m", "penstock", "train", *changes]
     draw = random.Random(seed)
     log_file = folder.with_suffix(".log")
     with log_file.open("w") as log:

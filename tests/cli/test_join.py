@@ -57,9 +57,7 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
     near, far = tmp_path / "near", tmp_path / "far"
     with two_machines() as ((here, _, address), (there, _, _)):
         write_run(near, address, workers=3)
-        run = Command(
-            near, ["train", "config.toml", "--sample", "0"], environment(), network=here
-        )
+        run = Command(near, ["train", "config.toml"], environment(), network=here)
         folder = near / "runs" / "config"
         wait_for_text(run, "others can join")
         far.mkdir()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # What a page sets itself wins.
-SHORT = "--sample 8 --set data.tokens=32 --set run.evaluations=1"
+SHORT = "--set data.tokens=32 --set run.evaluations=1"
 FEW_PLANS = "--set model.layers=4 --set data.batch=4"  # for a run that is planned
 GIVEN_PLAN = "--set run.forecast=false"
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.S | re.M)

@@ -192,9 +192,7 @@ def test_the_command_writes_a_profile_without_measuring(monkeypatch, capsys, tmp
     profile = load_profile(file.read_text())
     assert dict(profile.device)["name"] == "NVIDIA H100"
     assert len(profile.network.bandwidth) == 16
-    code, out, error = run(
-        f"simulate 1f1b --ranks 8 --microbatches 8 --profile {file} --json"
-    )
+    code, out, error = run(f"draw 1f1b --pp 8 --microbatches 8 --cost {file} --json")
     assert code == 0, error
     assert json.loads(out)["makespan"] > 0
     code, _, error = run(f"profile --gpu h100 --preset tiny -o {file}")

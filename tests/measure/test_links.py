@@ -84,7 +84,7 @@ def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
     assert [node.slots for node in found.nodes] == [2, 2, 2]
     assert all(0 < found.latency[a][b] < 1 < found.bandwidth[a][b] for a, b in PAIRS)
     code, out, _ = run(
-        "paths cluster.toml --parts 3 --microbatches 2 --forward 0.01 --iterations 500"
+        "lab paths --cluster cluster.toml --stages 3 --microbatches 2 --iterations 500 --cost F=0.01"
     )
     assert code == 0
     assert "no plan takes less than" in out

@@ -142,7 +142,7 @@ def slow_sums(run):
 
 
 def test_simulations_follow_the_bandwidth_of_sums(slow_sums):
-    line = "simulate 1f1b --ranks 2 --microbatches 4 --copies 2 --json --profile"
+    line = "draw 1f1b:copies=2 --pp 2 --microbatches 4 --json --cost"
     alike, slow = (
         json.loads(slow_sums(f"{line} {name}.json")[1]) for name in ("alike", "slow")
     )
@@ -154,7 +154,7 @@ def test_simulations_follow_the_bandwidth_of_sums(slow_sums):
 
 
 def test_plans_do_without_replicas_if_sums_are_slow(slow_sums):
-    line = "plan --ranks 4 --microbatches 4 --weights 2 --stages 1 --slices 1 --json"
+    line = "plan --pp 4 --microbatches 4 --weights 2 --limit stages=1,slices=1 --json"
     best, seconds = {}, {}
     for name in ("alike", "slow"):
         code, out, _ = slow_sums(f"{line} --profile {name}.json -o {name}.plan.json")

@@ -420,7 +420,7 @@ def run(run):
 
 
 def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
-    line = "simulate seq1f1b --ranks 2 --microbatches 2 --slices 4 --profile p.json"
+    line = "draw seq1f1b:slices=4 --pp 2 --microbatches 2 --cost p.json"
     code, out, err = run(f"{line} --json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
@@ -443,7 +443,7 @@ def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
 
 def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
     code, out, _ = run(
-        "plan --ranks 2 --microbatches 4 --profile p.json --memory 600 --json -o plan.json"
+        "plan --pp 2 --microbatches 4 --cost p.json --memory 600mb --json -o plan.json"
     )
     assert code == 0
     rows = json.loads(out)["schedules"]
@@ -453,9 +453,9 @@ def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
     assert sum(plan.partition) == 8
     assert list(plan.partition) == rows[0]["partition"]
     assert plan.facts["profile"] == "p.json"
-    _, out, _ = run("simulate plan.json --profile p.json --json")
+    _, out, _ = run("draw plan.json --cost p.json --json")
     assert json.loads(out)["makespan"] == pytest.approx(rows[0]["makespan"])
-    _, out, _ = run("plan --ranks 2 --microbatches 4 --profile p.json --top 3")
+    _, out, _ = run("plan --pp 2 --microbatches 4 --cost p.json --top 3")
     assert "times are in s; peak: what the fullest device holds, in" in " ".join(
         out.split()
     )
@@ -471,7 +471,7 @@ def test_cuts_lie_on_the_tiles_of_the_device_that_was_measured(
 ):
     write_profile(replace(profile(), device=(("device", device),)), "p.json")
     code, out, _ = run(
-        f"plan --ranks 3 --microbatches 1 --profile p.json --tokens {tokens} --json "
+        f"plan --pp 3 --microbatches 1 --cost p.json --tokens {tokens} --json "
         "--stages 1 --slices 4"
     )
     assert code == 0
@@ -536,15 +536,15 @@ def test_profile_warns_if_the_profile_it_writes_is_far_off(run, monkeypatch):
 
 
 MISTAKES = {
-    "simulate 1f1b --ranks 2 --microbatches 2 --accept-error": "--accept-error needs a profile",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile none.json": "cannot read none.json",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --comm 0.1": "cannot be combined with --comm",
-    "plan --ranks 2 --microbatches 2 --profile p.json --forward 1 --backward 3": "with --forward and --backward",
-    "simulate 1f1b --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
-    "plan --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
-    "plan --ranks 2 --microbatches 2 --profile p.json --memory 1": "nothing fits into a memory of 1 MiB",
-    "simulate 1f1b --ranks 2 --microbatches 2 --tokens 64": "--tokens needs a profile",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --tokens 0": "--tokens must be at least 1, not 0",
+    "draw 1f1b --pp 2 --microbatches 2 --accept-error": "--accept-error needs a profile",
+    "draw 1f1b --pp 2 --microbatches 2 --cost none.json": "cannot read none.json",
+    "draw 1f1b --pp 2 --microbatches 2 --cost p.json:comm=0.1": "cannot be combined with --comm",
+    "plan --pp 2 --microbatches 2 --cost p.json --cost F=1,B=3": "with --forward and --backward",
+    "draw 1f1b --pp 9 --microbatches 2 --cost p.json": "8 layers cannot fill 9 parts",
+    "plan --pp 9 --microbatches 2 --cost p.json": "8 layers cannot fill 9 parts",
+    "plan --pp 2 --microbatches 2 --cost p.json --memory 1mb": "nothing fits into a memory of 1 MiB",
+    "draw 1f1b --pp 2 --microbatches 2 --seq-len 64": "--tokens needs a profile",
+    "draw 1f1b --pp 2 --microbatches 2 --cost p.json --seq-len 0": "--tokens must be at least 1, not 0",
     "profile --preset huge": "there is no preset 'huge'",
     "profile --tokens 4": "4 tokens are too few to measure slices of",
     "profile --width 30 --heads 4": "width must be a multiple of heads",
@@ -590,7 +590,7 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
     assert layer.held > layer.kept > found.message
     assert (
         run(
-            "simulate terapipe --ranks 3 --microbatches 1 --slices 4 --profile mine.json --accept-error"
+            "draw terapipe:slices=4 --pp 3 --microbatches 1 --cost mine.json --accept-error"
         )[0]
         == 0
     )

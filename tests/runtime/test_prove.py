@@ -721,7 +721,7 @@ def test_a_broken_model_is_refused_once_by_penstock_train(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(training, "run_worker", leaking_workers.rank)
-    code, _, err = called(monkeypatch, capfd, "train config.toml --sample 0")
+    code, _, err = called(monkeypatch, capfd, "train config.toml")
     assert code == 2, err
     assert (
         "ProofError: stage 1 on rank 1 computes something else in this plan than in a plain call"

@@ -251,7 +251,7 @@ def test_pictures_without_sums_do_not_mention_them():
 
 # ---------------------------------------------------------------- the command line
 def test_simulate_takes_the_time_of_sums(run):
-    one = "simulate 1f1b --ranks 4 --microbatches 8"
+    one = "draw 1f1b --pp 4 --microbatches 8"
     two = f"{one} --copies 2 --sum 1.5"
     alone = json.loads(run(f"{one} --json")[1])
     copied = json.loads(run(f"{two} --json")[1])
@@ -271,7 +271,7 @@ def test_draw_and_compare_take_the_time_of_sums(run, tmp_path):
 
 
 def test_a_time_of_sums_below_zero_is_refused(run):
-    code, _, error = run("simulate 1f1b --ranks 2 --microbatches 2 --sum -1")
+    code, _, error = run("draw 1f1b --pp 2 --microbatches 2 --cost sum=-1")
     assert code == 2
     assert "--sum must be at least 0" in error
 

@@ -62,7 +62,7 @@ def test_the_perplexity_of_a_folder_on_a_text_is_that_of_transformers(
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     code, out, err = called(
-        monkeypatch, capsys, f"eval {model} --text {file} --omit 1 --tokens 24"
+        monkeypatch, capsys, f"eval {model} --text {file} --omit 1 --seq-len 24"
     )
     assert code == 0, err
     raw = TEXT.encode() + b"\0"  # a document and its end

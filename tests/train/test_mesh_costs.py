@@ -132,7 +132,7 @@ def test_simulate_counts_the_mesh_of_a_plan(tmp_path, monkeypatch, capsys):
 
     def simulated(**mesh):
         write_plan(Plan(schedule, "plan", layers, **mesh), Path("plan.json"))
-        line = "simulate plan.json --profile profile.json --accept-error"
+        line = "draw plan.json --cost profile.json --accept-error"
         code, out, err = called(monkeypatch, capsys, f"{line} --json")
         assert code == 0, err
         return json.loads(out)
@@ -154,14 +154,14 @@ def test_simulate_counts_the_mesh_of_a_plan(tmp_path, monkeypatch, capsys):
     # Twice the sequences, with an optimizer step of half the weights.
     assert 1.5 < shard["tokens_per_second"] / plain["tokens_per_second"] < 2.1
     code, out, _ = called(
-        monkeypatch, capsys, "simulate plan.json --profile profile.json --accept-error"
+        monkeypatch, capsys, "draw plan.json --cost profile.json --accept-error"
     )
     assert code == 0
     assert re.search(r"gathered weights\s+[\d.]+ [mµ]?s", out)
     Path("cluster.toml").write_text(
         'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\n[[nodes]]\nsite = "Osaka"\n'
     )
-    line = "simulate plan.json --profile profile.json --accept-error --cluster cluster.toml"
+    line = "draw plan.json --cost profile.json --accept-error --cluster cluster.toml"
     code, _, err = called(monkeypatch, capsys, line)
     assert code == 2
     assert "leave --cluster out" in err

@@ -38,7 +38,7 @@ from penstock.view.numbers import Scale, name_time, write_size, write_time
 
 TOKENS = 64
 VOID_TAGS = {"meta", "link", "br"}
-SMALL = "plan --ranks 2 --microbatches 3 --comm 0.05 --stages 2 --slices 2"
+SMALL = "plan --pp 2 --microbatches 3 --cost comm=0.05 --limit stages=2,slices=2"
 
 
 def measured(factor: float) -> list[Point]:

@@ -188,7 +188,7 @@ def placement_kind(placed: Sequence[Stage]) -> str:
 
 
 def order_of(schedule: Schedule) -> str:
-    """The name of a schedule's order in `penstock list`; empty if it has none of these names.
+    """The name of a schedule's order in `penstock draw`; empty if it has none of these names.
 
     >>> order_of(make("interleaved", ranks=2, microbatches=4, chunks=3))
     'interleaved'
