@@ -15,6 +15,7 @@ ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
     "version": {"errors"},
+    "shaped": {"errors"},
     "partition": {"errors"},
     "families": {"errors"},
     "shaped": {"errors"},
@@ -71,6 +72,7 @@ ROOMS = {
 LIBRARIES = {
     "errors": set(),
     "version": set(),
+    "shaped": set(),
     "partition": set(),
     "families": set(),
     "shaped": set(),
