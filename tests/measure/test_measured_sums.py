@@ -24,7 +24,10 @@ from penstock.measure.links import (
 from penstock.runtime import run_threads, spawn
 from virtual_time import ShapedComm
 
-TINY = "--width 32 --layers 3 --heads 4 --kv-heads 2 --inner 48 --vocab 64"
+TINY = (
+    "tiny --set schedule.ranks=2 --set model.width=32 --set model.layers=3 --set model.heads=4 --set model.kv_heads=2 "
+    "--set model.inner=48 --set run.threads=1 --quick"
+)
 MEGABYTE = 1e6
 
 
@@ -123,10 +126,10 @@ def test_profiles_without_the_bandwidth_of_sums_have_the_one_of_messages():
 
 # ---------------------------------------------------------------- as a user does it
 def test_penstock_profile_writes_how_fast_sums_are(run):
-    line = f"profile {TINY} --tokens 16 --threads 1 --quick --ranks 2 -o mine.json"
+    line = f"profile {TINY} --set data.tokens=16 --rows 1 --ranks 2 -o mine.json"
     code, out, _ = run(line)
     assert code == 0
-    assert "/s in sums of all ranks" in out
+    assert "/s in all-reduces of all ranks" in out
     assert 0 < read_profile("mine.json").network.sum_bandwidth < math.inf
 
 
@@ -154,14 +157,14 @@ def test_simulations_follow_the_bandwidth_of_sums(slow_sums):
 
 
 def test_plans_do_without_replicas_if_sums_are_slow(slow_sums):
-    line = "plan --pp 4 --microbatches 4 --weights 2 --limit stages=1,slices=1 --json"
+    line = "plan --pp 4 --microbatches 4 --limit stages=1,slices=1,weights=2 --json"
     best, seconds = {}, {}
     for name in ("alike", "slow"):
-        code, out, _ = slow_sums(f"{line} --profile {name}.json -o {name}.plan.json")
+        code, out, _ = slow_sums(f"{line} --cost {name}.json -o {name}.plan.json")
         assert code == 0
         found = json.loads(out)["schedules"]
         best[name] = found[0]["weights"]
-        seconds[name] = {one["name"]: one["step"] for one in found}
+        seconds[name] = {one["schedule"]: one["step"] for one in found}
     assert best == {"alike": 2.0, "slow": 1.0}
     assert seconds["slow"]["chimera"] > seconds["alike"]["chimera"]
     assert seconds["slow"]["1f1b"] == seconds["alike"]["1f1b"]

@@ -93,6 +93,9 @@ class Drawing:
     timeline: Timeline
     bound: float | None = None
     step: StepFacts | None = None
+    measured_tokens: int = (
+        0  # the most tokens of a sequence that the profile has measured
+    )
     title: str = ""  # on a page with several; empty for the name of the plan
 
 
@@ -200,7 +203,9 @@ def _drawing(
     else:
         timeline = simulate_in_order(plan.schedule, price.cost, costs.channels)
     bound = lower_bound(plan.schedule, price.cost)
-    return Drawing(plan, timeline, bound, step_facts(price, plan, timeline))
+    profile = costs.price.profile
+    tokens = 0 if profile is None else profile.tokens
+    return Drawing(plan, timeline, bound, step_facts(price, plan, timeline), tokens)
 
 
 def _beside_measured(
@@ -364,9 +369,12 @@ def _number_rows(drawing: Drawing) -> list[tuple[str, str]]:
         return rows
     if step.gather:
         rows.append(("weight all-gather", write_time(step.gather, units)))
+    tokens = str(step.tokens)
+    if step.tokens > drawing.measured_tokens:
+        tokens += f" (measured up to {drawing.measured_tokens})"
     return [
         *rows,
-        ("tokens of a sequence", str(step.tokens)),
+        ("tokens of a sequence", tokens),
         ("weights", write_sizes(step.weights, units)),
         ("optimizer", write_time(step.optimizer, units)),
         ("tokens per second", short(step.tokens_per_second)),

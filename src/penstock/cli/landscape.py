@@ -433,6 +433,10 @@ def _notes(landscape: Landscape, question: Question, top: int) -> list[str]:
             )
     else:
         notes.append("not tried: skip (it leaves out work: --skip 0.25)")
+    if question.limits.weights < 2:
+        notes.append(
+            "not tried: chimera (two copies of the weights: --limit weights=2)"
+        )
     return [*notes, *note_unused(question)]
 
 

@@ -23,7 +23,7 @@ OPTIONS = {
     **dict.fromkeys(("--backward", "--comm", "--sum", "--channels"), UNIT_COST),
     "--forward": "use --cost F=1",
     **dict.fromkeys(("--message", "--held", "--gradients"), SYNTHETIC),
-    "--weights": "a search tries one copy of the weights",
+    "--weights": "use --limit weights=2",
     "--profile": "use --cost profile.json",
     "--accept-error": "a profile with a large error only warns",
     "--gpu": "use --cost h100",

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STEM = Path("plan")  # of the files that advice would be in
 MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
-LIMITS = {"stages": 16, "slices": 16}  # the most that a search tries
+LIMITS = {"stages": 16, "slices": 16, "weights": 1}  # the most that a search tries
 MODEL_PANEL = "A model and its devices"
 NEEDS_A_MODEL = (
     "{option} needs a model: penstock plan MODEL {option} ...\n"
@@ -152,7 +152,8 @@ class SearchOptions:
 
     limit: str | None = option(
         None,
-        "The most stages on a rank and token slices of a sequence. Default: stages=16,slices=16.",
+        "The most stages on a rank, token slices of a sequence and copies of the weights (chimera has two). "
+        "Default: stages=16,slices=16,weights=1.",
     )
     skip: float | None = option(
         None,
@@ -175,7 +176,7 @@ class SearchOptions:
         skip = self.skip or 0.0
         if not 0 <= skip <= MAX_SKIP:
             raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
-        return Limits(counts["stages"], counts["slices"], skip=skip)
+        return Limits(*counts.values(), skip=skip)
 
 
 @dataclass(frozen=True, slots=True)

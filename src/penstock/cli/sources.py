@@ -59,7 +59,7 @@ SCHEDULE_HELP = (
 )
 COST_HELP = (
     "What actions cost: F=1,B=2,comm=0.05 (a forward of a micro-batch on a rank takes 1), a profile.json of "
-    "`penstock profile`, or either with :channels=1."
+    "`penstock profile`, or profile.json:channels=1,seq_len=512."
 )
 
 
@@ -113,6 +113,7 @@ complete_model = beginning("config:PRESETS")
 # The settings that options stand for, and those that name a model's folder.
 PIPELINE_SETTINGS = {"pp": "schedule.ranks", "microbatches": "schedule.microbatches"}
 SIZES_SETTING, WEIGHTS_SETTING = "model.config", "model.weights"
+TOKENIZER_SETTING = "data.tokenizer"
 PLANNED_PRESET = "llama-1b"  # has the data of a model that comes without a config
 MODEL_JSON = "config.json"
 
@@ -145,6 +146,8 @@ def find_model(
         key = WEIGHTS_SETTING if trained and folder else SIZES_SETTING
         place = source if folder else source.parent
         preset = None if trained else PLANNED_PRESET
+        if not trained:  # Nobody needs words to measure or to plan a model.
+            given = (f"{TOKENIZER_SETTING}={BYTE_TOKENIZER}", *given)
         return ModelSource(None, preset, (f"{key}={place}", *given))
     if str(source) in PRESETS:
         return ModelSource(None, str(source), given)
@@ -283,7 +286,9 @@ def read_costs(text: str | None, seq_len: int | None = None) -> Costs:
     """Return the costs that --cost and --seq-len ask for."""
     name, shape = split_name(text or "")
     if "=" not in name and (Path(name).suffix or (name and Path(name).exists())):
-        channels = read_shape(name, shape, {"channels": int}).get("channels")
+        words = read_shape(name, shape, {"channels": int, "seq_len": int})
+        channels, length = words.get("channels"), words.get("seq_len")
+        seq_len = length if seq_len is None else seq_len
         _check_units({} if channels is None else {"channels": channels})
         profiles = read_cost_profile(Path(name))
         profile = profiles.measured[0]

@@ -83,10 +83,7 @@ def check_sizes(sizes: ModelSizes) -> None:
             "  leave out --gpu: then the model is measured on this machine"
         )
     if sizes.vocab < 1:
-        raise ShapeError(
-            "the size of the vocabulary is missing; give model.vocab, "
-            "or on the command line --vocab"
-        )
+        raise ShapeError("the size of the vocabulary is missing; give model.vocab")
     if sizes.width % sizes.heads:
         raise ShapeError(
             f"the width {sizes.width} is not a multiple of the {sizes.heads} heads"
