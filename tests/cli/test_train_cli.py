@@ -27,6 +27,7 @@ from case_tables import cases
 from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
+from penstock.cli.run import _show_ending
 from penstock.config import PRESETS
 from penstock.errors import FileError, RunError
 from penstock.formats import read_plan, write_plan
@@ -126,7 +127,7 @@ def makespans_of(page: str) -> list[str]:
     return found
 
 
-def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(  # noqa: PLR0915
     text, here, monkeypatch, capsys
 ):
     done = run(text, "train config.toml --set run.forecast=true")
@@ -143,7 +144,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     )
     assert "Traceback" not in done.err
     assert re.search(r"a step took [\d.]+ m?s, predicted [\d.]+ m?s", done.out)
-    assert re.search("(?s)trained 12 steps.*report .*checkpoint .*a sample", done.out)
+    assert re.search("(?s)trained 12 steps.*report .*checkpoint .*", done.out)
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 4
     assert re.search("(?s)predicted.*measured, step 12", page)
@@ -155,12 +156,28 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     assert list((folder / "tensorboard").iterdir())
     passed(here, "explain runs/config -o again.html")
     own = "runs/config/plan.json runs/config/timeline.json"
-    passed(here, f"compare {own} -o step.html")
+    passed(here, f"draw {own} -o step.html")
     assert makespans_of((text / "step.html").read_text()) == makespans_of(page)
     prompt = (folder / "prompt.txt").read_text()
     assert prompt
-    assert (folder / "sample.txt").read_text().startswith(prompt)
     assert page == (text / "again.html").read_text()
+    told = passed(here, "explain runs/config --step 12 --against runs/config").out
+    assert re.search(r"a step took .*, predicted", told)
+    assert "step 12: idle " in told
+    assert "+0.0% against runs/config" in told
+    facts = json.loads(passed(here, "explain runs/config --json").out)
+    assert (facts["version"], facts["steps"], facts["kinds"][0]["step"]) == (1, 12, 12)
+    assert (
+        "step 3 was not measured; measured: 12"
+        in here("explain runs/config --step 3").err
+    )
+    # In a terminal a run ends with a sample, which the page keeps.
+    assert not (folder / "sample.txt").exists()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _show_ending(folder, Verdict(12))
+    monkeypatch.delenv("FORCE_COLOR")
+    assert (folder / "sample.txt").read_text().startswith(prompt)
+    assert "a sample" in capsys.readouterr().out
     drawn = here("generate runs/config --prompt the --max-tokens 15 --temperature 0")
     assert drawn.out.startswith("the")
     passed(here, "export runs/config -o hub")
@@ -171,19 +188,16 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
         here("generate hub --prompt the --max-tokens 15 --temperature 0").out
         == drawn.out
     )
-    tried = passed(here, "eval runs/config --omit 0.5 --draws 2 --batches 1")
+    tried = passed(here, "eval runs/config --omit 0.5 --batches 1")
     whole, drawn_parts = tried.out.splitlines()
     assert re.match(
         r"all +4/4 parts  perplexity [\d.]+  1\.000 of the full model's", whole
     )
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
-    chosen = here("eval runs/config --omit 2 --exit-after 1 --batches 1")
-    assert re.search(
-        r"^chosen +3/4 parts .* parts 0 1 3\nchosen +2/4 parts .* parts 0 1$",
-        chosen.out,
-        re.M,
-    )
-    early = here("generate runs/config --prompt the --max-tokens 9 --exit-after 1")
+    chosen = here("eval runs/config --omit 2 --omit 2,3 --batches 1 --json")
+    ways = [one["path"] for one in json.loads(chosen.out)["rows"][1:]]
+    assert ways == [[0, 1, 3], [0, 1]]
+    early = here("generate runs/config --prompt the --max-tokens 9 --omit 2,3")
     assert (early.code, early.out[:3]) == (0, "the")
     refused = here("generate runs/config --omit 0,2")
     assert (refused.code, refused.out) == (2, "")
@@ -262,6 +276,7 @@ def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
     over = passed(here, "train runs/config --resume")
     said = f"finished  step {stopped + 3} is saved and run.steps = {stopped + 3}, so"
     assert said in " ".join(over.err.split("\n"))
+    assert over.out == ""  # no second summary
 
 
 def test_under_torchrun_it_is_the_same_run(text, here):
@@ -513,24 +528,24 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set data.sources=["gone.txt"]  =>  cannot read gone.txt
         train config.toml --set model.weights=nowhere  =>  cannot read nowhere/config.json
         train config.toml --set model.heads=5  =>  width must be a multiple of heads
-        train huge  =>  there is no preset 'huge'
+        train huge  =>  there is neither a file nor a preset huge
+        train nothere --resume  =>  name the folder of a run, such as runs/tiny
+        train config.toml --set schedule.rank=3  =>  did you mean 'ranks'
         train config.toml --set schedule.partition=[1,1,1,1,1]  =>  schedule.partition has 5 layers
         train config.toml --set schedule.partition=[2,2]  =>  is for 2 parts and 4 layers, but there are 4 parts
         generate nowhere  =>  nowhere has no checkpoint
         export nowhere  =>  nowhere has no checkpoint
-        report nowhere  =>  has no steps of a run
-        report text.txt  =>  has no steps of a run
+        explain nowhere  =>  has no steps of a run
+        explain text.txt  =>  has no steps of a run
         export nowhere -o text.txt  =>  text.txt is a file
         init x.toml --set run.steps=0  =>  run.steps = 0 must be at least 1
         train text.txt  =>  text.txt:1:5: this is not TOML
-        tokenizer text.txt  =>  --set data.sources=text.txt
         train config.toml --set run.folder=text.txt  =>  cannot write to text.txt: File exists
         train config.toml --set data.cache=text.txt  =>  cannot write the token cache text.txt/tokens-
         train config.toml --set model.weights=text.txt  =>  cannot read text.txt/config.json: Not a directory
         train config.toml --set schedule.name=text.txt  =>  there is no schedule 'text.txt'
         train config.toml --set data.sources=3  =>  data.sources must be a list of strings
         train config.toml --set run.steps=1e3  =>  run.steps must be a whole number, not 1000.0
-        train config.toml gpt2  =>  --preset gpt2 is for a run without a config, but config.toml was given
         train config.toml --set optimizer.name=AdamX  =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
         train config.toml --set schedule.name=auto --set optimizer.name=AdamX
             =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?

@@ -614,12 +614,12 @@ def test_a_hugging_face_folder_is_measured_by_its_config(run):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained("folder")
     code, _, err = run(
-        "profile folder --set data.tokens=16 --rows 1 --quick -o mine.json"
+        "profile folder --set data.tokens=16 --rows 1 --ranks 1 --quick -o mine.json"
     )
     assert code == 0
     assert err.startswith("wrote mine.json\n")  # on a busy machine a warning follows
     assert read_profile("mine.json").layers == 5
-    assert run("profile folder --set data.tokens=100")[2].startswith(
+    assert run("profile folder --set data.tokens=100 --rows 1 --ranks 1")[2].startswith(
         "ShapeError: 100 tokens, but a LlamaForCausalLM of this config is for 64"
     )
 

@@ -205,7 +205,6 @@ def eval_command(
         list[str] | None,
         typer.Option(
             "--text",
-            "--sources",
             help="A file or folder to measure on, instead of the text of the run's own evaluations. May be repeated.",
         ),
     ] = None,
