@@ -54,12 +54,11 @@ figures: $(READY) ## plan, simulate and draw schedules; the figures are in out/
 	mkdir -p $(OUT)
 	$(PENSTOCK) plan --pp 4 --microbatches 8 --memory 4mb --cost comm=0.05 --top 8 --output $(OUT)/plan.json
 	$(PENSTOCK) check $(OUT)/plan.json --run
-	$(PENSTOCK) simulate $(OUT)/plan.json --comm 0.05
-	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05
-	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.svg
-	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.trace.json
+	$(PENSTOCK) draw $(OUT)/plan.json --cost comm=0.05
+	$(PENSTOCK) draw $(OUT)/plan.json --cost comm=0.05 --output $(OUT)/plan.svg
+	$(PENSTOCK) draw $(OUT)/plan.json --cost comm=0.05 --output $(OUT)/plan.trace.json
 	$(PENSTOCK) draw 1f1b --pp 4 --microbatches 8 --output $(OUT)/1f1b.json
-	$(PENSTOCK) compare $(OUT)/1f1b.json $(OUT)/plan.json --comm 0.05 --output $(OUT)/compare.html
+	$(PENSTOCK) draw $(OUT)/1f1b.json $(OUT)/plan.json --cost comm=0.05 --output $(OUT)/compare.html
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
 # Let Python keep its bytecode, or every process compiles all files anew.
