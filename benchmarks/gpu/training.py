@@ -17,7 +17,7 @@ from bench import arguments, write
 from trained import trained
 
 SIZES = (
-    "--preset llama-150m --set data.batch=16 --set run.log=100 --set run.evaluate=0 --set run.save=0 "
+    "llama-150m --set data.batch=16 --set run.log=100 --set run.evaluate=0 --set run.save=0 "
     "--set run.timed=20"
 )
 SMALL = (

@@ -64,8 +64,8 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
         shutil.copy(folder / "key.pem", far)
         words = ["join", f"{address}:{PORT}", "--behind-nat"]
         # Whoever is killed leaves its copy of the tokens behind.
-        copies = [[*words, "--folder", str(tmp_path / name)] for name in "ab"]
-        both = [Command(far, one, environment(), network=there) for one in copies]
+        at = environment(TMPDIR=str(tmp_path))
+        both = [Command(far, words, at, network=there) for _ in range(2)]
         wait_for_text(run, "waits as a spare")
         wait_for_events(run, folder, 1)
         both.sort(key=lambda one: b"as worker 3" not in b"".join(one.chunks[1]))

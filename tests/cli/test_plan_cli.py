@@ -119,7 +119,7 @@ def test_the_first_line_of_a_plan_names_precision_and_origin_of_its_times(run):
     page = Path("page.html").read_text()
     assert "It was planned in bfloat16, with times from the data sheet" in page
     _, out, _ = run("plan --pp 2 --microbatches 2 --limit stages=1,slices=1")
-    assert out.startswith("planned in units of the papers")
+    assert out.startswith("planned with unit costs (F = 1")
 
 
 def test_a_plan_by_a_measured_profile_says_that_it_was_measured():

@@ -321,7 +321,7 @@ def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
 
 
 def test_plan_for_a_framework_prints_json(run):
-    line = ASKED.replace("--stages 2", "--stages 1")
+    line = ASKED.replace("stages=2", "stages=1")
     code, out, _ = run(f"{line} --for megatron --json")
     facts = json.loads(out)
     assert code == 0

@@ -205,7 +205,7 @@ class PlanTable:
         landscape: Landscape,
         question: Question,
         top: int,
-        yardsticks: Sequence[Yardstick],
+        yardsticks: Sequence[Yardstick] = (),
     ) -> None:
         best = landscape.best
         self.landscape = landscape
@@ -213,6 +213,7 @@ class PlanTable:
         self.times = time_scale(best.step, question.units)
         self.sizes = size_scale(best.peak, question.units)
         self.rows = self.distinct(top)
+        self.yardsticks = yardsticks
         shown = [*self.rows, *(one.candidate for one in yardsticks)]
         divisions = [one.division for one in shown]
         self.has_model = bool(question.speed_of(best.step))
@@ -249,6 +250,17 @@ class PlanTable:
             heads.append("bubble %")
         return [*heads, f"{self.sizes.unit or 'mb'} per GPU", "gap %"]
 
+    def lines(self) -> list[list[str]]:
+        """The cells of all rows."""
+        plans = [
+            self.cells(str(place), _schedule_name(row), row)
+            for place, row in enumerate(self.rows, start=1)
+        ]
+        others = [
+            self.cells("-", one.schedule, one.candidate) for one in self.yardsticks
+        ]
+        return plans + others
+
     def cells(self, label: str, schedule: str, row: Candidate) -> list[str]:
         """A row of the table."""
         division, question = row.division, self.question
@@ -274,6 +286,22 @@ class PlanTable:
             f"{100 * gap:.1f}" if isfinite(gap) else "-",
         ]
 
+    def column_notes(self) -> list[str]:
+        """Explain the columns."""
+        kinds = {row.order_kind for row in self.rows}
+        notes = {
+            "dp: dp_replicate; pp, tp: pipeline and tensor parallelism; mb: micro-batches of a step and "
+            "pipeline": self.several,
+            "fsdp: dp_shard, the devices that share the weights of a rank": self.shards,
+            "re: share of the parts that are computed again in the backward": self.recomputes,
+            "*: rank order with dp innermost; otherwise pp is innermost": self.near,
+            "list-scheduled: ordered action by action for these costs; -o writes the order as "
+            "plan.json": "listed" in kinds,
+            "split: weight gradients are moved to where ranks would idle": "split"
+            in kinds,
+        }
+        return [text for text, is_there in notes.items() if is_there]
+
 
 def _schedule_name(candidate: Candidate) -> str:
     alone = candidate.division.ranks == 1 and len(candidate.schedule.stages) == 1
@@ -296,15 +324,10 @@ def print_landscape(
     for line in filter(None, (f"planned {question.basis}", about)):
         screen.print(line, highlight=False, markup=False)
     table = PlanTable(landscape, question, top, yardsticks)
-    rows = [
-        table.cells(str(place), _schedule_name(row), row)
-        for place, row in enumerate(table.rows, start=1)
-    ]
-    rows += [table.cells("-", one.schedule, one.candidate) for one in yardsticks]
-    notes = [*_column_notes(table), *_notes(landscape, question, top)]
+    notes = [*table.column_notes(), *_notes(landscape, question, top)]
     print_table(
         table.heads,
-        rows,
+        table.lines(),
         "\n".join(notes),
         spare=("gap %", "MFU %", table.heads[-4 + (not table.has_model)], "mb"),
     )
@@ -338,28 +361,6 @@ def compare_with(best: Candidate, other: Yardstick, question: Question) -> str:
     return f"plan 1 takes {saved:.1%} less time than {layout}: {why}{unfit}"
 
 
-def _column_notes(table: PlanTable) -> list[str]:
-    """Explain the columns of a table."""
-    notes = []
-    if table.several:
-        notes.append(
-            "dp: dp_replicate; pp, tp: pipeline and tensor parallelism; mb: micro-batches of a step and pipeline"
-        )
-    if table.shards:
-        notes.append("fsdp: dp_shard, the devices that share the weights of a rank")
-    if table.recomputes:
-        notes.append("re: share of the parts that are computed again in the backward")
-    if table.near:
-        notes.append("*: rank order with dp innermost; otherwise pp is innermost")
-    if any(row.order_kind == "listed" for row in table.rows):
-        notes.append(
-            "list-scheduled: ordered action by action for these costs; -o writes the order as plan.json"
-        )
-    if any(row.order_kind == "split" for row in table.rows):
-        notes.append("split: weight gradients are moved to where ranks would idle")
-    return notes
-
-
 def note_unused(question: Question) -> list[str]:
     """Return a note if the config names a schedule or a shape, which a search does not use."""
     config = question.workload.config
@@ -381,17 +382,13 @@ def _notes(landscape: Landscape, question: Question, top: int) -> list[str]:
     notes = [
         f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
-        f"times: {question.source}",
+        *([f"times: {question.source}"] if question.units.seconds else []),
         *describe_range(question, landscape.best.step),
     ]
     seconds = question.units.seconds
     if question.analytic:
         notes.append(
             "for measured times: penstock profile MODEL -o profile.json on one such GPU, then --cost profile.json"
-        )
-    if not seconds:
-        notes.append(
-            "step in forwards of a micro-batch on a rank; peak memory in micro-batches"
         )
     noisy = landscape.best.noisy
     if isfinite(noisy) and noisy >= landscape.best.step:
@@ -479,11 +476,6 @@ ANALYTIC = (
     "The profile is analytic: a formula for the device gave the times and sizes, and "
     "nothing was measured. Measure the model on the device before you rely on small differences."
 )
-ROWS_NOTE = (
-    "Order: a published one is the same for any cost; list-scheduled and split ones are made "
-    "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
-    "and slices. With 10% noise: the mean step if all times vary by a tenth."
-)
 
 
 class LandscapePage:
@@ -511,8 +503,10 @@ class LandscapePage:
         title = f"Plan: {self.title(self.landscape.best)}"
         warning = [ANALYTIC] if self.question.analytic else []
         hidden = len(self.landscape.candidates) - MAX_TABLE_ROWS
-        more = f" {hidden:,} more plans fit." if hidden > 0 else ""
-        best = table(*self.best_plans()) + soft(ROWS_NOTE + more)
+        more = f"{hidden:,} more plans fit" if hidden > 0 else ""
+        grid = PlanTable(self.landscape, self.question, MAX_TABLE_ROWS)
+        notes = ". ".join([*grid.column_notes(), more])
+        best = table(grid.heads, grid.lines()) + soft(notes)
         heads = ("layout or schedule", "bound of a step", "reason")
         misfits = table(heads, list(self.misfits()))
         if misfits:
@@ -812,33 +806,7 @@ class LandscapePage:
             drawn.append((name, timeline))
         return drawn
 
-    # ------------------------------------------------------------ tables
-    def best_plans(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads and the rows of the table of the best plans."""
-        heads = ["", "plan", "order", f"step, {self.time_unit}"]
-        if self.tokens:
-            heads.append(self.rates.unit)
-        heads += ["bubble", f"peak, {self.size_unit}", "gap of its order"]
-        heads.append(f"step with 10% noise, {self.time_unit}")
-        best = self.landscape.candidates[:MAX_TABLE_ROWS]
-        return heads, [self.cells(place, row) for place, row in enumerate(best, 1)]
-
-    def cells(self, place: int, row: Candidate) -> list[str]:
-        """Return a row of the table."""
-        candidate = row
-        step = self.times.number(candidate.step)
-        cells = [str(place), self.title(row), ORDERS[candidate.order_kind], step]
-        if self.tokens:
-            cells.append(self.rates.number(self.tokens / candidate.step))
-        noisy = candidate.noisy
-        return [
-            *cells,
-            f"{candidate.bubble:.1%}",
-            self.sizes.number(candidate.peak, 3),
-            f"{candidate.gap:.1%}" if candidate.bound else "",
-            self.times.number(noisy) if isfinite(noisy) else "",
-        ]
-
+    # ------------------------------------------------------------ what does not fit
     def misfit_title(self) -> str:
         """Say how many cells and schedules do not fit."""
         reasons = [one.reason for one in self.landscape.divisions if one.reason]

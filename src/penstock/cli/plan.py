@@ -176,7 +176,8 @@ class SearchOptions:
         skip = self.skip or 0.0
         if not 0 <= skip <= MAX_SKIP:
             raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
-        return Limits(*counts.values(), skip=skip)
+        stages, slices, weights = counts.values()
+        return Limits(stages, slices, weights, skip=skip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +278,7 @@ def plan_command(
         needing += ["--set"] * bool(changes) + ["--baseline"] * (baseline is not None)
         refuse(needing, NEEDS_A_MODEL)
         question = pipeline_question(pipeline, devices, limits)
+    yardsticks = _yardsticks(question, baseline)
     with planning(searching.seconds) as watch:
         landscape = search(
             question,
@@ -288,7 +290,6 @@ def plan_command(
     if result.page is not None:
         shown = LandscapePage(landscape, question)
         write(result.page, shown.html(), quiet=result.json)
-    yardsticks = _yardsticks(question, baseline)
     if framework is not None:
         _show_advice(landscape, question, framework, result.output, result.json)
         return

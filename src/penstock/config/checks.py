@@ -292,7 +292,7 @@ RULES = (
     Rule(
         lambda c: [] if _has_paths(c) else _changed_paths(c),
         "{it} is for schedules that leave out parts, and {schedule.name} leaves out none: "
-        "set schedule.name=skip, a plan of `penstock lab paths`, or schedule.skip with auto",
+        "set schedule.name=skip, a plan of `penstock paths`, or schedule.skip with auto",
     ),
     Rule(
         lambda c: (

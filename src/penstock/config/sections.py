@@ -296,7 +296,7 @@ class ScheduleConfig:
 
     name: str = setting(
         AUTO,
-        "auto, a name from `penstock draw`, or the path of a plan.json",
+        "auto, a name from `penstock list`, or the path of a plan.json",
         file=file_with_suffix,
     )
     devices: int = setting(
@@ -334,7 +334,7 @@ class ScheduleConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether this is a schedule of `penstock draw`, neither planned nor read from a file."""
+        """Whether this is a schedule of `penstock list`, neither planned nor read from a file."""
         return self.name != AUTO and not is_plan_file(self.name)
 
 

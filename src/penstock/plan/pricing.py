@@ -723,7 +723,7 @@ def _least_update(profile: Profile, ranks: int) -> float:
 
 # ---------------------------------------------------------------- questions
 Pricing = UnitPricing | ProfilePricing
-UNITS_OF_PAPERS = "units of the papers: a forward of a micro-batch on a rank takes 1"
+UNIT_COSTS = "unit costs (F = 1: a forward of a micro-batch on a rank takes 1)"
 IGNORED_IN_UNITS = "that micro-batches and messages delay each other"
 IGNORED = (
     "that micro-batches and messages delay each other, that some links are slower than "
@@ -752,7 +752,7 @@ class Question:
     def speed_of(self, step: float) -> float:
         """The tokens per second of each device if a step takes so long; 0 without a model."""
         workload = self.workload
-        if workload.config is None:
+        if not self.units.seconds:
             return 0.0
         return workload.tokens * workload.batch / step / workload.devices
 
@@ -826,8 +826,8 @@ def unit_question(
         PAPER_UNITS,
         facts,
         IGNORED_IN_UNITS,
-        UNITS_OF_PAPERS,
-        basis=f"in {UNITS_OF_PAPERS}",
+        UNIT_COSTS,
+        basis=f"with {UNIT_COSTS}",
     )
 
 

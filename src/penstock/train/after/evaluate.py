@@ -226,7 +226,7 @@ def _data_of(
     if longest and data.tokens > longest:
         raise ShapeError(
             f"sequences of {data.tokens} tokens are too long for this model, which has {longest} positions\n"
-            f"  give --tokens {longest} or less"
+            f"  give --seq-len {longest} or less"
         )
     return replace(
         data,
