@@ -43,8 +43,8 @@ $(VENV)/.users: pyproject.toml constraints.txt
 
 # Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
 $(VENV)/.compiled: $(READY)
-	$(PENSTOCK) plan --ranks 2 --microbatches 4 --memory 1.5 >/dev/null
-	$(PENSTOCK) paths examples/cluster.toml --parts 2 --microbatches 2 --forward 0.05 --message 4e6 --gradients 1e6 --iterations 100 >/dev/null
+	$(PENSTOCK) plan --pp 2 --microbatches 4 --memory 1.5mb >/dev/null
+	$(PENSTOCK) lab paths --cluster examples/cluster.toml --stages 2 --microbatches 2 --iterations 100 >/dev/null --cost F=0.05,message=4e6,gradients=1e6
 	touch $@
 
 demo: $(if $(READY),$(VENV)/.users) ## train a small Llama on four workers; the report, checkpoint and sample are in runs/
@@ -52,14 +52,13 @@ demo: $(if $(READY),$(VENV)/.users) ## train a small Llama on four workers; the 
 
 figures: $(READY) ## plan, simulate and draw schedules; the figures are in out/
 	mkdir -p $(OUT)
-	$(PENSTOCK) plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
+	$(PENSTOCK) plan --pp 4 --microbatches 8 --memory 4mb --cost comm=0.05 --top 8 --output $(OUT)/plan.json
 	$(PENSTOCK) check $(OUT)/plan.json --run
-	$(PENSTOCK) simulate $(OUT)/plan.json --comm 0.05
-	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05
-	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.svg
-	$(PENSTOCK) draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.trace.json
-	$(PENSTOCK) draw 1f1b --ranks 4 --microbatches 8 --output $(OUT)/1f1b.json
-	$(PENSTOCK) compare $(OUT)/1f1b.json $(OUT)/plan.json --comm 0.05 --output $(OUT)/compare.html
+	$(PENSTOCK) draw $(OUT)/plan.json --cost comm=0.05
+	$(PENSTOCK) draw $(OUT)/plan.json --cost comm=0.05 --output $(OUT)/plan.svg
+	$(PENSTOCK) draw $(OUT)/plan.json --cost comm=0.05 --output $(OUT)/plan.trace.json
+	$(PENSTOCK) draw 1f1b --pp 4 --microbatches 8 --output $(OUT)/1f1b.json
+	$(PENSTOCK) draw $(OUT)/1f1b.json $(OUT)/plan.json --cost comm=0.05 --output $(OUT)/compare.html
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
 # Let Python keep its bytecode, or every process compiles all files anew.

@@ -122,7 +122,7 @@ def train(
         f"elastic.mode={'on' if elastic else 'off'}",
     ]
     changes = [word for one in words for word in ("--set", one)]
-    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
+    command = [sys.executable, "-m", "penstock", "train", *changes]
     draw = random.Random(seed)
     log_file = folder.with_suffix(".log")
     with log_file.open("w") as log:

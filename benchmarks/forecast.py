@@ -67,7 +67,7 @@ class Case:
 
 def run_case(name: str, options: list[str], folder: Path) -> Case:
     """Train in a new folder, and read the figures from it."""
-    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *options]
+    command = [sys.executable, "-m", "penstock", "train", *options]
     command += ["--set", f"run.folder={folder}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -80,7 +80,7 @@ def start(folder: Path, name: str, steps: int) -> subprocess.Popen:
     """Start `penstock train` with its output in a file."""
     words = [*SETTINGS, f"run.folder={folder / name}", f"run.steps={steps}"]
     changes = [word for one in words for word in ("--set", one)]
-    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
+    command = [sys.executable, "-m", "penstock", "train", *changes]
     with (folder / f"{name}.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 

@@ -18,6 +18,7 @@ ROOMS = {
     "shaped": {"errors"},
     "partition": {"errors"},
     "families": {"errors"},
+    "layout": {"shaped", "errors"},
     "torch_internals": set(),
     "config": {"shaped", "errors"},
     "ir": {"errors"},
@@ -27,7 +28,7 @@ ROOMS = {
     "schedules": {"ir", "cost", "sim", "shaped", "errors"},
     "plan": {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
-        "errors",
+        *("layout", "shaped", "errors"),
     },
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "models", "torch_internals", "errors"},
@@ -63,7 +64,7 @@ ROOMS = {
             "training",
             "version",
         ),
-        "errors",
+        *("layout", "models", "shaped", "errors"),
     },
     "__main__": {"cli"},
 }
@@ -73,6 +74,7 @@ LIBRARIES = {
     "shaped": set(),
     "partition": set(),
     "families": set(),
+    "layout": set(),
     "torch_internals": {"torch"},
     "config": set(),
     "ir": {"numpy", "numba"},
@@ -164,11 +166,10 @@ def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
         "import sys; import penstock; from penstock.view import svg; "
         "wave = penstock.make('hanayo', ranks=4, microbatches=4, waves=2); "
         "svg(penstock.simulate(wave, penstock.UnitCost())); "
-        "from penstock.cli.terminal import ProfileOptions; "
-        "from penstock.cli.plan import DeviceOptions, LimitOptions, ModelOptions, config_question; "
+        "from penstock.cli.plan import DeviceOptions, ModelOptions, config_question; "
         "from penstock.plan.space import Limits; "
         "devices = DeviceOptions(devices=8, gpu='h100'); "
-        "model = ModelOptions(None, ('model.layers=8',), devices, ProfileOptions(), LimitOptions()); "
+        "model = ModelOptions(None, ('model.layers=8',), devices); "
         "asked = config_question(model, Limits()); "
         "assert asked.workload.layers == 8 and asked.analytic; "
         "assert 'torch' not in sys.modules and 'numba' not in sys.modules"

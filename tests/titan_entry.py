@@ -2,8 +2,8 @@
 
     torchrun tests/titan_entry.py --module penstock.integrations.torchtitan ...
 
-Ranks that share a GPU meet over NCCL (`penstock testbed --backend nccl`). Ranks without a GPU meet over gloo, with an
-attention that has a backward on the CPU. The losses go to the file LOSSES_FOLDER/RANK.jsonl in full precision.
+Ranks that share a GPU meet over NCCL (`penstock lab testbed --backend nccl`). Ranks without a GPU meet over gloo,
+with an attention that has a backward on the CPU. The losses go to the file LOSSES_FOLDER/RANK.jsonl in full precision.
 
 torch 2.11 cannot run torchtitan's loss in chunks, so this trains with the whole loss.
 """

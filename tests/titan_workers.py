@@ -1,7 +1,7 @@
 """The processes of tests/integrations: torchtitan's own pipeline and ours on the same parts, weights and data.
 
 torchtitan takes an accelerator for granted, so these processes tell it that its device is the CPU. In a testbed
-(`penstock testbed --workers 4 --backend nccl -- pytest tests/integrations`) they all share the GPU.
+(`penstock lab testbed --workers 4 --backend nccl -- pytest tests/integrations`) they all share the GPU.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def penstock(words: str, workers: int = 0) -> list[str]:
 
 def trained(folder: Path, settings: str, workers: int = 0) -> Training:
     """Train with these settings; side by side in a testbed if there are workers."""
-    words = f"train {settings} --set run.folder={folder} --sample 0"
+    words = f"train {settings} --set run.folder={folder}"
     done = subprocess.run(
         penstock(words, workers), capture_output=True, text=True, check=False
     )

@@ -17,7 +17,7 @@ from bench import arguments, write
 from trained import trained
 
 SIZES = (
-    "--preset llama-150m --set data.global_batch=16 --set run.log_every=100 --set run.eval_every=0 "
+    "llama-150m --set data.global_batch=16 --set run.log_every=100 --set run.eval_every=0 "
     "--set run.save_every=0"
 )
 SMALL = (

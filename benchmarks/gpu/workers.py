@@ -58,7 +58,7 @@ def multiprocessors(workers: int = 0) -> int:
     """The multiprocessors that a process has: of the whole GPU, or as one of several workers."""
     command = [sys.executable, "-c", COUNT]
     if workers:
-        command = [*penstock(f"testbed --workers {workers} --"), *command]
+        command = [*penstock(f"lab testbed --workers {workers} --"), *command]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
 

@@ -4,6 +4,7 @@
     ├── ScheduleError      tables that are not a schedule, with every fault drawn
     ├── ProgramError       a program that could deadlock, lose a message or use a freed result
     ├── ShapeError         a size that does not fit, with the nearest one that does
+    │   └── NothingFitsError   no plan fits into the memory or the devices
     ├── UnknownNameError   an unknown name, with the nearest known one
     ├── FileError          a file that cannot be read or written, with the place
     ├── ConfigError        an unknown or out-of-range value of a config
@@ -44,6 +45,10 @@ class ProgramError(PenstockError):
 
 class ShapeError(PenstockError):
     """A number of ranks, micro-batches, waves, ... that does not fit."""
+
+
+class NothingFitsError(ShapeError):
+    """No plan fits into the memory or the devices. The exit code is 3, so that a script can ask for more of them."""
 
 
 class UnknownNameError(PenstockError):

@@ -91,7 +91,7 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
     text,
 ):
     words = (
-        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.timeout=6000 "
+        f"train config.toml --set run.steps={STEPS} --set run.timeout=6000 "
         "--set elastic.restarts=1 --set run.save_every=50"
     )
     process = Command(text, words.split(), environment())
@@ -126,7 +126,7 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
 
 def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text):
     words = (
-        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.timeout=6000 "
+        f"train config.toml --set run.steps={STEPS} --set run.timeout=6000 "
         "--set elastic.mode=on --set elastic.restarts=0 --set run.save_every=0 "
         "--set parallel.dp_replicate=1 --set run.checks=gradients,memory"
     )
@@ -155,7 +155,7 @@ def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text
 
 def test_a_worker_that_becomes_slow_gets_less_work_until_it_is_fast_again(text):
     words = (
-        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.timeout=6000 "
+        f"train config.toml --set run.steps={STEPS} --set run.timeout=6000 "
         "--set elastic.mode=auto:slow=4 --set run.save_every=0 --set run.checks=gradients,memory"
     )
     script = Path(__file__).parents[1] / "slow_worker.py"

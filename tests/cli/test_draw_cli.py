@@ -54,7 +54,7 @@ def test_a_measured_step_is_drawn_in_its_own_units(run, measured):
 
 
 def test_a_plan_is_compared_with_its_measured_step(run, measured):
-    assert run(f"compare runs/x/plan.json {MEASURED} -o both.html")[0] == 0
+    assert run(f"draw runs/x/plan.json {MEASURED} -o both.html")[0] == 0
     page = Path("both.html").read_text()
     assert "simulated from measured times" in page
     assert "measured, step 7" in page
@@ -64,17 +64,17 @@ def test_a_plan_is_compared_with_its_measured_step(run, measured):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (f"draw {MEASURED} --ranks 4", "has its own shape; leave out --ranks"),
-        (f"simulate {MEASURED}", "draw or compare it, or name runs/x/plan.json"),
+        (f"draw {MEASURED} --pp 4", "has its own shape; leave out --pp"),
+        (f"check {MEASURED}", "draw it, or name runs/x/plan.json"),
         ("draw runs/x", "name runs/x/plan.json, or runs/x/timeline.json"),
         ("draw runs/y/timeline.json", "a run writes it when it times a step"),
         (
-            f"compare 1f1b {MEASURED} --ranks 2 --microbatches 2 -o x.html",
+            f"draw 1f1b {MEASURED} --pp 2 --microbatches 2 -o x.html",
             "there are no times for 1f1b `penstock profile config.toml` measures them",
         ),
         (
-            f"compare runs/x/plan.json {MEASURED} --comm 0.1 -o x.html",
-            "leave out --comm, or give --profile",
+            f"draw runs/x/plan.json {MEASURED} --cost comm=0.1 -o x.html",
+            "leave out --cost comm=0.1, or give --cost profile.json",
         ),
     ],
 )
@@ -94,48 +94,48 @@ def profile(run):
 
 
 def test_draw_and_compare_take_a_profile(run, profile):
-    shape = "--ranks 4 --microbatches 4"
-    code, out, _ = run(f"simulate 1f1b {shape} --profile profile.json --json")
+    shape = "--pp 4 --microbatches 4"
+    code, out, _ = run(f"draw 1f1b {shape} --cost profile.json --json")
     makespan = json.loads(out)["makespan"]
-    code, out, _ = run(f"draw 1f1b {shape} --profile profile.json")
+    code, out, _ = run(f"draw 1f1b {shape} --cost profile.json")
     assert code == 0
     shown, unit = re.search(r"makespan ([\d.]+) (ms|µs)", out).groups()
     assert float(shown) == pytest.approx(
         makespan * {"ms": 1e3, "µs": 1e6}[unit], rel=1e-3
     )
-    code, _, _ = run(f"compare 1f1b gpipe {shape} --profile profile.json -o both.html")
+    code, _, _ = run(f"draw 1f1b gpipe {shape} --cost profile.json -o both.html")
     assert code == 0
     assert '"seconds":true,"inBytes":true' in Path("both.html").read_text()
 
 
 def test_a_profile_of_nccl_lets_messages_wait_in_simulations_and_plans(run, profile):
     """The best plan for links that carry everything at once is not the best one for NCCL."""
-    shape = "--ranks 4 --microbatches 8"
+    shape = "--pp 4 --microbatches 8"
     measured = read_profile("profile.json")
     network = Network(1e-3, 1e9, serial=True)
     for name, channels in (("free", None), ("nccl", 1)):
         one = replace(measured, network=replace(network, channels=channels))
         write_profile(one, f"{name}.json")
         assert read_profile(f"{name}.json") == one
-        line = f"plan {shape} --profile {name}.json --slices 1 -o {name}.plan.json"
+        line = f"plan {shape} --cost {name}.json --limit slices=1 -o {name}.plan.json"
         assert run(line)[0] == 0
 
     def seconds(plan: str, options: str) -> float:
-        code, out, _ = run(f"simulate {plan} {options} --json")
+        code, out, _ = run(f"draw {plan} {options} --json")
         assert code == 0
         return json.loads(out)["makespan"]
 
-    mine = seconds("nccl.plan.json", "--profile nccl.json")
-    assert mine == seconds("nccl.plan.json", "--profile free.json --channels 1")
-    assert mine > seconds("nccl.plan.json", "--profile free.json")
-    assert mine < seconds("free.plan.json", "--profile nccl.json")
+    mine = seconds("nccl.plan.json", "--cost nccl.json")
+    assert mine == seconds("nccl.plan.json", "--cost free.json:channels=1")
+    assert mine > seconds("nccl.plan.json", "--cost free.json")
+    assert mine < seconds("free.plan.json", "--cost nccl.json")
     buffers = (BufferedMessage(1e9, send=1e-4, receive=1e-4),)
     buffered = replace(network, channels=1, buffers=buffers)
     write_profile(replace(measured, network=buffered), "buffered.json")
-    assert seconds("nccl.plan.json", "--profile buffered.json") < mine
+    assert seconds("nccl.plan.json", "--cost buffered.json") < mine
     broken = Path("nccl.json").read_text().replace('"channels": 1', '"channels": 3')
     Path("nccl.json").write_text(broken)
-    code, _, err = run(f"simulate 1f1b {shape} --profile nccl.json")
+    code, _, err = run(f"draw 1f1b {shape} --cost nccl.json")
     assert code == 2
     assert "write a number from 1 to 2" in err
 
@@ -144,20 +144,20 @@ def test_a_schedule_is_compared_with_a_measured_step_by_the_profile_of_the_run(
     run, measured, profile
 ):
     Path("profile.json").rename("runs/x/profile.json")
-    line = f"compare 1f1b {MEASURED} --ranks 2 --microbatches 2 -o both.html"
+    line = f"draw 1f1b {MEASURED} --pp 2 --microbatches 2 -o both.html"
     assert run(line)[0] == 0
     page = Path("both.html").read_text()
     assert (page.count('"seconds":true'), page.count('"seconds":false')) == (2, 0)
     # Memory counts micro-batches in both, because a run does not measure bytes.
     assert (page.count('"inBytes":true'), page.count('"inBytes":false')) == (0, 2)
-    assert "hanayo waves=1, measured and 1f1b, predicted" in page
+    assert "1f1b, predicted and measured, step 7" in page
 
 
 def test_a_profile_that_does_not_fit_the_options_is_refused(run, profile):
-    shape = "--ranks 4 --microbatches 4"
-    code, _, err = run(f"draw 1f1b {shape} --profile profile.json --comm 1")
+    shape = "--pp 4 --microbatches 4"
+    code, _, err = run(f"draw 1f1b {shape} --cost profile.json:comm=1")
     assert code == 2
-    assert "--profile already contains the times" in err
-    code, _, err = run(f"compare 1f1b gpipe {shape} --tokens 64 -o x.html")
+    assert "profile.json has no 'comm'" in err
+    code, _, err = run(f"draw 1f1b gpipe {shape} --seq-len 64 -o x.html")
     assert code == 2
-    assert "--tokens needs a profile" in err
+    assert "--seq-len needs the times of a model" in err

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 import penstock
-from penstock import REGISTRY
+from penstock import REGISTRY, make
 from penstock.cli.app import app
 from penstock.config import Config, find_settings
 from penstock.config.names import OTHER_WORDS, RENAMED
 from penstock.errors import ConfigError, nearest_name
 from penstock.formats.config_toml import load_config
-from penstock.schedules import OTHER_NAMES, published_name
+from penstock.schedules import OTHER_NAMES, read_name
 from penstock.train.before import doctor
 from penstock.train.before.doctor import State, examine
 from penstock.version import extra_of, missing_package
@@ -35,7 +35,7 @@ def test_penstock_alone_names_commands_that_exist(run):
     assert {line.split()[0] for line in shown} <= known
     assert {"doctor", "draw", "train"} <= {line.split()[0] for line in shown}
     for line in shown:
-        if line.split()[0] in ("draw", "list"):  # the others take seconds
+        if line.split()[0] == "draw":  # the others take seconds
             assert run(line)[0] == 0
 
 
@@ -53,6 +53,7 @@ def test_the_version_is_that_of_the_installed_package(run):
         ("penstock draw ha", ["hanayo"]),
         ("penstock train --set model.la", ["model.layers="]),
         ("penstock plan --gpu h2", ["h200"]),
+        ("penstock train gp", ["gpt2"]),
         ("penstock init --preset gp", ["gpt2"]),
     ],
 )
@@ -161,7 +162,7 @@ def test_a_command_says_how_to_install_what_it_lacks(
     run, monkeypatch, line, module, package, extra
 ):
     pytest.importorskip(package)
-    code, _, err = run("draw 1f1b --ranks 1 --microbatches 1 -o plan.json")
+    code, _, err = run("draw 1f1b --pp 1 --microbatches 1 -o plan.json")
     assert code == 0, err
     for loaded in sorted(sys.modules, reverse=True):
         if loaded == module or loaded.startswith("penstock.train.after"):
@@ -257,10 +258,11 @@ def test_every_word_of_another_framework_leads_to_a_setting():
         assert hasattr(getattr(Config(), section), key)
 
 
-def test_a_schedule_is_found_by_the_name_that_torch_gives_it():
-    for name, published in OTHER_NAMES.items():
-        assert published_name(name) == published
-        assert published_name(f"Schedule{name}") == published
+def test_a_schedule_has_the_name_that_torch_gives_it():
+    for name, meant in OTHER_NAMES.items():
+        assert read_name(name)[0] == meant
+    sizes = {"ranks": 2, "microbatches": 2}
+    assert make("ScheduleZBVZeroBubble", **sizes) == make("zb-v", **sizes)
 
 
 def test_a_schedule_is_found_by_one_of_its_words():
@@ -273,18 +275,18 @@ def test_a_schedule_is_found_by_one_of_its_words():
 @pytest.mark.parametrize(
     ("line", "way_out"),
     [
-        ("draw 1f1b --ranks 2", "for example --microbatches 4"),
-        ("plan --gpu h100 --profile p.json", "leave it out to plan with measured ones"),
         (
-            "plan --ranks 2 --microbatches 2 --granularity 8",
-            "add --profile profile.json",
+            "plan tiny --gpu h100 --cost p.json",
+            "leave the GPU out to plan with measured",
         ),
-        ("testbed --workers 2 -- true", "run the command without `penstock testbed`"),
+        (
+            "lab testbed --workers 2 -- true",
+            "run the command without `penstock lab testbed`",
+        ),
         ("train --set run.device=cuda", "`penstock doctor` says what is missing"),
-        ("profile --preset gpt2 --kv-heads 2", "leave out --kv-heads"),
-        ("plan --ranks 2 --microbatches 2 --for x", "known: megatron, torchtitan"),
+        ("plan --pp 2 --microbatches 2 --for x", "known: megatron, torchtitan"),
         ("train --set model.weights=an/llama", "`hf download an/llama --local-dir"),
-        ("profile --preset bert-base --gpu h100", "leave out --gpu"),
+        ("profile bert-base --gpu h100", "leave out --gpu"),
         ("draw config.toml", "`penstock plan config.toml -o plan.json`"),
         ("join 10.0.0.1", "for example 10.0.0.1:29500"),
     ],
@@ -308,7 +310,7 @@ def test_a_dry_run_under_a_launcher_is_refused_and_trains_nothing(run, monkeypat
 
 
 def test_a_plan_in_the_place_of_a_config_is_led_to_schedule_name(run):
-    assert run("draw 1f1b --ranks 2 --microbatches 2 -o plan.json")[0] == 0
+    assert run("draw 1f1b --pp 2 --microbatches 2 -o plan.json")[0] == 0
     for command in ("plan", "train"):
         code, _, err = run(f"{command} plan.json")
         assert (code, "--set schedule.name=plan.json" in err) == (2, True)

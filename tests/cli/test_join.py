@@ -57,17 +57,15 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
     near, far = tmp_path / "near", tmp_path / "far"
     with two_machines() as ((here, _, address), (there, _, _)):
         write_run(near, address, workers=3)
-        run = Command(
-            near, ["train", "config.toml", "--sample", "0"], environment(), network=here
-        )
+        run = Command(near, ["train", "config.toml"], environment(), network=here)
         folder = near / "runs" / "config"
         wait_for_text(run, "others can join")
         far.mkdir()
         shutil.copy(folder / "key.pem", far)
         words = ["join", f"{address}:{PORT}", "--behind-nat"]
         # Whoever is killed leaves its copy of the tokens behind.
-        copies = [[*words, "--folder", str(tmp_path / name)] for name in "ab"]
-        both = [Command(far, one, environment(), network=there) for one in copies]
+        at = environment(TMPDIR=str(tmp_path))
+        both = [Command(far, words, at, network=there) for _ in range(2)]
         wait_for_text(run, "waits as a spare")
         wait_for_events(run, folder, 1)
         both.sort(key=lambda one: b"as worker 3" not in b"".join(one.chunks[1]))

@@ -1,4 +1,4 @@
-"""`penstock paths`: a mistake gives one clear message, and Ctrl-C shows the best plan so far."""
+"""`penstock lab paths`: a mistake gives one clear message, and Ctrl-C shows the best plan so far."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from penstock.plan.paths.rules import Rules, rules_from, rules_text
 from penstock.schedules.coverage import visits_all_parts
 
 CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
-SIZES = "--parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 500"
+COST = "--cost F=0.5,message=8e6"
+SIZES = f"--stages 4 --microbatches 3 {COST} --iterations 500"
 TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsite = "Osaka"\nslots = 3\n'
 
 
@@ -44,7 +45,7 @@ def run(run, monkeypatch):
 def test_a_longer_search_never_makes_the_mean_over_partial_and_full_steps_slower(run):
     """Paths alone got faster here, on an arrangement that made full steps slower by more."""
     line = (
-        "paths cluster.toml --parts 3 --microbatches 2 --forward 0.5 --message 8e6 "
+        "lab paths --cluster cluster.toml --stages 3 --microbatches 2 --cost F=0.5,message=8e6 "
         "--rule full=3 --seed 5 --json"
     )
     means = []
@@ -62,7 +63,7 @@ def test_a_longer_search_never_makes_the_mean_over_partial_and_full_steps_slower
 
 
 def test_a_rotation_of_one_set_says_that_nothing_changes(run):
-    line = "paths cluster.toml --parts 3 --microbatches 2 --forward 0.5 --rotate"
+    line = "lab paths --cluster cluster.toml --stages 3 --microbatches 2 --rotate 0 --cost F=0.5"
     code, out, err = run(f"{line} --rule share=0 --rule full=0 --iterations 300")
     assert code == 0, err
     text = " ".join(out.split())
@@ -70,7 +71,9 @@ def test_a_rotation_of_one_set_says_that_nothing_changes(run):
 
 
 def test_a_plan_is_shown_with_its_bound_and_written(run):
-    code, out, err = run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
+    code, out, err = run(
+        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 -o plan.json"
+    )
     assert (code, err) == (0, "wrote plan.json\n")
     for word in (
         "no plan takes less than",
@@ -85,7 +88,7 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
         == "every plan under these rules"
     )
     assert run("check plan.json")[1].endswith("Its paths follow the rules.\n")
-    code, out, _ = run(f"paths cluster.toml {SIZES} --share 0.25 --json")
+    code, out, _ = run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --json")
     found = json.loads(out)
     assert found["makespan"] >= found["lower_bound"] > 0
     assert (
@@ -111,14 +114,14 @@ vocab_size = 512
 seq_len = 64
 global_batch = 12
 """
-MODEL = "--parts 3 --microbatches 2 --rule share=1/3 --iterations 200"
+MODEL = "--stages 3 --microbatches 2 --rule share=1/3 --iterations 200"
 
 
 def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
     pytest.importorskip("torch")
     Path("config.toml").write_text(CONFIG)
     code, _, err = run(
-        f"paths config.toml --cluster cluster.toml --gpu h100 {MODEL} -o plan.json"
+        f"lab paths config.toml --cluster cluster.toml --cost h100 {MODEL} -o plan.json"
     )
     assert (code, err) == (0, "wrote plan.json\n")
     plan = read_plan("plan.json")
@@ -147,75 +150,82 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
     # A profile in a file gives the same plan as the formula that wrote it.
     write_row_profiles(RowProfiles((profile,)), "profile.json")
     run(
-        f"paths config.toml --cluster cluster.toml --profile profile.json {MODEL} -o same.json"
+        f"lab paths config.toml --cluster cluster.toml --cost profile.json {MODEL} -o same.json"
     )
     assert read_plan("same.json").schedule == plan.schedule
     quick = json.loads(
         run(
-            f"paths config.toml --cluster cluster.toml --gpu h100 {MODEL} --sums planned --json"
+            f"lab paths config.toml --cluster cluster.toml --cost h100 {MODEL} --json --sums planned"
         )[1]
     )
     assert quick["makespan"] < facts["makespan"]
     # Nodes with a memory instead of slots hold weights and optimizer too.
     small = read_cluster("cluster.toml")
     used = device_bytes(plan.schedule, cost)
-    nodes = tuple(replace(node, slots=None) for node in small.nodes)
-    write_cluster(replace(small, nodes=nodes), "memory.toml")
-    memory = int(used.max() * 0.9)
-    code, _, _ = run(
-        f"paths config.toml --cluster memory.toml --profile profile.json {MODEL} "
-        f"--memory {memory}KB -o small.json"
-    )
-    assert code == 0
-    code, _, err = run(
-        f"paths config.toml --cluster memory.toml --profile profile.json {MODEL} --memory 1KB"
-    )
-    assert code == 2
-    assert "cannot hold a single micro-batch of any part" in err
+    for memory, code, words in (
+        (int(used.max() * 900), 0, ""),
+        (1000, 2, "cannot hold a single micro-batch of any part"),
+    ):
+        nodes = [replace(node, slots=None, memory=memory) for node in small.nodes]
+        write_cluster(replace(small, nodes=tuple(nodes)), "memory.toml")
+        ended, _, err = run(
+            f"lab paths config.toml --cluster memory.toml --cost profile.json {MODEL}"
+        )
+        assert (ended, words in err) == (code, True)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--forward 1", "--forward describes a model without a config"),
-        ("--parts 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
+        ("--cost F=1", "--cost F=1 describes a model of equal parts"),
+        ("--stages 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
         (
             "--microbatches 5",
             "12 sequences cannot be dealt out evenly to 2 data nodes with 5",
         ),
         ("--sums fast", "--sums is ring or planned, not 'fast'"),
-        ("--gpu b900", "b900"),
+        ("--cost b900", "b900"),
     ],
 )
 def test_a_wrong_option_beside_a_config_gives_one_clear_message(run, words, says):
     pytest.importorskip("torch")
     Path("config.toml").write_text(CONFIG)
     code, _, err = run(
-        f"paths config.toml --cluster cluster.toml --gpu h100 --data-nodes 2 {MODEL} {words}"
+        f"lab paths config.toml --cluster cluster.toml --cost h100 {MODEL} {words}".replace(
+            "--stages 3", "--stages 3:data_nodes=2"
+        )
     )
     assert code == 2
     assert says in err
     assert "Traceback" not in err
 
 
-def test_options_that_are_missing_or_need_a_config_are_named(run):
+def test_what_is_missing_is_named(run):
     for words, says in {
-        "--parts 4 --microbatches 3": "--forward is missing",
-        f"{SIZES} --gpu h100": "--gpu needs a config and a cluster",
+        "--cluster cluster.toml --stages 4 --microbatches 3": "--cost F=0.5 is missing",
+        "--cluster cluster.toml": "--stages is missing",
+        "--stages 4 --microbatches 3": "--cluster is missing",
+        "missing.toml --cluster cluster.toml": "cannot read missing.toml: No such file",
+        f"--cluster cluster.toml {SIZES} --set run.steps=3": "name a model",
     }.items():
-        code, _, err = run(f"paths cluster.toml {words}")
-        assert code == 2
-        assert says in err
+        code, _, err = run(f"lab paths {words}")
+        assert (code, says in err) == (2, True), err
 
 
 def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
-    sizes = SIZES.replace("500", "50") + " --gradients 4e8 --rule full=0 -o plan.json"
+    cost = f"{COST},gradients=4e8 --rule full=0 -o plan.json"
+    sizes = SIZES.replace("500", "50").replace(COST, cost)
     steps = []
-    for options in ("", "--sum-messages int8", "--sum-messages int8 --accumulate 3"):
-        code, out, _ = run(f"paths cluster.toml {sizes} {options}")
+    for options, passes in (
+        ("", 1),
+        ("--sums planned:int8", 1),
+        ("--sums planned:int8", 3),
+    ):
+        line = sizes.replace("--stages 4", f"--stages 4:accumulate={passes}")
+        code, out, _ = run(f"lab paths --cluster cluster.toml {line} {options}")
         assert code == 0
-        assert re.search(r"sums of gradients .* after the last backward", out)
-        assert ("a pass, of 3 in a step" in out) is ("accumulate" in options)
+        assert re.search(r"all-reduces of gradients .* after the last backward", out)
+        assert ("a pass, of 3 in a step" in out) is (passes == 3)
         steps.append(read_plan("plan.json").facts["makespan"])
     assert steps == sorted(steps, reverse=True)
     plan = read_plan("plan.json")
@@ -223,38 +233,46 @@ def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
     assert len(plan.sums) == 4
     out = run("check plan.json")[1]
     assert re.search(r"The \d+ messages that sum gradients cannot deadlock", out)
-    code, _, err = run(f"paths cluster.toml {sizes} --sums ring --sum-messages int8")
-    assert (code, "int8 is for planned sums" in err) == (2, True)
+    code, _, err = run(f"lab paths --cluster cluster.toml {sizes} --sums ring:int8")
+    assert (code, "write planned:int8" in err) == (2, True)
 
 
 def test_the_same_command_writes_the_same_plan(run):
     for name in ("one", "other"):
-        run(f"paths cluster.toml {SIZES} --share 0.25 --seed 3 -o {name}.json")
+        run(
+            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seed 3 -o {name}.json"
+        )
     assert Path("one.json").read_bytes() == Path("other.json").read_bytes()
 
 
 def test_a_search_that_a_time_limit_cuts_short_says_so(run):
     code, out, _ = run(
-        f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 -o plan.json"
+        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seconds 1e-9 -o plan.json"
     )
     assert code == 0
     # The paths' search and the full pipeline's; also that of steps with all parts.
     assert (out.count("0 moves"), out.count("cut short")) == (2, 3)
     assert read_plan("plan.json").facts["cut_short"] is True
     found = json.loads(
-        run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 --json")[1]
+        run(
+            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seconds 1e-9 --json"
+        )[1]
     )
     assert found["cut_short"] is found["full_pipeline_cut_short"] is True
     assert found["stopped"] is False
     assert (
         "cut short"
-        not in run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 3600")[1]
+        not in run(
+            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seconds 3600"
+        )[1]
     )
 
 
 def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
-    sizes = SIZES.replace("--parts 4", "--parts 5").replace("500", "300")
-    code, out, _ = run(f"paths cluster.toml {sizes} --rotate --slack 1 -o plan.json")
+    sizes = SIZES.replace("--stages 4", "--stages 5").replace("500", "300")
+    code, out, _ = run(
+        f"lab paths --cluster cluster.toml {sizes} --rotate 1 -o plan.json"
+    )
     assert code == 0
     assert "with these nodes for the parts" in out
     plan = read_plan("plan.json")
@@ -267,43 +285,59 @@ def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
 
 def test_the_others_keep_their_parts_when_a_node_is_lost(run):
     sizes = f"{SIZES} --seed 2"
-    whole = json.loads(run(f"paths cluster.toml {sizes} --json")[1])["nodes"]
+    whole = json.loads(run(f"lab paths --cluster cluster.toml {sizes} --json")[1])[
+        "nodes"
+    ]
     part = next(number for number, nodes in enumerate(whole) if len(nodes) > 1)
     node = whole[part][0]
-    code, out, err = run(f"paths cluster.toml {sizes} --lost {node} -o left.json")
+    code, out, err = run(
+        f"lab paths --cluster cluster.toml {sizes} --lost {node} -o left.json"
+    )
     assert code == 0, err
     assert "a step that skips nothing" not in out  # it would need the lost node
-    left = json.loads(run(f"paths cluster.toml {sizes} --lost {node} --json")[1])
+    left = json.loads(
+        run(f"lab paths --cluster cluster.toml {sizes} --lost {node} --json")[1]
+    )
     assert left["nodes"] == [[n for n in nodes if n != node] for nodes in whole]
     schedule = read_plan("left.json").schedule
     assert schedule.lanes[node] == ()
-    assert "the plan has nodes 0..7" in run(f"paths cluster.toml {sizes} --lost 9")[2]
+    assert (
+        "the plan has nodes 0..7"
+        in run(f"lab paths --cluster cluster.toml {sizes} --lost 9")[2]
+    )
 
 
 def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):
-    found = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --json")[1])
+    found = json.loads(
+        run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --json")[1]
+    )
     data = len(found["nodes"][0])
     alone = json.loads(
         run(
-            f"paths cluster.toml {SIZES} --share 0 --rule swaps=0 --rule behind=0 --rule distance=0 "
-            f"--data-nodes {data} --json"
+            f"lab paths --cluster cluster.toml {SIZES} --skip 0 --rule swaps=0 --rule behind=0 "
+            "--rule distance=0 --json".replace(
+                "--stages 4", f"--stages 4:data_nodes={data}"
+            )
         )[1]
     )
     assert found["full_pipeline"] == alone["makespan"]
     waved = json.loads(
-        run(f"paths cluster.toml {SIZES} --share 0.25 --waves --json")[1]
+        run(
+            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --json".replace(
+                "--stages 4", "--stages 4:waves"
+            )
+        )[1]
     )
     assert waved["full_pipeline"] > 0
 
 
 def test_rules_are_data(run):
     code, _, _ = run(
-        f"paths cluster.toml {SIZES} --rule share=1/4 --rule swaps=0 --rule full=5 --slots 2 -o plan.json"
+        f"lab paths --cluster cluster.toml {SIZES} --rule share=1/4 --rule swaps=0 --rule full=5 -o plan.json"
     )
     assert code == 0
     facts = read_plan("plan.json").facts
     assert rules_from(str(facts["rules"]).split()) == Rules(share=0.25, swaps=0, full=5)
-    assert facts["slots"] == " ".join(["2"] * 8)
     schedule = read_plan("plan.json").schedule
     paths = [
         [schedule.stages[stage].part for stage in microbatch.path]
@@ -311,7 +345,9 @@ def test_rules_are_data(run):
     ]
     assert all(sorted(path) == path for path in paths)  # no steps back
     code, out, _ = run(
-        f"paths cluster.toml {SIZES} --rule share=1/4 --rule full=0 --data-nodes 3"
+        f"lab paths --cluster cluster.toml {SIZES} --rule share=1/4 --rule full=0".replace(
+            "--stages 4", "--stages 4:data_nodes=3"
+        )
     )
     assert code == 0
     assert "every" not in out
@@ -323,14 +359,18 @@ def test_rules_read_back_what_they_write():
 
 
 def test_a_broken_rule_is_named_with_its_micro_batches(run):
-    run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
-    code, out, err = run("check plan.json --rule share=0")
+    run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 -o plan.json")
+    text = Path("plan.json").read_text()
+    assert "share=0.25" in text
+    Path("plan.json").write_text(text.replace("share=0.25", "share=0.0"))
+    code, out, err = run("check plan.json")
     assert (code, out) == (2, "")
     assert "share: the path over parts" in err
     assert "meets 3 of 4 parts, not 4" in err
     assert "micro-batches: " in err
-    assert run("check plan.json --rule share=1/4")[0] == 0
-    code, _, err = run(f"paths cluster.toml {SIZES} --share 0.25 --rule wait=0")
+    code, _, err = run(
+        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --rule wait=0"
+    )
     assert code == 2
     assert "collision: " in err
     assert "waits" in err
@@ -343,7 +383,7 @@ def test_a_broken_rule_is_named_with_its_micro_batches(run):
 
 
 def test_a_plan_changed_by_hand_must_still_follow_its_rules(run):
-    run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
+    run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 -o plan.json")
     plan = read_plan("plan.json")
     text = dump_plan(plan).replace(str(plan.facts["slots"]), " ".join(["1"] * 8))
     Path("plan.json").write_text(text)
@@ -362,11 +402,13 @@ def interruptible():
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_first_ctrl_c_shows_the_best_so_far(run):
-    run(f"paths cluster.toml {SIZES} --share 0.25")  # loads the compiled loops
+    run(
+        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25"
+    )  # loads the compiled loops
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     code, out, err = run(
-        f"paths cluster.toml {SIZES.replace('500', '1000000000')} --share 0.25 -o plan.json"
+        f"lab paths --cluster cluster.toml {SIZES.replace('500', '1000000000')} --skip 0.25 -o plan.json"
     )
     timer.cancel()
     assert (code, err) == (130, "wrote plan.json\n")
@@ -418,7 +460,7 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
     if text is not None:
         Path("broken.toml").write_text(text)
     code, out, err = run(
-        "paths broken.toml --parts 2 --microbatches 2 --forward 1 --share 0"
+        "lab paths --cluster broken.toml --stages 2 --microbatches 2 --skip 0 --cost F=1"
     )
     assert (code, out) == (2, "")
     assert says in err
@@ -428,21 +470,21 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--share 1.5", "a path cannot leave out a share of 1.5 of the parts"),
-        ("--share 0.9", "a path over 0 of 4 parts; leave out fewer parts"),
-        ("--parts 9", "8 nodes cannot hold 9 parts; give at least 9 nodes"),
+        ("--skip 1.5", "a path cannot leave out a share of 1.5 of the parts"),
+        ("--skip 0.9", "a path over 0 of 4 parts; leave out fewer parts"),
+        ("--stages 9", "8 nodes cannot hold 9 parts; give at least 9 nodes"),
         ("--microbatches 0", "microbatches"),
-        ("--forward 0", "--forward must be above 0, not 0"),
-        ("--message -1", "--message must be at least 0, not -1"),
+        ("--cost F=0", "--cost: F must be above 0, not 0"),
+        ("--cost F=1,message=-1", "--cost: message must be at least 0, not -1"),
         ("--seconds 0", "--seconds must be above 0, not 0"),
         ("--iterations 0", "--iterations must be at least 1, not 0"),
-        ("--slices 0", "slices"),
-        ("--slices 99999999", "actions; at most 4,000,000 are possible"),
+        ("--stages 4:slices=0", "slices"),
+        ("--stages 4:slices=99999999", "actions; at most 4,000,000 are possible"),
         ("--microbatches 99999999", "actions; at most 4,000,000 are possible"),
-        ("--parts 99999999", "actions; at most 4,000,000 are possible"),
-        ("--slots 0", "a node at 'Paris' has 0 slots, but it needs at least 1"),
+        ("--stages 99999999", "actions; at most 4,000,000 are possible"),
+        ("--stages four", "--stages must be a number, such as 4, not 'four'"),
         (
-            "--data-nodes 7",
+            "--stages 4:data_nodes=7",
             "7 data nodes do not fit 8 nodes and 4 parts; give from 1 to 5",
         ),
         ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),
@@ -454,7 +496,7 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
     ],
 )
 def test_a_wrong_option_gives_one_clear_message(run, words, says):
-    code, out, err = run(f"paths cluster.toml {SIZES} {words}")
+    code, out, err = run(f"lab paths --cluster cluster.toml {SIZES} {words}")
     assert (code, out) == (2, "")
     assert says in err
     assert "Traceback" not in err

@@ -29,7 +29,7 @@ from penstock.train.history import read_measured, read_rows
 from penstock.train.step_paths import step_paths
 from trainings import losses
 
-TRAIN = "train config.toml --sample 0 --set schedule.name=paths.json"
+TRAIN = "train config.toml --set schedule.name=paths.json"
 RULES = Rules(share=1 / 3, full=3)
 
 
@@ -106,7 +106,7 @@ def test_planned_paths_are_trained_as_they_are_and_compared_with_the_plan(
     }
     for file in (folder / "checkpoints" / "step-00000006").iterdir():
         file.unlink()  # as if it had been killed in step 5
-    run(text, f"train {folder} --resume --sample 0")
+    run(text, f"train {folder} --resume")
     assert losses(read_rows(folder)) == losses(rows)
 
 

@@ -56,7 +56,7 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
         "train config.toml --set run.folder=run --set run.checks=forecast,memory "
         f"--set run.checkpoint_url=file://{tmp_path}/bucket"
     )
-    first, second = run_both(tmp_path, [a, b], f"{line} --set run.steps=2 --sample 4")
+    first, second = run_both(tmp_path, [a, b], f"{line} --set run.steps=2")
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert f"2 separate ones: rank 0 {disk}/run on" in first[2]
     assert "a sample" in first[1]

@@ -45,7 +45,7 @@ def interrupted_in(
     ("module", "line"),
     [
         ("typer", "list"),
-        ("numpy", "draw 1f1b --ranks 2 --microbatches 2"),
+        ("numpy", "draw 1f1b --pp 2 --microbatches 2"),
         ("torch", "train"),
         ("rich", "list"),
     ],
@@ -82,8 +82,8 @@ def test_importing_the_package_loads_none_of_its_rooms():
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("simulate nope --ranks 2 --microbatches 2", "there is no schedule 'nope'"),
-        ("testbed --workers 0 -- true", "MPS serves 1 to 48 workers"),
+        ("draw nope --pp 2 --microbatches 2", "there is no schedule 'nope'"),
+        ("lab testbed --workers 0 -- true", "MPS serves 1 to 48 workers"),
     ],
 )
 def test_a_mistake_is_reported_on_a_machine_without_torch(tmp_path, line, words):

@@ -27,6 +27,7 @@ from case_tables import cases
 from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
+from penstock.cli.run import _show_ending
 from penstock.config import PRESETS
 from penstock.errors import FileError, RunError
 from penstock.formats import read_plan, write_plan
@@ -126,10 +127,10 @@ def makespans_of(page: str) -> list[str]:
     return found
 
 
-def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(  # noqa: PLR0915
     text, here, monkeypatch, capsys
 ):
-    done = run(text, "train config.toml --sample 20 --set run.forecast=true")
+    done = run(text, "train config.toml --set run.forecast=true")
     assert done.code == 0, done.err
     folder = text / "runs" / "config"
     rows = read_rows(folder)
@@ -143,7 +144,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     )
     assert "Traceback" not in done.err
     assert re.search(r"a step took [\d.]+ m?s, predicted [\d.]+ m?s", done.out)
-    assert re.search("(?s)trained 12 steps.*report .*checkpoint .*a sample", done.out)
+    assert re.search("(?s)trained 12 steps.*report .*checkpoint .*", done.out)
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 4
     assert re.search("(?s)predicted.*measured, step 12", page)
@@ -153,47 +154,61 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
     assert read_plan(folder / "plan.json").schedule.ranks == 2
     assert list((folder / "tensorboard").iterdir())
-    passed(here, "report runs/config -o again.html")
+    passed(here, "explain runs/config -o again.html")
     own = "runs/config/plan.json runs/config/timeline.json"
-    passed(here, f"compare {own} -o step.html")
+    passed(here, f"draw {own} -o step.html")
     assert makespans_of((text / "step.html").read_text()) == makespans_of(page)
     prompt = (folder / "prompt.txt").read_text()
     assert prompt
-    assert (folder / "sample.txt").read_text().startswith(prompt)
     assert page == (text / "again.html").read_text()
-    drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
+    told = passed(here, "explain runs/config --step 12 --against runs/config").out
+    assert re.search(r"a step took .*, predicted", told)
+    assert "step 12: idle " in told
+    assert "+0.0% against runs/config" in told
+    facts = json.loads(passed(here, "explain runs/config --json").out)
+    assert (facts["version"], facts["steps"], facts["kinds"][0]["step"]) == (1, 12, 12)
+    assert (
+        "step 3 was not measured; measured: 12"
+        in here("explain runs/config --step 3").err
+    )
+    # In a terminal a run ends with a sample, which the page keeps.
+    assert not (folder / "sample.txt").exists()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    _show_ending(folder, Verdict(12))
+    monkeypatch.delenv("FORCE_COLOR")
+    assert (folder / "sample.txt").read_text().startswith(prompt)
+    assert "a sample" in capsys.readouterr().out
+    drawn = here("generate runs/config --prompt the --max-tokens 15 --temperature 0")
     assert drawn.out.startswith("the")
     passed(here, "export runs/config -o hub")
     assert (
         json.loads((text / "hub" / "config.json").read_text())["model_type"] == "llama"
     )
     assert (
-        here("generate hub --prompt the --tokens 15 --temperature 0").out == drawn.out
+        here("generate hub --prompt the --max-tokens 15 --temperature 0").out
+        == drawn.out
     )
-    tried = passed(here, "eval runs/config --omit 0.5 --draws 2 --batches 1")
+    tried = passed(here, "eval runs/config --omit 0.5 --batches 1")
     whole, drawn_parts = tried.out.splitlines()
     assert re.match(
         r"all +4/4 parts  perplexity [\d.]+  1\.000 of the full model's", whole
     )
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
-    chosen = here("eval runs/config --omit 2 --exit-after 1 --batches 1")
-    assert re.search(
-        r"^chosen +3/4 parts .* parts 0 1 3\nchosen +2/4 parts .* parts 0 1$",
-        chosen.out,
-        re.M,
-    )
-    early = here("generate runs/config --prompt the --tokens 9 --exit-after 1")
+    chosen = here("eval runs/config --omit 2 --omit 2,3 --batches 1 --json")
+    ways = [one["path"] for one in json.loads(chosen.out)["rows"][1:]]
+    assert ways == [[0, 1, 3], [0, 1]]
+    early = here("generate runs/config --prompt the --max-tokens 9 --omit 2,3")
     assert (early.code, early.out[:3]) == (0, "the")
     refused = here("generate runs/config --omit 0,2")
     assert (refused.code, refused.out) == (2, "")
     assert "leave out some of the layers 1 to 3" in refused.err
     code, err = ended(
-        text, "generate runs/config --tokens 1000000 --temperature 0", 2.0
+        text, "generate runs/config --max-tokens 1000000 --temperature 0", 2.0
     )
     assert code == 130, err
     assert (
         "new tokens must be at least 0, not -5"
-        in here("generate runs/config --tokens -5").err
+        in here("generate runs/config --max-tokens -5").err
     )
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
     assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1.0").err
@@ -212,7 +227,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
 ):
     process = start(
         text,
-        "train config.toml --set run.steps=30 --set run.save_every=5 --sample 0",
+        "train config.toml --set run.steps=30 --set run.save_every=5 --set run.timed=0",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 7)
@@ -240,7 +255,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
 def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
     process = start(
         text,
-        "train config.toml --set run.steps=400 --set run.save_every=0 --sample 0",
+        "train config.toml --set run.steps=400 --set run.save_every=0 --set run.timed=0",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 4)
@@ -254,19 +269,18 @@ def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
     assert not (folder / "stop").exists()
     more = passed(
         here,
-        f"train runs/config --resume --sample 0 --set run.steps={stopped + 3} --set schedule.name=1f1b",
+        f"train runs/config --resume --set run.steps={stopped + 3} --set schedule.name=1f1b",
     )
     assert "finished" not in more.err
     assert [row.step for row in read_rows(folder)] == list(range(1, stopped + 4))
-    over = passed(here, "train runs/config --resume --sample 0")
+    over = passed(here, "train runs/config --resume")
     said = f"finished  step {stopped + 3} is saved and run.steps = {stopped + 3}, so"
     assert said in " ".join(over.err.split("\n"))
+    assert over.out == ""  # no second summary
 
 
 def test_under_torchrun_it_is_the_same_run(text, here):
-    line = (
-        "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
-    )
+    line = "train config.toml --set run.steps=4 --set run.folder=runs/torchrun"
     launcher = "--standalone --nproc-per-node 2 -m penstock"
     env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     process = torchrun(text, [*launcher.split(), *line.split()], env)
@@ -295,7 +309,7 @@ def test_an_error_before_the_first_step_is_printed_and_not_retried(text, here):
     (folder / "config.toml").write_text(
         SMALL_CONFIG.replace("[data]", '[data]\nsources = ["gone.txt"]')
     )
-    passed(here, "draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json")
+    passed(here, "draw hanayo --pp 2 --microbatches 4 -o runs/lost/plan.json")
     with pytest.raises(FileError, match=r"cannot read gone\.txt"):
         launch(run_worker, Path("runs/lost"), 2, 1, False)
 
@@ -304,8 +318,7 @@ def test_two_processes_do_not_train_in_one_folder_and_a_second_ctrl_c_ends_one_a
     text, here
 ):
     process = start(
-        text,
-        "train config.toml --set run.steps=10000000 --set run.save_every=0 --sample 0",
+        text, "train config.toml --set run.steps=10000000 --set run.save_every=0"
     )
     folder = text / "runs" / "config"
     wait_for(folder, 2)
@@ -336,7 +349,7 @@ def test_shape_options_that_would_change_nothing_are_refused(text, here):
         "auto picks the shape, so schedule.waves and schedule.split would change nothing"
         in done.err
     )
-    passed(here, "draw 1f1b --ranks 2 --microbatches 4 -o own.json")
+    passed(here, "draw 1f1b --pp 2 --microbatches 4 -o own.json")
     done = here(
         "train config.toml --dry-run --set schedule.name=own.json --set schedule.slices=3"
     )
@@ -356,7 +369,7 @@ def test_a_rank_without_memory_for_the_first_step_says_so_and_is_not_started_aga
     folder = text / "runs" / "config"
     folder.mkdir(parents=True)
     shutil.copy(text / "config.toml", folder)
-    line = "draw hanayo --ranks 2 --microbatches 4 -o runs/config/plan.json"
+    line = "draw hanayo --pp 2 --microbatches 4 -o runs/config/plan.json"
     passed(here, line)
     starved = start(text, "runs/config", script=Path(starved_workers.__file__))
     _, err = starved.communicate()
@@ -444,7 +457,7 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
     sys.platform != "linux", reason="workers are forks of one process only there"
 )
 def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
-    line = "train config.toml --set run.steps=4000 --set run.save_every=0 --sample 0"
+    line = "train config.toml --set run.steps=4000 --set run.save_every=0 --set run.timed=0"
     process = start(text, line, session=True)
     wait_for(text / "runs" / "config", 2)
     os.killpg(process.pid, signal.SIGTERM)
@@ -484,7 +497,7 @@ def test_auto_picks_a_schedule_that_fits_the_layers(here):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
 def test_a_plan_from_a_file_brings_its_own_ranks(here, name):
-    passed(here, f"draw {name} --ranks 2 --microbatches 8 -o plan.json")
+    passed(here, f"draw {name} --pp 2 --microbatches 8 -o plan.json")
     done = passed(
         here,
         "train config.toml --dry-run --set schedule.name=plan.json --set schedule.microbatches=8",
@@ -517,24 +530,24 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set data.sources=["gone.txt"]  =>  cannot read gone.txt
         train config.toml --set model.weights=nowhere  =>  cannot read nowhere/config.json
         train config.toml --set model.heads=5  =>  width must be a multiple of heads
-        train --preset huge  =>  there is no preset 'huge'
+        train huge  =>  there is neither a file nor a preset huge
+        train nothere --resume  =>  name the folder of a run, such as runs/tiny
+        train config.toml --set schedule.rank=3  =>  did you mean 'ranks'
         train config.toml --set schedule.partition=[1,1,1,1,1]  =>  schedule.partition has 5 layers
         train config.toml --set schedule.partition=[2,2]  =>  is for 2 parts and 4 layers, but there are 4 parts
         generate nowhere  =>  nowhere has no checkpoint
         export nowhere  =>  nowhere has no checkpoint
-        report nowhere  =>  has no steps of a run
-        report text.txt  =>  has no steps of a run
+        explain nowhere  =>  has no steps of a run
+        explain text.txt  =>  has no steps of a run
         export nowhere -o text.txt  =>  text.txt is a file
         init x.toml --set run.steps=0  =>  run.steps = 0 must be at least 1
         train text.txt  =>  text.txt:1:5: this is not TOML
-        tokenizer text.txt  =>  --set data.sources=text.txt
         train config.toml --set run.folder=text.txt  =>  cannot write to text.txt: File exists
         train config.toml --set data.cache=text.txt  =>  cannot write the token cache text.txt/tokens-
         train config.toml --set model.weights=text.txt  =>  cannot read text.txt/config.json: Not a directory
         train config.toml --set schedule.name=text.txt  =>  there is no schedule 'text.txt'
         train config.toml --set data.sources=3  =>  data.sources must be a list of strings
         train config.toml --set run.steps=1e3  =>  run.steps must be a whole number, not 1000.0
-        train config.toml --preset gpt2  =>  --preset gpt2 is for a run without a config, but config.toml was given
         train config.toml --set optimizer.name=AdamX  =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
         train config.toml --set schedule.name=auto --set optimizer.name=AdamX
             =>  there is no optimizer.name 'AdamX'; did you mean 'Adam'?
@@ -628,7 +641,7 @@ def test_a_folder_without_a_checkpoint_can_be_started_in_but_not_resumed(text, h
     # as a full disk leaves it
     left = text / folder / "checkpoints" / "step-00000003.saving"
     left.mkdir(parents=True)
-    line = f"train config.toml --set 'run.folder={folder}' --set run.steps=2 --sample 0"
+    line = f"train config.toml --set 'run.folder={folder}' --set run.steps=2"
     resumed = here(f"{line} --resume")
     assert (resumed.code, "start without --resume" in resumed.err) == (2, True), (
         resumed.err
@@ -645,8 +658,8 @@ BARE = '[data]\nsources = ["text.txt"]\n[model]\nlayers = 4\n'
 
 def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text, here):
     (text / "bare.toml").write_text(BARE)
-    passed(here, "draw 1f1b --ranks 4 --microbatches 1 -o p.json")
-    passed(here, "draw seq1f1b --ranks 2 --microbatches 4 --slices 2 -o cut.json")
+    passed(here, "draw 1f1b --pp 4 --microbatches 1 -o p.json")
+    passed(here, "draw seq1f1b:slices=2 --pp 2 --microbatches 4 -o cut.json")
     line = "train bare.toml --dry-run --set schedule.name=p.json --set data.global_batch=1 --set data.seq_len=16"
     done = passed(
         here,
@@ -724,14 +737,14 @@ def test_copies_in_a_plan_file_agree_with_ranks_times_copies(text, here):
 
 
 def test_a_run_can_continue_with_another_plan_file(text, here):
-    passed(here, "train config.toml --set run.steps=2 --sample 0")
-    passed(here, "draw 1f1b --ranks 1 --microbatches 2 -o one.json")
+    passed(here, "train config.toml --set run.steps=2")
+    passed(here, "draw 1f1b --pp 1 --microbatches 2 -o one.json")
     passed(
         here,
-        "train runs/config --resume --set schedule.name=one.json --set run.steps=3 --sample 0",
+        "train runs/config --resume --set schedule.name=one.json --set run.steps=3",
     )
     assert read_plan(text / "runs" / "config" / "plan.json").schedule.ranks == 1
-    passed(here, "train runs/config --resume --set run.steps=4 --sample 0")
+    passed(here, "train runs/config --resume --set run.steps=4")
 
 
 def test_empty_text_is_refused_before_anything_is_measured(text, here):
@@ -757,11 +770,8 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
         'name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"'
     )
     config.write_text(told)
-    passed(
-        here,
-        "train config.toml --set run.steps=3 --set run.keep_checkpoints=1 --sample 2",
-    )
-    passed(here, "train runs/config --resume --set run.steps=5 --sample 0")
+    passed(here, "train config.toml --set run.steps=3 --set run.keep_checkpoints=1")
+    passed(here, "train runs/config --resume --set run.steps=5")
     shown = passed(here, "eval runs/config --batches 1000")
     assert re.search(
         r"all \d+ held-out sequences of 32 tokens, each once$", shown.err, re.M
@@ -777,7 +787,7 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
     exported = here("export runs/config -o hub")
     assert exported.code == 0
     assert "wrote hub, the model of runs/config/checkpoints/step-" in exported.out
-    passed(here, "generate hub --prompt the --tokens 3")
+    passed(here, "generate hub --prompt the --max-tokens 3")
 
 
 # ---------------------------------------------------------------- fine-tuning
@@ -790,16 +800,16 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     theirs.save(str(text / "own.json"))
-    line = "train config.toml --set data.tokenizer=own.json --set run.folder=runs/words --set run.steps=1 --sample 3"
+    line = "train config.toml --set data.tokenizer=own.json --set run.folder=runs/words --set run.steps=1"
     passed(here, line)
     (text / "own.json").unlink()
     passed(here, "eval runs/words --batches 1")
-    more = passed(here, "train runs/words --resume --set run.steps=2 --sample 0")
+    more = passed(here, "train runs/words --resume --set run.steps=2")
     assert "trained 2 steps" in more.out
     passed(here, "export runs/words -o hub")
     tuned = passed(
         here,
-        "train config.toml --set model.weights=hub --set run.folder=runs/more --set run.steps=1 --sample 0",
+        "train config.toml --set model.weights=hub --set run.folder=runs/more --set run.steps=1",
     )
     assert f"tokenizer {text}/hub/tokenizer.json" in tuned.err
     assert read_config(text / "runs" / "more" / "config.toml").data.tokenizer == str(

@@ -86,7 +86,7 @@ def test_the_installed_wheel_runs_in_an_environment_of_its_own(
     assert run(command, "--version", cwd=tmp_path).strip() == (
         f"penstock {wheel.name.split('-')[1]}"
     )
-    shape = ("1f1b", "--ranks", "2", "--microbatches", "2")
+    shape = ("1f1b", "--pp", "2", "--microbatches", "2")
     run(command, "draw", *shape, "-o", "page.html", cwd=tmp_path)
     script = (Path(penstock.__file__).parent / "view" / "page.js").read_text()
     assert script.strip()[:200] in (tmp_path / "page.html").read_text()

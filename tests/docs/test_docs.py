@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # What a page sets itself wins.
-SHORT = "--sample 8 --set data.seq_len=32"
+SHORT = "--set data.seq_len=32"
 FEW_PLANS = (
     "--set model.layers=4 --set data.global_batch=4"  # for a run that is planned
 )
@@ -57,12 +57,8 @@ def commands(page: Path) -> list[str]:
 
 
 def arguments(line: str) -> str:
-    """The arguments of a shown command, with less to do for a new run.
-
-    A profile that is measured on a busy machine may be far off.
-    """
-    accept = " --accept-error" if " --profile " in line else ""
-    return shortened(line.replace("\\\n", " ") + accept).removeprefix("penstock ")
+    """The arguments of a shown command, with less to do for a new run."""
+    return shortened(line.replace("\\\n", " ")).removeprefix("penstock ")
 
 
 def shortened(line: str) -> str:
@@ -70,7 +66,6 @@ def shortened(line: str) -> str:
 
     What is measured is measured once. A run with a given plan goes without a forecast.
     """
-    line = re.sub(r"--rounds \d+", "--rounds 1", line)
     if "--resume" in line:
         return line
     less = f"{SHORT} {GIVEN_PLAN if 'schedule.name=' in line else FEW_PLANS}"

@@ -102,7 +102,7 @@ def job(tmp_path, forks_port):
             FORKS_PORT=str(forks_port),
         )
         line, pipe = (
-            ["bash", str(SCRIPT), "config.toml", "--sample", "0", *more],
+            ["bash", str(SCRIPT), "config.toml", *more],
             subprocess.PIPE,
         )
         return subprocess.Popen(

@@ -209,7 +209,8 @@ def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cities = "London Paris Tokyo Osaka Sydney Milan Seoul Madrid"
     write_cluster(Cluster.geo(cities.split()), "c.toml")
-    line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --iterations 1500"
+    line = "lab paths --cluster c.toml --stages 4 --microbatches 3 --skip 0.25 "
+    line += "--iterations 1500 --cost F=0.5,message=1e6"
     out = ""
     for words in (f"{line} -o plan.json", "check plan.json", f"{line} --json"):
         code, said, _ = called(monkeypatch, capsys, words)

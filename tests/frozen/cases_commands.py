@@ -19,46 +19,42 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from penstock.cli.app import main
+from penstock.cli.app import COMMANDS, main
 from penstock.cost import Cluster
 from penstock.formats import write_cluster
 
 TOLERANCE = 1e-9  # profiles are fitted by least squares
 CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
-COMMANDS = (
-    *("list", "draw", "simulate", "plan", "check", "compare", "paths", "profile"),
-    *("testbed", "train", "join", "init", "export", "generate", "report", "eval"),
-    *("tokenizer", "doctor"),
-)
-PIPELINE = "--ranks 4 --microbatches 8"
-SEARCH = f"{PIPELINE} --comm 0.05 --memory 4 --stages 2 --slices 2"
-GPU = "plan config.toml --gpu h100 --devices 2 --stages 1 --slices 1"
-PATHS = "paths cluster.toml --parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 200"
-SMALL = "profile --gpu h100 --preset tiny --vocab 256 --tokens 64"
-PROFILE = f"{SMALL} --ranks 2 -o profile.json"
-DRAWN = "draw hanayo --ranks 2 --microbatches 2 --waves 2 -o x.json"
+PIPELINE = "--pp 4 --microbatches 8"
+SEARCH = f"{PIPELINE} --cost comm=0.05 --memory 4mb --limit stages=2,slices=2"
+GPU = "plan config.toml --gpu h100 --devices 2 --limit stages=1,slices=1"
+NODES = "lab paths --cluster cluster.toml --stages 4 --microbatches 3 --iterations 200"
+PATHS = f"{NODES} --cost F=0.5,message=8e6"
+SMALL = "profile tiny --gpu h100 --set model.vocab_size=256 --set data.seq_len=64 --set run.cuda_graphs=false"
+PROFILE = f"{SMALL} --rows 1 --ranks 2 -o profile.json"
+DRAWN = "draw hanayo:waves=2 --pp 2 --microbatches 2 -o x.json"
 
 # The whole answer is kept.
 ANSWERS = (
-    "list --json",
-    "simulate 1f1b --ranks 4 --microbatches 8 --json",
-    "simulate hanayo --ranks 4 --microbatches 4 --waves 2 --comm 0.05 --json",
-    "simulate zb-h1 --ranks 4 --microbatches 8 --forward 2 --backward 3 --json",
-    "simulate zb-v --ranks 4 --microbatches 8 --comm 0.25 --channels 1 --json",
-    "simulate 1f1b --ranks 2 --microbatches 4 --copies 2 --sum 3 --json",
-    "simulate seq1f1b --ranks 2 --microbatches 4 --slices 4 --split --json",
-    f"simulate 1f1b {PIPELINE}",
-    f"{PROFILE} | simulate 1f1b {PIPELINE} --profile profile.json --tokens 64 --json",
-    f"{PROFILE} | simulate 1f1b --ranks 2 --microbatches 4 --profile profile.json",
+    "draw --json",
+    "draw 1f1b --pp 4 --microbatches 8 --json",
+    "draw hanayo:waves=2 --pp 4 --microbatches 4 --cost comm=0.05 --json",
+    "draw zb-h1 --cost F=2,B=3 --json",
+    "draw zb-v --cost comm=0.25,channels=1 --json",
+    "draw 1f1b:copies=2 --pp 2 --microbatches 4 --cost sum=3 --json",
+    "draw seq1f1b:slices=4,split --pp 2 --microbatches 4 --json",
+    "simulate 1f1b",
+    f"{PROFILE} | draw 1f1b --cost profile.json --seq-len 64 --json",
+    f"{PROFILE} | draw 1f1b --pp 2 --microbatches 4 --cost profile.json",
     f"check 1f1b {PIPELINE} --json",
     f"check chimera {PIPELINE} --json",
-    "check 1f1b --ranks 1 --microbatches 1",
-    "check gpipe --ranks 2 --microbatches 2 --copies 2",
+    "check 1f1b --pp 1 --microbatches 1",
+    "check gpipe:copies=2 --pp 2 --microbatches 2",
     f"{DRAWN} | check x.json --json",
-    f"{DRAWN} | simulate x.json --json",
-    "draw 1f1b --ranks 2 --microbatches 2",
-    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.html",
-    f"{SMALL} --json",
+    f"{DRAWN} | draw x.json --json",
+    "draw 1f1b --pp 2 --microbatches 2",
+    "draw 1f1b gpipe --pp 2 --microbatches 2 -o x.html",
+    f"{SMALL} --rows 1 --json",
     f"{SMALL} --rows 1,2 --json",
 )
 # Names and types of the values are kept.
@@ -67,55 +63,46 @@ OUTLINES = (
     f"init config.toml | {GPU} --set model.vocab_size=256 --json",
     f"init config.toml | {GPU} --set model.vocab_size=256 --for megatron --json",
     f"{PATHS} --json",
-    f"{PATHS} --rotate --slack 1 --json",
+    f"{PATHS} --rotate 1 --json",
     "doctor --json",
 )
 # The message is kept, and that the exit code is 2.
 MISTAKES = (
-    "simulate hanyo --ranks 4 --microbatches 4",
-    "simulate 1f1b --ranks 4 --microbatches 4 --comm -1",
-    "simulate 1f1b --ranks 4 --microbatches 4 --forward nan",
-    "simulate 1f1b --ranks 4 --microbatches 4 --tokens 8",
-    "simulate 1f1b --ranks 4 --microbatches 4 --accept-error",
-    "simulate 1f1b --ranks 2 --microbatches 2 --cluster c.toml",
-    f"{PROFILE} | simulate 1f1b {PIPELINE} --profile profile.json --comm 1 --sum 2",
-    f"{PROFILE} | simulate 1f1b {PIPELINE} --profile profile.json --tokens 0",
-    f"{DRAWN} | simulate x.json --ranks 4 --split",
+    "draw hanyo",
+    "draw 1f1b --cost comm=-1",
+    "draw 1f1b --cost F=nan",
+    "draw 1f1b --seq-len 8",
+    "draw 1f1b --cluster c.toml",
+    f"{PROFILE} | draw 1f1b --cost profile.json:comm=1,sum=2",
+    f"{PROFILE} | draw 1f1b --cost profile.json --seq-len 0",
+    f"{DRAWN} | draw x.json --pp 4",
     "init c.toml | check c.toml",
-    "draw 1f1b --ranks 2 --microbatches 2 -o x.pdf",
-    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png",
-    "plan",
-    "plan --ranks 2 --microbatches 2 --top 0",
-    "plan --ranks 2 --microbatches 2 --devices 4",
-    "plan --ranks 2 --microbatches 2 --set run.steps=3",
-    "plan --ranks 2 --microbatches 2 --granularity 2",
-    "plan --ranks 2 --microbatches 2 --skip 1",
+    "draw 1f1b -o x.pdf",
+    "draw 1f1b gpipe -o x.png",
+    "plan --top 0",
+    "plan --devices 4",
+    "plan --set run.steps=3",
+    "plan --skip 1",
     "plan --gpu h100 --devices 64",
-    f"init config.toml | {GPU} --ranks 2",
-    f"init config.toml | {GPU} --comm 2",
-    f"init config.toml | {GPU} --profile profile.json",
+    f"init config.toml | {GPU} --cost F=2",
+    f"init config.toml | {GPU} --cost profile.json",
     f"init config.toml | {GPU} --for megatron --skip 0.25",
     f"init config.toml | {GPU.replace('h100', 'h10')}",
-    "paths cluster.toml --parts 4 --microbatches 3",
-    f"{PATHS} --gpu h100",
+    NODES,
     f"{PATHS} --set run.steps=3",
     f"{PATHS} --sums fast",
-    f"{PATHS} --sum-messages fp8",
-    f"{PATHS} --sums ring --sum-messages int8",
-    f"{PATHS} --forward 0",
-    f"{PATHS} --message -1",
+    f"{PATHS} --sums planned:fp8",
+    f"{PATHS} --sums ring:int8",
+    f"{NODES} --cost F=0",
+    f"{NODES} --cost F=1,message=-1",
     f"{PATHS} --iterations 0",
-    "init config.toml | paths config.toml --cluster cluster.toml --held 3",
-    "init config.toml | paths config.toml --cluster cluster.toml",
-    "profile --rows 1,x",
-    "profile --ranks 0",
+    "init config.toml | lab paths config.toml --cluster cluster.toml",
+    "profile tiny --rows 1,x",
+    "profile tiny --ranks 0",
     "profile --set run.steps=3",
-    "profile --slots 3",
-    "profile --hf folder --kv-heads 3",
-    "profile --gpu h100 --links",
-    "init config.toml | profile config.toml --kv-heads 3 --graphs",
+    "profile tiny --gpu h100 --links",
     "join 10.0.0.1:29500 --listen 10.0.0.2:29500 --behind-nat",
-    "eval runs/none --tokens 3",
+    "eval runs/none --seq-len 3",
     "init config.toml | init config.toml",
 )
 # Values of a config that are refused.

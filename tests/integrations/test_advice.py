@@ -265,7 +265,7 @@ def test_a_framework_that_can_run_nothing_says_why():
 
 
 # ---------------------------------------------------------------- the command line
-ASKED = "plan --ranks 2 --microbatches 4 --comm 0.05 --stages 2"
+ASKED = "plan --pp 2 --microbatches 4 --cost comm=0.05 --limit stages=2"
 
 
 def test_plan_for_a_framework_prints_and_writes_what_it_takes(run):
@@ -307,7 +307,7 @@ def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
         '[model]\nconfig = "model"\ntied = true\n'
         "[data]\nseq_len = 64\nglobal_batch = 4\n[parallel]\npp = 2\n[schedule]\nmicrobatches = 4\n"
     )
-    line = "plan config.toml --gpu h100 --stages 1 --for torchtitan"
+    line = "plan config.toml --gpu h100 --for torchtitan --limit stages=1"
     code, out, err = run(line)
     assert code == 0, err
     assert "pipeline_parallel_degree 2" in out
@@ -321,7 +321,7 @@ def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
 
 
 def test_plan_for_a_framework_prints_json(run):
-    line = ASKED.replace("--stages 2", "--stages 1")
+    line = ASKED.replace("stages=2", "stages=1")
     code, out, _ = run(f"{line} --for megatron --json")
     facts = json.loads(out)
     assert code == 0

@@ -190,9 +190,9 @@ def test_ray_goes_on_after_a_loss_with_the_workers_that_are_left_or_come_back(
     # The same steps without Ray and without a loss.
     plain = tmp_path / "plain"
     for line in (
-        f"train {config} --set run.folder={plain} --sample 0",
-        f"train {plain} --resume --sample 0 --set run.steps={STEPS + 6}",
-        f"train {plain} --resume --sample 0 --set run.steps={STEPS + 12}",
+        f"train {config} --set run.folder={plain}",
+        f"train {plain} --resume --set run.steps={STEPS + 6}",
+        f"train {plain} --resume --set run.steps={STEPS + 12}",
     ):
         code, _, err = called(monkeypatch, capsys, line)
         assert code == 0, err
@@ -214,7 +214,7 @@ def test_nodes_with_folders_of_their_own_go_on_from_the_storage_of_ray(
     rows = read_rows(tmp_path / "head")
     assert [row.step for row in rows] == list(range(rows[0].step, STEPS + 1))
     plain = tmp_path / "plain"
-    line = f"train {config} --set run.folder={plain} --sample 0"
+    line = f"train {config} --set run.folder={plain}"
     code, _, err = called(monkeypatch, capsys, line)
     assert code == 0, err
     expected = [row.loss for row in read_rows(plain)]

@@ -188,23 +188,15 @@ def test_what_is_unknown_is_refused():
 def test_the_command_writes_a_profile_without_measuring(monkeypatch, capsys, tmp_path):
     run = partial(called, monkeypatch, capsys)
     file = tmp_path / "h100.json"
-    line = (
-        "profile --gpu h100 --preset llama-1b --vocab 32000 --tokens 2048 --ranks 16 "
-        f"--graphs -o {file}"
-    )
+    line = f"profile llama-1b --gpu h100 --set model.vocab_size=32000 --ranks 16 -o {file}"
     code, _, error = run(line)
     assert code == 0, error
     profile = load_profile(file.read_text())
     assert dict(profile.device)["name"] == "NVIDIA H100"
     assert len(profile.network.bandwidth) == 16
-    code, out, error = run(
-        f"simulate 1f1b --ranks 8 --microbatches 8 --profile {file} --json"
-    )
+    code, out, error = run(f"draw 1f1b --pp 8 --microbatches 8 --cost {file} --json")
     assert code == 0, error
     assert json.loads(out)["makespan"] > 0
-    code, _, error = run(f"profile --gpu h100 --preset tiny -o {file}")
-    assert code == 2
-    assert "vocabulary is missing" in error
 
 
 def test_a_loss_in_chunks_keeps_no_whole_logits_except_on_a_mesh():

@@ -26,7 +26,7 @@ def test_both_directions_of_emulated_links_are_measured_and_saved(monkeypatch):
     run_in_virtual_time(monkeypatch)
 
     def work(comm: ThreadComm):
-        return cluster_of(ShapedComm(comm, Network(LATENCY, BANDWIDTH)), slots=2)
+        return cluster_of(ShapedComm(comm, Network(LATENCY, BANDWIDTH)))
 
     found = run_threads(3, work, patience=60)[0]
     for a, b in PAIRS:
@@ -35,7 +35,6 @@ def test_both_directions_of_emulated_links_are_measured_and_saved(monkeypatch):
         assert found.bandwidth[a][b] == pytest.approx(BANDWIDTH[a][b], rel=1e-6)
     assert load_cluster(dump_cluster(found)) == found
     assert found.serial
-    assert {node.slots for node in found.nodes} == {2}
     assert len({node.site for node in found.nodes}) == 1
     assert max(node.speed for node in found.nodes) == 1.0
     assert all(node.memory > 1e6 for node in found.nodes)
@@ -77,14 +76,15 @@ def test_pairs_measured_at_the_same_time_share_no_host():
 
 # ---------------------------------------------------------------- as a user does it
 def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
-    code, out, err = run("profile --links --ranks 3 --slots 2")
+    code, out, err = run("profile --links --ranks 3")
     assert (code, err) == (0, "wrote cluster.toml\n")
     assert "iB/s" in out
     found = read_cluster("cluster.toml")
-    assert [node.slots for node in found.nodes] == [2, 2, 2]
+    assert all(node.memory > 0 for node in found.nodes)
     assert all(0 < found.latency[a][b] < 1 < found.bandwidth[a][b] for a, b in PAIRS)
     code, out, _ = run(
-        "paths cluster.toml --parts 3 --microbatches 2 --forward 0.01 --iterations 500"
+        "lab paths --cluster cluster.toml --stages 3 --microbatches 2 --iterations 500 "
+        "--cost F=0.01,held=1e6"
     )
     assert code == 0
     assert "no plan takes less than" in out
@@ -97,8 +97,7 @@ def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
             "profile --links",
             "one rank has no links; measure between at least two ranks",
         ),
-        ("profile --links --ranks 2 --slots 0", "--slots must be at least 1, not 0"),
-        ("profile --slots 2", "--slots needs --links, which writes a cluster.toml"),
+        ("profile tiny --links --gpu h100", "leave one of them out"),
     ],
 )
 def test_links_that_cannot_be_measured_are_refused(run, words, says):

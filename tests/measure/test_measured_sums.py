@@ -24,7 +24,10 @@ from penstock.measure.links import (
 from penstock.runtime import run_threads, spawn
 from virtual_time import ShapedComm
 
-TINY = "--width 32 --layers 3 --heads 4 --kv-heads 2 --inner 48 --vocab 64"
+TINY = (
+    "tiny --set parallel.pp=2 --set model.hidden_size=32 --set model.layers=3 --set model.heads=4 --set model.kv_heads=2 "
+    "--set model.intermediate_size=48 --set run.threads=1 --quick"
+)
 MEGABYTE = 1e6
 
 
@@ -123,10 +126,10 @@ def test_profiles_without_the_bandwidth_of_sums_have_the_one_of_messages():
 
 # ---------------------------------------------------------------- as a user does it
 def test_penstock_profile_writes_how_fast_sums_are(run):
-    line = f"profile {TINY} --tokens 16 --threads 1 --quick --ranks 2 -o mine.json"
+    line = f"profile {TINY} --set data.seq_len=16 --rows 1 --ranks 2 -o mine.json"
     code, out, _ = run(line)
     assert code == 0
-    assert "/s in sums of all ranks" in out
+    assert "/s in all-reduces of all ranks" in out
     assert 0 < read_profile("mine.json").network.sum_bandwidth < math.inf
 
 
@@ -142,7 +145,7 @@ def slow_sums(run):
 
 
 def test_simulations_follow_the_bandwidth_of_sums(slow_sums):
-    line = "simulate 1f1b --ranks 2 --microbatches 4 --copies 2 --json --profile"
+    line = "draw 1f1b:copies=2 --pp 2 --microbatches 4 --json --cost"
     alike, slow = (
         json.loads(slow_sums(f"{line} {name}.json")[1]) for name in ("alike", "slow")
     )
@@ -154,14 +157,14 @@ def test_simulations_follow_the_bandwidth_of_sums(slow_sums):
 
 
 def test_plans_do_without_replicas_if_sums_are_slow(slow_sums):
-    line = "plan --ranks 4 --microbatches 4 --weights 2 --stages 1 --slices 1 --json"
+    line = "plan --pp 4 --microbatches 4 --limit stages=1,slices=1,weights=2 --json"
     best, seconds = {}, {}
     for name in ("alike", "slow"):
-        code, out, _ = slow_sums(f"{line} --profile {name}.json -o {name}.plan.json")
+        code, out, _ = slow_sums(f"{line} --cost {name}.json -o {name}.plan.json")
         assert code == 0
         found = json.loads(out)["schedules"]
         best[name] = found[0]["weights"]
-        seconds[name] = {one["name"]: one["step"] for one in found}
+        seconds[name] = {one["schedule"]: one["step"] for one in found}
     assert best == {"alike": 2.0, "slow": 1.0}
     assert seconds["slow"]["chimera"] > seconds["alike"]["chimera"]
     assert seconds["slow"]["1f1b"] == seconds["alike"]["1f1b"]

@@ -420,7 +420,7 @@ def run(run):
 
 
 def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
-    line = "simulate seq1f1b --ranks 2 --microbatches 2 --slices 4 --profile p.json"
+    line = "draw seq1f1b:slices=4 --pp 2 --microbatches 2 --cost p.json"
     code, out, err = run(f"{line} --json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
@@ -436,14 +436,14 @@ def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
     )
     _, out, _ = run(line)
     assert write_time(timeline.makespan, digits=6) in out
-    assert out.count("MiB") == 2
-    _, out, _ = run(f"{line} --tokens 2048")
+    assert out.count("MiB") == 3
+    _, out, _ = run(f"{line} --seq-len 2048")
     assert "2048 (measured up to 1024)" in out
 
 
 def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
     code, out, _ = run(
-        "plan --ranks 2 --microbatches 4 --profile p.json --memory 600 --json -o plan.json"
+        "plan --pp 2 --microbatches 4 --cost p.json --memory 600MiB --json -o plan.json"
     )
     assert code == 0
     rows = json.loads(out)["schedules"]
@@ -453,12 +453,9 @@ def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
     assert sum(plan.partition) == 8
     assert list(plan.partition) == rows[0]["partition"]
     assert plan.facts["profile"] == "p.json"
-    _, out, _ = run("simulate plan.json --profile p.json --json")
+    _, out, _ = run("draw plan.json --cost p.json --json")
     assert json.loads(out)["makespan"] == pytest.approx(rows[0]["makespan"])
-    _, out, _ = run("plan --ranks 2 --microbatches 4 --profile p.json --top 3")
-    assert "times are in s; peak: what the fullest device holds, in" in " ".join(
-        out.split()
-    )
+    _, out, _ = run("plan --pp 2 --microbatches 4 --cost p.json --top 3")
     assert all(len(line) <= 100 for line in out.splitlines())
 
 
@@ -471,8 +468,8 @@ def test_cuts_lie_on_the_tiles_of_the_device_that_was_measured(
 ):
     write_profile(replace(profile(), device=(("device", device),)), "p.json")
     code, out, _ = run(
-        f"plan --ranks 3 --microbatches 1 --profile p.json --tokens {tokens} --json "
-        "--stages 1 --slices 4"
+        f"plan --pp 3 --microbatches 1 --cost p.json:seq_len={tokens} --json "
+        "--limit stages=1,slices=4"
     )
     assert code == 0
     cuts = [cut for row in json.loads(out)["schedules"] for cut in row["cuts"]]
@@ -488,22 +485,17 @@ def off_by(error: float) -> Profile:
     )
 
 
-@pytest.mark.parametrize("line", ["plan", "simulate 1f1b"])
-def test_a_profile_that_is_far_off_is_refused_unless_accepted(run, line):
-    line += " --ranks 2 --microbatches 2 --profile p.json"
+@pytest.mark.parametrize("line", ["plan", "draw 1f1b"])
+def test_a_profile_that_is_far_off_warns_beside_its_figures(run, line):
+    line += " --pp 2 --microbatches 2 --cost p.json"
     write_profile(off_by(18.65), "p.json")
     code, out, err = run(line)
-    assert (code, out) == (2, "")
+    assert (code, bool(out)) == (0, True)
     words = " ".join(err.split())
-    assert (
-        "p.json: the measured times are off by up to 1,865% on points held out of the fit"
-        in words
-    )
-    assert "the most to plan with is 50%" in words
-    assert "on a quiet machine, with more --rounds" in words
-    assert run(f"{line} --accept-error")[0] == 0
+    assert "WARNING p.json: the measured times are off by up to 1,865%" in words
+    assert "do not trust a plan with more than 50%" in words
     write_profile(off_by(0.4), "p.json")
-    assert run(line)[0] == 0
+    assert "WARNING" not in run(line)[2]
 
 
 def test_an_error_of_a_negligible_time_does_not_matter():
@@ -526,7 +518,7 @@ def test_profile_warns_if_the_profile_it_writes_is_far_off(run, monkeypatch):
             "profile_rows",
             lambda *_, error=error: RowProfiles((off_by(error),)),
         )
-        code, out, err = run("profile --tokens 64 -o p.json --json")
+        code, out, err = run("profile tiny --rows 1 -o p.json --json")
         assert code == 0
         assert json.loads(out)["worst_error"] == pytest.approx(
             max(error, profile().worst_error)
@@ -536,24 +528,18 @@ def test_profile_warns_if_the_profile_it_writes_is_far_off(run, monkeypatch):
 
 
 MISTAKES = {
-    "simulate 1f1b --ranks 2 --microbatches 2 --accept-error": "--accept-error needs a profile",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile none.json": "cannot read none.json",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --comm 0.1": "cannot be combined with --comm",
-    "plan --ranks 2 --microbatches 2 --profile p.json --forward 1 --backward 3": "with --forward and --backward",
-    "simulate 1f1b --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
-    "plan --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
-    "plan --ranks 2 --microbatches 2 --profile p.json --memory 1": "nothing fits into a memory of 1 MiB",
-    "simulate 1f1b --ranks 2 --microbatches 2 --tokens 64": "--tokens needs a profile",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --tokens 0": "--tokens must be at least 1, not 0",
-    "profile --preset huge": "there is no preset 'huge'",
-    "profile --tokens 4": "4 tokens are too few to measure slices of",
-    "profile --width 30 --heads 4": "width must be a multiple of heads",
-    "profile --preset gpt2 --kv-heads 2": "gpt2 has no kv_heads",
-    "profile --hf none": "there is no config.json in none",
-    "profile --hf none --kv-heads 4": "cannot be combined with --kv-heads",
-    "profile --device abacus": "there is no device 'abacus'",
-    "profile --dtype int3": "there is no type 'int3'",
-    "profile --threads 0": "--threads must be at least 1, not 0",
+    "draw 1f1b --pp 2 --microbatches 2 --cost none.json": "cannot read none.json",
+    "draw 1f1b --pp 2 --microbatches 2 --cost p.json:comm=0.1": "p.json has no 'comm'",
+    "draw 1f1b --pp 9 --microbatches 2 --cost p.json": "8 layers cannot fill 9 parts",
+    "plan --pp 9 --microbatches 2 --cost p.json": "8 layers cannot fill 9 parts",
+    "plan --pp 2 --cost p.json --memory 1mb": "is a size above 0 with its unit, such as 80GiB, not 1mb",
+    "draw 1f1b --pp 2 --microbatches 2 --seq-len 64": "--seq-len needs the times of a model",
+    "draw 1f1b --pp 2 --microbatches 2 --cost p.json --seq-len 0": "--seq-len must be at least 1, not 0",
+    "profile": "name a model: a config, a Hugging Face folder",
+    "profile huge": "neither a file nor a preset huge",
+    "profile tiny --rows 1 --ranks 1 --set data.seq_len=4": "4 tokens are too few to measure slices of",
+    "profile tiny --gpu v100 --set run.precision=bfloat16": "does not compute in bfloat16",
+    "profile none/config.json": "cannot read none/config.json",
 }
 
 
@@ -566,12 +552,15 @@ def test_a_mistake_is_one_message(run, line):
 
 
 # ---------------------------------------------------------------- real measurements, of tiny models
-TINY = "--width 32 --layers 3 --heads 4 --kv-heads 2 --inner 48 --vocab 64"
+TINY = (
+    "tiny --set parallel.pp=2 --set model.hidden_size=32 --set model.layers=3 --set model.heads=4 --set model.kv_heads=2 "
+    "--set model.intermediate_size=48 --set run.threads=1 --quick"
+)
 
 
 def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
     code, out, _ = run(
-        f"profile {TINY} --tokens 32 --rows 2 --threads 1 --rounds 1 -o mine.json --json"
+        f"profile {TINY} --set data.seq_len=32 --rows 2 -o mine.json --json"
     )
     assert code == 0
     assert {fit["form"] for fit in json.loads(out)["fits"]} <= {"formula", "table"}
@@ -580,7 +569,7 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
     assert dict(found.device)["threads"] == 1
     assert found.message == 2 * 32 * 4
     layer = found.layer
-    assert sum(p.held_out for p in layer.points) >= 8
+    assert sum(p.held_out for p in layer.points) >= 2
     assert 0.5 < np.median([(p.I + p.W) / p.B for p in layer.points]) < 2.0
     assert found.embed.W.curve == Seconds()
     assert all(p.prefix == 0 for p in (*found.embed.points, *found.head.points))
@@ -589,10 +578,7 @@ def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
     assert layer.weights == pytest.approx(4 * 4 * numbers, rel=0.01)
     assert layer.held > layer.kept > found.message
     assert (
-        run(
-            "simulate terapipe --ranks 3 --microbatches 1 --slices 4 --profile mine.json --accept-error"
-        )[0]
-        == 0
+        run("draw terapipe:slices=4 --pp 3 --microbatches 1 --cost mine.json")[0] == 0
     )
 
 
@@ -609,7 +595,7 @@ def test_whole_sequences_alone_need_no_keys_of_earlier_slices():
 
 def test_several_ranks_measure_together_and_then_their_links(run):
     code, out, err = run(
-        f"profile {TINY} --tokens 16 --threads 1 --rounds 1 --ranks 2 --links -o mine.json"
+        f"profile {TINY} --set data.seq_len=16 --rows 1 --ranks 2 --links -o mine.json"
     )
     assert code == 0
     assert err.startswith("wrote mine.json\n")  # on a busy machine a warning follows
@@ -619,23 +605,20 @@ def test_several_ranks_measure_together_and_then_their_links(run):
     assert len(network.latency) == 2
     assert 0 < network.latency[0][1] < 1
     assert network.bandwidth[0][1] > 1e5
-    assert network.sum_bandwidth[0][1] > 1e5
+    assert np.min(network.sum_bandwidth) > 1e5
 
 
 def test_a_hugging_face_folder_is_measured_by_its_config(run):
-    sizes = decoder_sizes(64, layers=5, width=32, inner=48, max_position_embeddings=64)
+    sizes = decoder_sizes(300, layers=5, width=32, inner=48, max_position_embeddings=64)
     config = transformers.LlamaConfig(**sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained("folder")
     code, _, err = run(
-        "profile --hf folder --tokens 16 --rounds 1 --threads 1 -o mine.json"
+        "profile folder --set data.seq_len=16 --rows 1 --ranks 1 --quick -o mine.json"
     )
     assert code == 0
     assert err.startswith("wrote mine.json\n")  # on a busy machine a warning follows
     assert read_profile("mine.json").layers == 5
-    assert run("profile --hf folder --tokens 100")[2].startswith(
-        "ShapeError: 100 tokens, but a LlamaForCausalLM of this config is for 64"
-    )
 
 
 def test_a_probe_leaves_gradients_as_the_executor_would():

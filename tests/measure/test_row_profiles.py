@@ -261,11 +261,9 @@ def test_quick_points_are_few_and_have_the_whole_sequence_and_slices(tokens, til
 
 
 MISTAKES = {
-    "profile c.toml --width 32 --tokens 64": "cannot be combined with --width --tokens",
-    "profile c.toml --threads 2": "cannot be combined with --threads",
-    "profile --set data.seq_len=32": "--set changes a config",
-    "profile --rows 0": "--rows must be at least 1",
-    "profile --rows 1,x": "several numbers such as 1,2,4, not 1,x",
+    "profile --set data.seq_len=32": "name a model",
+    "profile tiny --rows 0": "--rows must be at least 1",
+    "profile tiny --rows 1,x": "several numbers such as 1,2,4, not 1,x",
     "profile missing.toml": "missing.toml",
 }
 

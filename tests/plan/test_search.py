@@ -51,8 +51,7 @@ from penstock.plan.workload import (
     Workload,
     divisions_of,
     divisors,
-    microbatches_of,
-    parse_bytes,
+    parse_memory,
 )
 from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
@@ -651,19 +650,22 @@ def test_a_cluster_lists_the_nodes_of_the_first_copy_first():
 
 
 def test_sizes_have_units():
-    sizes = [parse_bytes(text) for text in ("80GiB", "80 gb", "512", "1.5MiB")]
-    assert sizes == [80 * 2**30, 80e9, 512 * 2**20, 1.5 * 2**20]
+    sizes = [parse_memory(text) for text in ("80GiB", "80 GB", "512MB", "1.5MiB")]
+    assert sizes == [80 * 2**30, 80e9, 512e6, 1.5 * 2**20]
+    assert parse_memory("1.5mb", in_microbatches=True) == 1.5
 
 
 @pytest.mark.parametrize(
-    "text", ["", "abc", "0", "-1", "nan", "inf", "GiB", "80 G", "1e400"]
+    "text", ["", "abc", "0", "-1", "nan", "inf", "GiB", "80 G", "1e400", "512", "4mb"]
 )
 def test_a_size_must_be_a_number_above_0(text):
-    with pytest.raises(ShapeError, match="must be a size above 0, such as 80GiB"):
-        parse_bytes(text)
+    with pytest.raises(
+        ShapeError, match="is a size above 0 with its unit, such as 80GiB"
+    ):
+        parse_memory(text)
 
 
-@pytest.mark.parametrize("text", ["80GB", "0", "-2", "nan", "inf"])
+@pytest.mark.parametrize("text", ["80GB", "0mb", "-2mb", "nan", "inf", "4"])
 def test_a_memory_without_a_model_is_a_number_of_microbatches(text):
     with pytest.raises(ShapeError, match=r"number of micro-batches above 0.*\n.*80GiB"):
-        microbatches_of(text)
+        parse_memory(text, in_microbatches=True)

@@ -744,10 +744,10 @@ def test_plan_keeps_to_its_limit_on_slices(monkeypatch, capsys, tmp_path):
     point = [Point(n, 0, *[1e-3 + 1e-5 * n] * 4) for n in (64, 256, 1024)]
     profile = Profile(4, 4096, 1, 64.0, *[block(point)] * 3)
     write_profile(profile, "p.json")
-    line = "plan --ranks 4 --microbatches 1 --profile p.json --json --slices"
+    line = "plan --pp 4 --microbatches 1 --cost p.json --json --limit"
     fastest = []
     for limit in (4, 6):
-        code, out, err = called(monkeypatch, capsys, f"{line} {limit}")
+        code, out, err = called(monkeypatch, capsys, f"{line} slices={limit}")
         assert code == 0, err
         answer = json.loads(out)
         rows = answer["schedules"]

@@ -214,7 +214,7 @@ def test_products_in_half_precision_add_up_in_float32():
 
 
 def test_products_on_this_share_of_the_gpu_are_complete():
-    """Without the check of `penstock testbed` they would not be for 3, 5, 6 or 7 workers."""
+    """Without the check of `penstock lab testbed` they would not be for 3, 5, 6 or 7 workers."""
     assert products_are_complete("cuda")
 
 

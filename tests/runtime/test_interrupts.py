@@ -27,9 +27,10 @@ def cluster(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "plan --ranks 32 --microbatches 512 --comm 0.05",
-        "profile --preset tiny --tokens 256 --rounds 1000000 -o p.json",
-        "paths cluster.toml --parts 4 --microbatches 6 --forward 0.05 --message 4e6 --iterations 1000000000",
+        "plan --pp 32 --microbatches 512 --cost comm=0.05",
+        "profile llama-150m --rows 1 -o p.json",
+        "lab paths --cluster cluster.toml --stages 4 --microbatches 6 --iterations 1000000000 "
+        "--cost F=0.05,message=4e6",
     ],
     ids=["plan", "profile", "paths"],
 )
@@ -57,9 +58,7 @@ def members(group: int) -> list[int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    "line", ["profile --preset tiny --tokens 256 --rounds 1000000 --ranks 2 -o p.json"]
-)
+@pytest.mark.parametrize("line", ["profile llama-150m --rows 1 --ranks 2 -o p.json"])
 def test_ctrl_c_in_a_terminal_ends_all_ranks(line, tmp_path):
     process = Command(tmp_path, line.split(), environment(), session=True)
     late = time.monotonic() + 600

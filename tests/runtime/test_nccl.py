@@ -1,4 +1,4 @@
-"""Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
+"""Tests over NCCL with all ranks on one GPU: penstock lab testbed --workers 4 --backend nccl -- pytest THIS.
 
 They are skipped outside of such a testbed; `make test-gpu` starts them. A testbed that has lost ranks in the middle
 of a kernel may turn others away from then on, so give each case of the last test a testbed of its own: -k raise,

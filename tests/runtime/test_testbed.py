@@ -1,4 +1,4 @@
-"""Tests `penstock testbed` with a fake MPS daemon that only logs its commands."""
+"""Tests `penstock lab testbed` with a fake MPS daemon that only logs its commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_a_command_runs_with_a_share_of_the_gpu(told, tmp_path, monkeypatch, cap
         "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_DEVICE_MAX_CONNECTIONS "
         f"> {tmp_path}/seen; test -d $CUDA_MPS_LOG_DIRECTORY"
     )
-    assert called(monkeypatch, capsys, f"testbed --workers 8 -- sh {script}")[0] == 0
+    assert (
+        called(monkeypatch, capsys, f"lab testbed --workers 8 -- sh {script}")[0] == 0
+    )
     assert (tmp_path / "seen").read_text().split() == ["12", "8"]
     assert lines(told) == ["start", "quit"]
     first, last = (line.split()[1] for line in told.read_text().splitlines())
@@ -61,7 +63,7 @@ def test_a_command_runs_with_a_share_of_the_gpu(told, tmp_path, monkeypatch, cap
 def test_it_exits_with_the_code_of_the_command_and_stops_the_daemon(
     told, monkeypatch, capsys
 ):
-    assert called(monkeypatch, capsys, "testbed --workers 2 -- false")[0] == 1
+    assert called(monkeypatch, capsys, "lab testbed --workers 2 -- false")[0] == 1
     assert lines(told) == ["start", "quit"]
 
 
@@ -79,7 +81,7 @@ def test_a_share_with_incomplete_products_is_lowered(
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(told.parent / "bin" / "checker"))
-    line = f"testbed --workers {{}} -- sh {script}"
+    line = f"lab testbed --workers {{}} -- sh {script}"
     assert called(monkeypatch, capsys, line.format(6))[0] == 0
     assert (tmp_path / "seen").read_text().split() == ["13", "6"]
     assert called(monkeypatch, capsys, line.format(8))[0] == 0  # its check fails
@@ -149,7 +151,7 @@ def test_a_testbed_names_its_backend_to_the_processes(
     script = tmp_path / "show.sh"
     script.write_text(f"echo $PENSTOCK_TESTBED_BACKEND > {tmp_path}/seen")
     for option, name in (("", "penstock_ipc"), ("--backend nccl ", "nccl")):
-        line = f"testbed --workers 2 {option}-- sh {script}"
+        line = f"lab testbed --workers 2 {option}-- sh {script}"
         assert called(monkeypatch, capsys, line)[0] == 0
         assert (tmp_path / "seen").read_text().split() == [name]
     for name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME"):
@@ -165,9 +167,9 @@ def test_a_testbed_names_its_backend_to_the_processes(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("testbed --backend ncll -- true", "did you mean 'nccl'?"),
-        ("testbed --workers 0 -- true", "1 to 48"),
-        ("testbed -- no-such-command-here", "no-such-command-here"),
+        ("lab testbed --backend ncll -- true", "did you mean 'nccl'?"),
+        ("lab testbed --workers 0 -- true", "1 to 48"),
+        ("lab testbed -- no-such-command-here", "no-such-command-here"),
     ],
 )
 def test_a_mistake_gets_a_message(told, monkeypatch, capsys, line, words):
@@ -179,13 +181,13 @@ def test_a_mistake_gets_a_message(told, monkeypatch, capsys, line, words):
 
 def test_a_daemon_that_does_not_start_gets_a_message(told, monkeypatch, capsys):
     monkeypatch.setenv("BROKEN", "1")
-    code, _, err = called(monkeypatch, capsys, "testbed -- true")
+    code, _, err = called(monkeypatch, capsys, "lab testbed -- true")
     assert code == 2
     assert "no gpu" in err
 
 
 def test_a_machine_without_mps_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    code, _, err = called(monkeypatch, capsys, "testbed -- true")
+    code, _, err = called(monkeypatch, capsys, "lab testbed -- true")
     assert code == 2
     assert "nvidia-cuda-mps-control" in err

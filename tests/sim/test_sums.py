@@ -251,8 +251,8 @@ def test_pictures_without_sums_do_not_mention_them():
 
 # ---------------------------------------------------------------- the command line
 def test_simulate_takes_the_time_of_sums(run):
-    one = "simulate 1f1b --ranks 4 --microbatches 8"
-    two = f"{one} --copies 2 --sum 1.5"
+    one = "draw 1f1b --pp 4 --microbatches 8"
+    two = f"{one} --cost sum=1.5".replace("1f1b", "1f1b:copies=2")
     alone = json.loads(run(f"{one} --json")[1])
     copied = json.loads(run(f"{two} --json")[1])
     assert copied["makespan"] == alone["makespan"] + 1.5
@@ -263,17 +263,17 @@ def test_simulate_takes_the_time_of_sums(run):
 
 
 def test_draw_and_compare_take_the_time_of_sums(run, tmp_path):
-    shape = "--ranks 2 --microbatches 2 --copies 2 --sum 3"
-    assert "sum of gradients" in run(f"draw 1f1b {shape}")[1]
+    shape = "--pp 2 --microbatches 2 --cost sum=3"
+    assert "sum of gradients" in run(f"draw 1f1b:copies=2 {shape}")[1]
     file = tmp_path / "both.html"
-    assert run(f"compare 1f1b gpipe {shape} -o {file}")[0] == 0
+    assert run(f"draw 1f1b:copies=2 gpipe:copies=2 {shape} -o {file}")[0] == 0
     assert '"makespan":12.0' in file.read_text()
 
 
 def test_a_time_of_sums_below_zero_is_refused(run):
-    code, _, error = run("simulate 1f1b --ranks 2 --microbatches 2 --sum -1")
+    code, _, error = run("draw 1f1b --pp 2 --microbatches 2 --cost sum=-1")
     assert code == 2
-    assert "--sum must be at least 0" in error
+    assert "--cost: sum must be at least 0" in error
 
 
 def test_the_runtime_begins_its_sums_in_the_order_of_the_simulator():

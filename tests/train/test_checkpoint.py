@@ -361,7 +361,7 @@ def test_ctrl_c_while_a_checkpoint_loads_is_an_interrupt_and_no_fault_of_it(
 
     # DCP catches whatever is raised in here, and raises an exception of its own.
     monkeypatch.setattr(HuggingFaceStorageReader, moment, interrupted)
-    code, out, err = called(monkeypatch, capsys, f"generate {tmp_path} --tokens 2")
+    code, out, err = called(monkeypatch, capsys, f"generate {tmp_path} --max-tokens 2")
     assert (code, out, err) == (130, "", "Interrupted.\n")
 
 

@@ -53,7 +53,7 @@ def test_a_folder_of_save_to_disk_is_trained_on_and_only_its_own_split(run, tmp_
     (tmp_path / "config.toml").write_text(SMALL_CONFIG)
     code, out, err = run(
         "train config.toml --set data.sources=both --set run.folder=run --set run.steps=1 "
-        "--set data.seq_len=8 --set parallel.pp=1 --set schedule.name=1f1b --sample 0"
+        "--set data.seq_len=8 --set parallel.pp=1 --set schedule.name=1f1b"
     )
     assert code == 0, err
     assert f"{len(ALL):,} tokens" in out + err

@@ -175,7 +175,7 @@ def test_a_decoder_is_trained_and_exported_in_its_own_format(
     folder_of(name, tmp_path / "start")
     said = penstock(
         f"train config.toml --set model.weights=start --set schedule.name={schedule} "
-        "--set run.steps=2 --set run.folder=run --sample 3"
+        "--set run.steps=2 --set run.folder=run"
     )
     assert (
         type(transformers.AutoModelForCausalLM.from_config(CONFIGS[name])).__name__
@@ -513,7 +513,7 @@ def test_an_export_keeps_what_the_original_folder_said(penstock, tmp_path):
     (start / "generation_config.json").write_text('{"temperature": 0.6}')
     (start / "chat_template.jinja").write_text("{{ messages }}")
     penstock(
-        "train config.toml --set model.weights=start --set run.steps=1 --set run.folder=run --sample 0"
+        "train config.toml --set model.weights=start --set run.steps=1 --set run.folder=run"
     )
     shutil.rmtree(start)  # the run has its own copies
     penstock("export run -o end --dtype bfloat16")

@@ -140,7 +140,7 @@ def test_an_encoder_is_trained_evaluated_and_exported(
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     for line in (
         "eval run --batches 1 --omit 2",
-        f"eval end --text stories --tokens {TOKENS}",
+        f"eval end --text stories --seq-len {TOKENS}",
     ):
         code, said = penstock(line)
         assert code == 0, said

@@ -62,7 +62,7 @@ def test_the_perplexity_of_a_folder_on_a_text_is_that_of_transformers(
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     code, out, err = called(
-        monkeypatch, capsys, f"eval {model} --text {file} --omit 1 --tokens 24"
+        monkeypatch, capsys, f"eval {model} --text {file} --omit 1 --seq-len 24"
     )
     assert code == 0, err
     raw = TEXT.encode() + b"\0"  # a document and its end
@@ -138,7 +138,7 @@ def test_a_bert_is_evaluated_on_words_that_it_guesses(tmp_path):
 
 def test_what_cannot_be_evaluated_is_refused(model, tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
-    with pytest.raises(ShapeError, match=r"too long .* 32 positions\n  give --tokens"):
+    with pytest.raises(ShapeError, match=r"too long .* 32 positions\n  give --seq-len"):
         evaluate_text(model, [str(tmp_path / "a.txt")], tokens=33)
     with pytest.raises(FileError, match="or some text with --text"):
         evaluate_run(model, [])

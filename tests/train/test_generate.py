@@ -181,18 +181,16 @@ def test_some_layers_say_what_a_model_of_only_these_layers_says(sizes, path):
 
 
 @pytest.mark.parametrize(
-    ("omit", "exit_after", "message"),
+    ("omit", "message"),
     [
-        ([0], None, "layer 0 cannot be left out: it always runs in training"),
-        ([8], None, "layer 8 cannot be left out: the layers are 0 to 7"),
-        ([-1], None, "layer -1 cannot be left out: the layers are 0 to 7"),
-        ([], 8, "there is no layer 8 to exit after: the layers are 0 to 7"),
-        ([6], 4, "layer 6 comes after the exit"),
+        ([0], "layer 0 cannot be left out: it always runs in training"),
+        ([8], "layer 8 cannot be left out: the layers are 0 to 7"),
+        ([-1], "layer -1 cannot be left out: the layers are 0 to 7"),
     ],
 )
-def test_layers_that_cannot_be_left_out_are_refused(omit, exit_after, message):
+def test_layers_that_cannot_be_left_out_are_refused(omit, message):
     with pytest.raises(ShapeError, match=message):
-        chosen_path(8, omit, exit_after)
+        chosen_path(8, omit)
 
 
 def test_an_omission_is_a_share_or_some_layers():

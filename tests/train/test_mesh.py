@@ -208,12 +208,12 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
     def words(changes):
         return " ".join(f"--set {change}" for change in changes.split())
 
-    planned = f"plan --gpu h100 --devices 4 --stages 1 --slices 1 -o plan.json {words(f'{data} {shape}')}"
+    planned = f"plan --gpu h100 --devices 4 --limit stages=1,slices=1 -o plan.json {words(f'{data} {shape}')}"
     code, out, err = called(monkeypatch, capsys, planned)
     assert code == 0, err
     plan = read_plan(tmp_path / "plan.json")
     assert (plan.schedule.ranks, plan.tensor, plan.shard) == (2, 2, 1)
-    trained = f"train --sample 0 {words(f'{data} {more} schedule.name=plan.json')}"
+    trained = f"train {words(f'{data} {more} schedule.name=plan.json')}"
     code, out, err = called(monkeypatch, capsys, trained)
     assert code == 0, err
     assert "2 ranks x shard 1 x tensor 2 = 4 processes" in err

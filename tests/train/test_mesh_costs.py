@@ -139,7 +139,7 @@ def test_simulate_counts_the_mesh_of_a_plan(tmp_path, monkeypatch, capsys):
 
     def simulated(**mesh):
         write_plan(Plan(schedule, "plan", layers, **mesh), Path("plan.json"))
-        line = "simulate plan.json --profile profile.json --accept-error"
+        line = "draw plan.json --cost profile.json"
         code, out, err = called(monkeypatch, capsys, f"{line} --json")
         assert code == 0, err
         return json.loads(out)
@@ -160,15 +160,13 @@ def test_simulate_counts_the_mesh_of_a_plan(tmp_path, monkeypatch, capsys):
     simulated(tensor=1, shard=2)
     # Twice the sequences, with an optimizer step of half the weights.
     assert 1.5 < shard["tokens_per_second"] / plain["tokens_per_second"] < 2.1
-    code, out, _ = called(
-        monkeypatch, capsys, "simulate plan.json --profile profile.json --accept-error"
-    )
+    code, out, _ = called(monkeypatch, capsys, "draw plan.json --cost profile.json")
     assert code == 0
-    assert re.search(r"gathered weights\s+[\d.]+ [mµ]?s", out)
+    assert re.search(r"weight all-gather\s+[\d.]+ [mµ]?s", out)
     Path("cluster.toml").write_text(
         'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\n[[nodes]]\nsite = "Osaka"\n'
     )
-    line = "simulate plan.json --profile profile.json --accept-error --cluster cluster.toml"
+    line = "draw plan.json --cost profile.json --cluster cluster.toml"
     code, _, err = called(monkeypatch, capsys, line)
     assert code == 2
     assert "leave --cluster out" in err

@@ -167,7 +167,7 @@ def test_a_run_on_a_mixture_says_what_it_has_read(run, tmp_path):
     (tmp_path / "config.toml").write_text(SMALL_CONFIG + TABLES)
     code, out, err = run(
         "train config.toml --set run.folder=run --set run.steps=2 --set data.global_batch=64 "
-        "--set schedule.name=1f1b --set parallel.pp=1 --sample 0"
+        "--set schedule.name=1f1b --set parallel.pp=1"
     )
     assert code == 0, err
     web, programs = read_use(tmp_path / "run")

@@ -30,7 +30,9 @@ def test_the_command_says_what_it_leaves_out_and_its_plan_trains(
     monkeypatch.chdir(tmp_path)
     run = partial(called, monkeypatch, capsys)
     Path("config.toml").write_text(SMALL_CONFIG)
-    line = "plan config.toml --gpu h100 --devices 4 --skip 0.5 --slices 1 --stages 1"
+    line = (
+        "plan config.toml --gpu h100 --devices 4 --skip 0.5 --limit slices=1,stages=1"
+    )
     sizes = ("schedule.microbatches=4", "parallel.dp_replicate=1", "parallel.pp=4")
     fixed = " ".join(
         f"--set {one}" for one in (*sizes, "parallel.tp=1", "parallel.dp_shard=1")

@@ -140,7 +140,7 @@ def test_a_mesh_shares_a_gpu_in_a_testbed_with_nccl(machine, monkeypatch):
     check_gpus_suffice(
         config_for("cuda", 2), decide_placement(config_for("cuda", 2), 4)
     )
-    with pytest.raises(ConfigError, match="penstock testbed --backend nccl"):
+    with pytest.raises(ConfigError, match="penstock lab testbed --backend nccl"):
         check_gpus_suffice(
             config_for("cuda", 2), decide_placement(config_for("cuda", 2), 6)
         )

@@ -261,15 +261,15 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     tmp_path, monkeypatch, capsys
 ):
     file = write_config(tmp_path)
-    quick = "--set parallel.pp=1 --set run.checks=forecast,memory"
-    line = f"train {file} --sample 0 {quick} --set run.folder={tmp_path}/run"
+    quick = "--set parallel.pp=1 --set run.prove=false --set run.timed=0"
+    line = f"train {file} {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(
-        monkeypatch, capsys, f"{line} --set run.steps=3 --resume-if-any"
+        monkeypatch, capsys, f"{line} --set run.steps=3 --resume=auto"
     )
     assert code == 0, err
     shutil.rmtree(tmp_path / "run")
     code, _, err = called(
-        monkeypatch, capsys, f"{line} --set run.steps=5 --resume-if-any"
+        monkeypatch, capsys, f"{line} --set run.steps=5 --resume=auto"
     )
     assert code == 0, err
     assert [row.step for row in read_rows(tmp_path / "run")] == [4, 5]
@@ -289,7 +289,7 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
 def test_the_command_line_mends_a_damaged_checkpoint_from_the_storage(
     tmp_path, monkeypatch, capsys, caplog
 ):
-    quick = "--set parallel.pp=1 --set run.checks=forecast,memory --sample 0"
+    quick = "--set parallel.pp=1 --set run.prove=false --set run.timed=0"
     line = f"train {write_config(tmp_path)} {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=3")
     assert code == 0, err
@@ -313,6 +313,8 @@ def test_the_command_line_mends_a_damaged_checkpoint_from_the_storage(
     took = f"does not have its checksum; the copy from file://{tmp_path}/bucket"
     assert f"{file} {took}" in caplog.text
     file = spoil()
-    code, _, err = called(monkeypatch, capsys, f"generate {tmp_path}/run --tokens 2")
+    code, _, err = called(
+        monkeypatch, capsys, f"generate {tmp_path}/run --max-tokens 2"
+    )
     assert code == 0, err
     assert f"{file} {took}" in caplog.text

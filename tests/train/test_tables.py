@@ -10,11 +10,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from commands import called
 from penstock.config import DataConfig
 from penstock.errors import FileError, ShapeError
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.files import text_pieces
+from penstock.train.data.files import plain_texts, text_pieces
 from penstock.train.data.tokenizer import tokenizer_of, train_tokenizer
 
 TEXTS = [f"row {n} says {'na' * (n % 5)} batman\n" for n in range(700)]
@@ -73,22 +72,17 @@ def test_a_column_that_is_no_text_is_refused(tmp_path):
         list(text_pieces(file, "body", len))
 
 
-def test_a_tokenizer_is_trained_from_the_command_line_and_used(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_tokenizer_is_trained_on_the_text_of_a_config(tmp_path):
     (tmp_path / "text.txt").write_text("".join(TEXTS))
-    line = "tokenizer --set data.sources=text.txt --vocab 300 -o words/tokenizer.json"
-    code, out, err = called(monkeypatch, capsys, line)
-    assert code == 0, err
-    assert "words/tokenizer.json: 300 words" in out + err
-    words = tokenizer_of("words/tokenizer.json")
+    file = tmp_path / "words" / "tokenizer.json"
+    data = DataConfig(sources=(str(tmp_path / "text.txt"),))
+    assert train_tokenizer(plain_texts(data), 300, file) == 300
+    words = tokenizer_of(str(file))
     assert (words.vocab, words.end) == (300, 299)
     text = "batman says na, 蝙蝠俠\n"
     tokens = words.encode(text.encode(), "here")
     assert words.decode(tokens.tolist()) == text
     assert len(words.encode(b"batman says", "here")) < 5  # frequent words are short
-    assert called(monkeypatch, capsys, line)[0] == 2  # nothing is overwritten
 
 
 def test_a_vocabulary_has_room_for_every_byte(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 from commands import called
 from penstock import Network, UnitCost, make, simulate
-from penstock.cli.landscape import LandscapePage
+from penstock.cli.landscape import LandscapePage, PlanTable
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.profile import Point, block
 from penstock.ir.timeline import PAPER_UNITS
@@ -38,7 +38,7 @@ from penstock.view.numbers import Scale, name_time, write_size, write_time
 
 TOKENS = 64
 VOID_TAGS = {"meta", "link", "br"}
-SMALL = "plan --ranks 2 --microbatches 3 --comm 0.05 --stages 2 --slices 2"
+SMALL = "plan --pp 2 --microbatches 3 --cost comm=0.05 --limit stages=2,slices=2"
 
 
 def measured(factor: float) -> list[Point]:
@@ -136,7 +136,9 @@ def test_the_command_writes_a_page_that_says_what_won_and_why(
     tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = called(monkeypatch, capsys, f"{SMALL} --memory 2 --page plan.html")
+    code, out, err = called(
+        monkeypatch, capsys, f"{SMALL} --memory 2mb --page plan.html"
+    )
     assert code == 0, err
     assert "plan.html" in out + err
     html = (tmp_path / "plan.html").read_text(encoding="utf-8")
@@ -147,10 +149,10 @@ def test_the_command_writes_a_page_that_says_what_won_and_why(
     assert f"predicted to take {name_time(best.step, PAPER_UNITS)}." in text
     assert f"Its ranks idle {best.bubble:.1%} of the time" in text
     peak = write_size(best.peak, PAPER_UNITS)
-    assert f"holds {peak} micro-batches, with a limit of 2 micro-batches" in text
+    assert f"per GPU is {peak} micro-batches, with a limit of 2 micro-batches" in text
     assert "The best plan with plain 1F1B is 1f1b: its step takes" in text
     assert "Stages of a rank and slices of a sequence" in text
-    assert "units of the papers" in text
+    assert "unit costs (F = 1" in text
     assert "Time of a step of the best plan in each place, in forwards." in text
     assert "copies D, ranks P" not in text  # there is only one division
 
@@ -217,7 +219,7 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
     landscape, question = profile_case()
     page = LandscapePage(landscape, question)
     first = page.heat_maps()[0]
-    assert first.columns == {1: "P=1", 2: "P=2", 3: "P=3", 4: "P=4"}
+    assert first.columns == {1: "pp=1", 2: "pp=2", 3: "pp=3", 4: "pp=4"}
     cells = first.cells
     divided = {(one.division.copies, one.division.ranks) for one in landscape.divisions}
     assert set(cells) == divided
@@ -319,7 +321,7 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
         one in (pytest.approx(half, rel=1e-3), pytest.approx(half / 1e3, rel=1e-3))
         for one in shown
     )
-    assert "this one is at most 10.0% above the optimum" in text_of(html)
+    assert "the optimality gap is at most 10.0%" in text_of(html)
     assert f"The bound ignores {question.ignored}" in text_of(html)
 
 
@@ -369,7 +371,7 @@ def test_timelines_share_one_time_axis() -> None:
     names = [name.split(":")[0] for name, _ in page.timelines()]
     # The best fixed order is not drawn twice if it was chosen.
     chosen_is_fixed = fastest_fixed(landscape) is landscape.best
-    others = [] if chosen_is_fixed else ["best fixed order"]
+    others = [] if chosen_is_fixed else ["best published order"]
     assert names == ["chosen", *others, "1F1B"]
     assert page.timelines()[0][1].makespan == landscape.best.makespan
     html = rendered(landscape, question)
@@ -426,25 +428,26 @@ def test_times_and_sizes_have_units() -> None:
     facts = dict(page.facts())
     assert facts["step"].endswith(" ms")
     assert facts["speed"].endswith("tokens/s")
-    assert facts["fullest device"].endswith(" MiB")
-    heads, _ = page.best_plans()
-    assert "step, ms" in heads
-    assert "peak, MiB" in heads
+    assert facts["peak memory per GPU"].endswith(" MiB")
+    heads = PlanTable(landscape, question, 20).heads
+    assert "step ms" in heads
+    assert "MiB per GPU" in heads
     assert page.front().across.endswith("in MiB")
     assert page.front().up.endswith("in ms")
 
 
 def test_the_table_has_the_best_twenty_rows() -> None:
     landscape, question = profile_case()
-    page = LandscapePage(landscape, question)
     hidden = len(landscape.candidates) - 20
     assert hidden > 0
-    _, rows = page.best_plans()
+    grid = PlanTable(landscape, question, 20)
+    rows = grid.lines()
     assert len(rows) == 20
-    assert f"{hidden:,} more plans fit" in text_of(page.html())
-    times = [float(row[3].replace(",", "")) for row in rows]
+    assert f"{hidden:,} more plans fit" in text_of(rendered(landscape, question))
+    place = grid.heads.index("step ms")
+    times = [float(row[place].replace(",", "")) for row in rows]
     assert times[1:] == sorted(times[1:])
-    assert rows[0][3] + " ms" == write_time(landscape.best.step)
+    assert rows[0][place] + " ms" == write_time(landscape.best.step)
 
 
 def test_labels_cover_neither_dots_nor_numbers_nor_each_other():

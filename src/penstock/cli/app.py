@@ -13,61 +13,46 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
+from penstock.cli import old_words
 from penstock.cli.terminal import (
     INTERRUPTED,
+    RESUME_AUTO,
     ShownInterrupt,
     console,
     flattened,
     print_plain,
 )
-from penstock.errors import PenstockError
+from penstock.errors import NothingFitsError, PenstockError
 from penstock.runtime.process.torchrun import prints_errors, tell_launcher
 from penstock.version import missing_package, read_version
 
 USER_ERROR = 2  # exit code
-# Commands of other programs that are options here.
-OPTIONS_INSTEAD = {
-    "help": "penstock --help, penstock COMMAND --help",
-    "completion": "penstock --install-completion",
-}
+NOTHING_FITS = 3
 # Where each command is, and the first paragraph of its help.
 COMMANDS = {
-    "list": (
-        "schedule:list_command",
-        "Show every schedule with its shape, idle time, memory and paper.",
-    ),
-    "draw": (
-        "schedule:draw_command",
-        "Draw a schedule in the terminal, or write it to a file.",
-    ),
-    "simulate": (
-        "schedule:simulate_command",
-        "Predict the time, idle time and memory of a schedule.",
-    ),
     "plan": (
         "plan:plan_command",
         "Search for the fastest plan; with -o, write it as a plan.json that `penstock train` runs.",
     ),
+    "explain": (
+        "model:explain_command",
+        "Say where the steps of a run spent their time, beside what was predicted.",
+    ),
+    "draw": (
+        "draw:draw_command",
+        "List all schedules; draw and time one; or compare several in one table.",
+    ),
     "check": (
-        "schedule:check_command",
+        "draw:check_command",
         "Check that a schedule is complete, can run, and cannot deadlock. The exit code is 2 if it fails.",
-    ),
-    "compare": (
-        "schedule:compare_command",
-        "Show two schedules one above the other on one page.",
-    ),
-    "paths": (
-        "paths:paths_command",
-        "Plan which node holds which part, and which parts each micro-batch visits, so that micro-batches rarely wait.",
     ),
     "profile": (
         "profile:profile_command",
-        "Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links and "
-        "sums.",
+        "Measure a model on this device: one layer over about forty slices, embedding, head, optimizer and links.",
     ),
-    "testbed": (
-        "machine:run_testbed",
-        "Run a command whose processes share one GPU, each with an equal part of it.",
+    "init": (
+        "model:init_command",
+        "Write a config with a comment on every value.",
     ),
     "train": (
         "model:train_command",
@@ -77,48 +62,45 @@ COMMANDS = {
         "machine:join_command",
         "Join a run of `penstock train` on another machine as one more worker.",
     ),
-    "init": (
-        "model:init_command",
-        "Write a config with a comment on every value.",
-    ),
-    "export": (
-        "model:export_command",
-        "Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.",
+    "eval": (
+        "model:eval_command",
+        "Measure the perplexity of a trained model, with all parts and with some left out.",
     ),
     "generate": (
         "model:generate_command",
         "Let a trained model continue a text, with all layers or, to be faster, with some of them.",
     ),
-    "report": (
-        "model:report_command",
-        "Write the page of a run: its curves, and the predicted timeline of a step above the measured one.",
-    ),
-    "eval": (
-        "model:eval_command",
-        "Measure the perplexity of a trained model, with all parts and with some left out.",
-    ),
-    "tokenizer": (
-        "model:tokenizer_command",
-        "Train a tokenizer (byte pairs) on the text of a config, for data.tokenizer.",
+    "export": (
+        "model:export_command",
+        "Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.",
     ),
     "doctor": (
         "machine:doctor_command",
         "Say what this machine can do, what is missing, and what to do about it.",
     ),
+    "lab paths": (
+        "paths:paths_command",
+        "Plan which node holds which part, and which parts each micro-batch visits, so that micro-batches rarely wait.",
+    ),
+    "lab testbed": (
+        "machine:run_testbed",
+        "Run a command whose processes share one GPU, each with an equal part of it.",
+    ),
 }
+LAB = "lab"  # the group of commands for experiments
+UNLISTED = {"simulate": "draw"}  # names of which nothing is said any more
 FIRST_STEPS = """\
-Penstock trains language models through a pipeline of workers, with the schedule as data.
+Penstock finds a fast way to split training over GPUs, and trains that way, with the schedule as data.
 
 Look around, without torch:
-  penstock draw 1f1b --ranks 4 --microbatches 8    draw a schedule
-  penstock list                                    all schedules, with idle time and memory
-  penstock plan --ranks 4 --microbatches 8         search for the fastest one
+  penstock draw                                    all schedules, with idle time and memory
+  penstock draw 1f1b hanayo:waves=2                compare two of them
+  penstock plan llama-1b --gpu h100 --devices 16   plan a model for GPUs that you do not have
 
 Train:
   penstock doctor                                  what this machine can do, and what is missing
   penstock train                                   a small Llama on four local workers, in a minute
   penstock init config.toml                        a config for a model and data of your own
-  penstock plan config.toml --gpu h100             plan it for GPUs that you do not have
 
 penstock --help lists all commands, penstock COMMAND --help explains one, and
 penstock --install-completion lets your shell complete their words."""
@@ -139,9 +121,24 @@ class Command(TyperCommand):
         """List the options and arguments for the help."""
         return _without_values(super().get_params(context))
 
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """Refuse options that are gone, and let --resume have a value."""
+        known = {word for one in self.params for word in one.opts}
+        for number, word in enumerate(args):
+            if word == "--":
+                break
+            option = word.partition("=")[0]
+            if option in old_words.OPTIONS and option not in known:
+                context.fail(f"{option} is gone: {old_words.OPTIONS[option]}")
+            if word == "--resume=auto":
+                args[number] = RESUME_AUTO
+        return super().parse_args(context, args)
+
 
 class Commands(TyperGroup):
-    """The commands. Says what to write instead of those that are options here."""
+    """The commands. Says what to write instead of those that are gone."""
+
+    prefix = ""
 
     def get_params(self, context: Any) -> list[Any]:
         """List the options of the program for the help."""
@@ -149,12 +146,19 @@ class Commands(TyperGroup):
 
     def resolve_command(self, context: Any, words: list[str]) -> Any:
         """Load the command that the first word names."""
-        name = words[0]
-        if name in OPTIONS_INSTEAD and not context.resilient_parsing:
-            context.fail(f"{name!r} is an option here: {OPTIONS_INSTEAD[name]}")
-        if name in COMMANDS:
-            self.commands[name] = load(name)
-        return super().resolve_command(context, words)
+        name = UNLISTED.get(words[0], words[0])
+        instead = {} if self.prefix else old_words.COMMANDS
+        if name in instead and not context.resilient_parsing:
+            context.fail(f"{name!r} is no command here: {instead[name]}")
+        if self.prefix + name in COMMANDS:
+            self.commands[name] = load(self.prefix + name)
+        return super().resolve_command(context, [name, *words[1:]])
+
+
+class LabCommands(Commands):
+    """The commands for experiments."""
+
+    prefix = f"{LAB} "
 
 
 def load(name: str) -> Any:
@@ -167,7 +171,8 @@ def load(name: str) -> Any:
     paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
     help_text = "\n\n".join(" ".join(text.split()) for text in paragraphs)
     alone = typer.Typer(rich_markup_mode="rich", add_completion=False)
-    alone.command(name, cls=Command, help=help_text)(flattened(command))
+    word = name.rpartition(" ")[2]
+    alone.command(word, cls=Command, help=help_text)(flattened(command))
     return typer.main.get_command(alone)
 
 
@@ -175,8 +180,9 @@ app = typer.Typer(
     cls=Commands,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="Penstock: train language models through a pipeline of workers, with the schedule as data.",
+    help="Penstock: plan how to split training over GPUs, and train language models through a pipeline of workers.",
 )
+lab = typer.Typer(cls=LabCommands, rich_markup_mode="rich")
 
 
 def _print_version(wanted: bool) -> None:
@@ -208,7 +214,11 @@ def _not_loaded() -> None:
 
 
 for command_name, (_, about) in COMMANDS.items():
-    app.command(command_name, help=about)(_not_loaded)
+    group = lab if command_name.startswith(f"{LAB} ") else app
+    group.command(command_name.removeprefix(f"{LAB} "), help=about)(_not_loaded)
+app.add_typer(
+    lab, name=LAB, help="Experiments: partial paths, and several workers on one GPU."
+)
 
 
 def main() -> None:
@@ -217,7 +227,8 @@ def main() -> None:
         app(prog_name="penstock")  # also under python -m and torchrun
     except PenstockError as error:
         _print_error(error)
-        raise SystemExit(USER_ERROR) from None
+        fits = not isinstance(error, NothingFitsError)
+        raise SystemExit(USER_ERROR if fits else NOTHING_FITS) from None
     except ModuleNotFoundError as error:
         missing = missing_package(error)
         if missing is None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise, product
-from math import isfinite, isnan
+from math import inf, isfinite, nan
 
-from penstock.cli.terminal import (
-    console,
-    print_table,
-    progress,
-)
+from penstock.cli.terminal import bar, console, print_table, progress
 from penstock.ir.timeline import Timeline
-from penstock.plan.candidates import Candidate, title
+from penstock.layout import Layout, write_layout
+from penstock.plan.baseline import step_parts
+from penstock.plan.candidates import ORDER_KINDS, Candidate, title
 from penstock.plan.overview import (
     NOT_TRIED,
     Map,
@@ -68,28 +67,47 @@ from penstock.view.report import (
     within,
 )
 
+NO_PIPELINE = "no pipeline"
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
 
 @contextmanager
-def planning() -> Iterator[Callable[[SearchProgress], None]]:
-    """Show the progress of a search for a plan."""
+def planning(
+    seconds: float | None = None,
+) -> Iterator[Callable[[SearchProgress], None]]:
+    """Show the progress of a search for a plan, and end it with the best so far after this long."""
+    end = inf if seconds is None else time.monotonic() + seconds
     with progress("planning") as show_text:
 
         def show(found: SearchProgress) -> None:
-            text = f"planning: {found.doing}"
-            if found.best < float("inf"):
+            has_plan = found.best < inf
+            text = f"planning {bar(found.share)}: {found.doing}"
+            if has_plan:
                 gap = ""
                 if found.bound:
-                    gap = f", at most {found.best / found.bound - 1:.1%} above the optimum"
+                    gap = f", optimality gap at most {found.best / found.bound - 1:.1%}"
                 text += f" (best so far {found.best:.4g}{gap})"
             show_text(text)
+            if has_plan and time.monotonic() > end:
+                raise KeyboardInterrupt
 
         yield show
 
 
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """A layout that the best plan is compared with: the baseline of the user, or FSDP."""
+
+    name: str
+    schedule: str  # as a row shows it
+    layout: Layout
+    candidate: Candidate
+
+
 # ---------------------------------------------------------------- JSON
-def landscape_facts(landscape: Landscape, question: Question) -> dict[str, object]:
+def landscape_facts(
+    landscape: Landscape, question: Question, yardsticks: Sequence[Yardstick] = ()
+) -> dict[str, object]:
     """Return everything that a search found, as JSON shows it."""
     workload = question.workload
     return {
@@ -101,6 +119,10 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "interrupted": landscape.interrupted,
         "left_out": landscape.left_out,
         "schedules": [_row_facts(row, question) for row in landscape.candidates],
+        "compared_with": [
+            {"name": one.name, **_row_facts(one.candidate, question)}
+            for one in yardsticks
+        ],
         "cells": [
             {
                 **_division_facts(one.division),
@@ -118,18 +140,44 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
 
 
 def _division_facts(division: Division) -> dict[str, int]:
-    words = ("copies", "ranks", "tensor", "shard", "microbatches", "rows")
-    return {word: getattr(division, word) for word in words}
+    return {
+        "dp_replicate": division.copies,
+        "dp_shard": division.shard,
+        "tp": division.tensor,
+        "pp": division.ranks,
+        "microbatches": division.microbatches,
+        "rows": division.rows,
+    }
+
+
+def layout_of(candidate: Candidate) -> str:
+    """Write the layout of a candidate, as --baseline takes it."""
+    division = candidate.division
+    recompute = {0.0: "none", 1.0: "full"}.get(division.recomputed, "some")
+    name = title(candidate.name, candidate.shape)
+    return write_layout(
+        Layout(
+            division.copies,
+            division.shard,
+            division.tensor,
+            division.ranks,
+            division.microbatches,
+            recompute,
+            name,
+        )
+    )
 
 
 def _row_facts(candidate: Candidate, question: Question) -> dict[str, object]:
     return {
-        "name": candidate.name,
-        "shape": dict(candidate.shape),
-        "order": candidate.order_kind,
+        "schedule": title(candidate.name, candidate.shape),
+        "layout": layout_of(candidate),
+        "order": ORDERS[candidate.order_kind],
         **_division_facts(candidate.division),
         "step": candidate.step,
         "range": question.range_of(candidate.step),
+        "tokens_per_second_per_gpu": question.speed_of(candidate.step) or None,
+        "mfu": question.mfu_of(candidate.step),
         "makespan": candidate.makespan,
         "bubble": candidate.bubble,
         "peak": candidate.peak,
@@ -149,52 +197,168 @@ def finite_or_none(number: float) -> float | None:
 
 
 # ---------------------------------------------------------------- the table
-def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
-    """Print the best rows of a search, and what the columns mean."""
-    console().print(f"planned {question.basis}", highlight=False, markup=False)
-    best = landscape.best
-    times = time_scale(best.step, question.units)
-    sizes = size_scale(best.peak, question.units)
-    several = len(landscape.divisions) > 1
-    heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
-    if several:
-        heads[1:1] = ["copies x ranks", "batch"]
-    rows = []
-    for place, row in enumerate(landscape.candidates[:top], start=1):
-        candidate = row
-        cells = [
-            str(place),
-            title(candidate.name, candidate.shape),
-            candidate.order_kind,
-            times.number(candidate.step),
-            f"{candidate.bubble:.1%}",
-            sizes.number(candidate.peak, 3),
-            "-" if isnan(candidate.noisy) else times.number(candidate.noisy),
+class PlanTable:
+    """The rows of a table of plans, with common units."""
+
+    def __init__(
+        self,
+        landscape: Landscape,
+        question: Question,
+        top: int,
+        yardsticks: Sequence[Yardstick] = (),
+    ) -> None:
+        best = landscape.best
+        self.landscape = landscape
+        self.question = question
+        self.times = time_scale(best.step, question.units)
+        self.sizes = size_scale(best.peak, question.units)
+        self.rows = self.distinct(top)
+        self.yardsticks = yardsticks
+        shown = [*self.rows, *(one.candidate for one in yardsticks)]
+        divisions = [one.division for one in shown]
+        self.has_model = bool(question.speed_of(best.step))
+        self.several = len(landscape.divisions) > 1 or self.has_model
+        self.shards = any(one.shard > 1 for one in divisions)
+        self.recomputes = any(one.recomputed for one in divisions)
+        self.near = any(one.side_by_side for one in divisions)
+
+    def distinct(self, top: int) -> list[Candidate]:
+        """Return the best rows. Those that differ in nothing that is shown are one, under its published name."""
+        found: dict[object, Candidate] = {}
+        for row in self.landscape.candidates:
+            division = replace(row.division, side_by_side=False)
+            peak = self.sizes.number(row.peak, 3)
+            shown = (division, self.times.number(row.step), peak)
+            known = found.get(shown)
+            if known is None and len(found) == top:
+                break
+            if known is None or _published(row) < _published(known):
+                found[shown] = row
+        return list(found.values())
+
+    @property
+    def heads(self) -> list[str]:
+        """The heads of the columns."""
+        heads = ["", "schedule"]
+        if self.several:
+            heads += ["dp", *["fsdp"] * self.shards, "pp", "tp", "mb"]
+            heads += ["re"] * self.recomputes
+        heads.append(f"step {self.times.unit or 'F'}")
+        if self.has_model:
+            heads += ["tok/s per GPU", *["MFU %"] * (self.question.peak_flops > 0)]
+        else:
+            heads.append("bubble %")
+        return [*heads, f"{self.sizes.unit or 'mb'} per GPU", "gap %"]
+
+    def lines(self) -> list[list[str]]:
+        """The cells of all rows."""
+        plans = [
+            self.cells(str(place), _schedule_name(row), row)
+            for place, row in enumerate(self.rows, start=1)
         ]
-        if several:
-            cells[1:1] = [row.division.devices_text, row.division.batch_text]
-        rows.append(cells)
-    notes = _notes(landscape, question, top, times.unit, sizes.unit)
-    if several:
-        shown = {row.division for row in landscape.candidates[:top]}
-        notes[:0] = _cell_notes(shown)
-    print_table(heads, rows, "\n".join(notes), spare=("±10%", "order", "bubble"))
+        others = [
+            self.cells("-", one.schedule, one.candidate) for one in self.yardsticks
+        ]
+        return plans + others
+
+    def cells(self, label: str, schedule: str, row: Candidate) -> list[str]:
+        """A row of the table."""
+        division, question = row.division, self.question
+        cells = [label, schedule]
+        if self.several:
+            cells += [f"{division.copies}{'*' * division.side_by_side}"]
+            cells += [str(division.shard)] * self.shards
+            cells += [str(division.ranks), str(division.tensor)]
+            cells.append(str(division.microbatches))
+            again = f"{division.recomputed:.0%}" if division.recomputed else "-"
+            cells += [again] * self.recomputes
+        cells.append(self.times.number(row.step))
+        if self.has_model:
+            cells.append(f"{question.speed_of(row.step):,.0f}")
+            mfu = question.mfu_of(row.step)
+            cells += [] if mfu is None else [f"{100 * mfu:.1f}"]
+        else:
+            cells.append(f"{100 * row.bubble:.1f}")
+        gap = row.step / self.landscape.bound - 1 if self.landscape.bound else nan
+        return [
+            *cells,
+            self.sizes.number(row.peak, 3),
+            f"{100 * gap:.1f}" if isfinite(gap) else "-",
+        ]
+
+    def column_notes(self) -> list[str]:
+        """Explain the columns."""
+        kinds = {row.order_kind for row in self.rows}
+        notes = {
+            "dp: dp_replicate; pp, tp: pipeline and tensor parallelism; mb: micro-batches of a step and "
+            "pipeline": self.several,
+            "fsdp: dp_shard, the devices that share the weights of a rank": self.shards,
+            "re: share of the parts that are computed again in the backward": self.recomputes,
+            "*: rank order with dp innermost; otherwise pp is innermost": self.near,
+            "list-scheduled: ordered action by action for these costs; -o writes the order as "
+            "plan.json": "listed" in kinds,
+            "split: weight gradients are moved to where ranks would idle": "split"
+            in kinds,
+        }
+        return [text for text, is_there in notes.items() if is_there]
 
 
-def _cell_notes(cells: Collection[Division]) -> list[str]:
-    """Explain the words with which the cells of a table are written."""
-    notes = ["batch: micro-batches x sequences of each, for one copy"]
-    if any(cell.tensor > 1 or cell.shard > 1 for cell in cells):
-        notes.append(
-            "t2 divides each layer between two devices (tensor), s2 its weights (shard)"
+def _schedule_name(candidate: Candidate) -> str:
+    alone = candidate.division.ranks == 1 and len(candidate.schedule.stages) == 1
+    return NO_PIPELINE if alone else title(candidate.name, candidate.shape)
+
+
+def _published(candidate: Candidate) -> int:
+    return ORDER_KINDS.index(candidate.order_kind)
+
+
+def print_landscape(
+    landscape: Landscape,
+    question: Question,
+    top: int,
+    yardsticks: Sequence[Yardstick] = (),
+    about: str = "",
+) -> None:
+    """Print the best rows of a search, what the columns mean, and how the best plan compares with a yardstick."""
+    screen = console()
+    for line in filter(None, (f"planned {question.basis}", about)):
+        screen.print(line, highlight=False, markup=False)
+    table = PlanTable(landscape, question, top, yardsticks)
+    notes = [*table.column_notes(), *_notes(landscape, question, top)]
+    print_table(
+        table.heads,
+        table.lines(),
+        "\n".join(notes),
+        spare=("gap %", "MFU %", table.heads[-4 + (not table.has_model)], "mb"),
+    )
+    for one in yardsticks[-1:]:
+        text = compare_with(landscape.best, one, question)
+        screen.print(text, highlight=False, markup=False)
+
+
+def compare_with(best: Candidate, other: Yardstick, question: Question) -> str:
+    """Say by how much the best plan beats a layout, and which part of the step shrinks."""
+    rival = other.candidate
+    layout = f"{other.name} ({write_layout(other.layout)})"
+    too_large = not question.pricing.evaluator(rival.division).fits(rival.peak)
+    unfit = ""
+    if too_large:
+        needed = name_size(rival.peak, question.units, 3)
+        unfit = f"; {other.name} does not fit: it needs {needed}"
+    saved = 1 - best.step / rival.step
+    if saved < SAME_TIME:
+        how = (
+            "takes as long as"
+            if saved > -SAME_TIME
+            else f"takes {-saved:.1%} longer than"
         )
-    if any(cell.recomputed for cell in cells):
-        notes.append("re50%: half of the parts are computed again in the backward")
-    if any(cell.side_by_side for cell in cells):
-        notes.append(
-            "near: the copies of a rank are neighbours, not the ranks of a copy"
-        )
-    return notes
+        return f"plan 1 {how} {layout}{unfit}"
+    what, before, now = step_parts(best, question).largest_saving(
+        step_parts(rival, question)
+    )
+    units = question.units
+    why = f"{what} takes {name_time(now, units, 3)} instead of {name_time(before, units, 3)}"
+    return f"plan 1 takes {saved:.1%} less time than {layout}: {why}{unfit}"
 
 
 def note_unused(question: Question) -> list[str]:
@@ -209,31 +373,27 @@ def note_unused(question: Question) -> list[str]:
     ]
 
 
-def _notes(
-    landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
-) -> list[str]:
+def _notes(landscape: Landscape, question: Question, top: int) -> list[str]:
     """Return the explanations under the table."""
     bound = name_time(landscape.bound, question.units, digits=4)
     gap = ""
     if isfinite(landscape.gap):
-        gap = f"; the best one is {landscape.gap:.1%} above it"
+        gap = f"; optimality gap of plan 1: {landscape.gap:.1%}"
     notes = [
         f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
-        f"times: {question.source}",
+        *([f"times: {question.source}"] if question.units.seconds else []),
         *describe_range(question, landscape.best.step),
-        "order: fixed is the same for any cost; split and listed ones are adapted to this cost",
-        "±10%: mean step of the best rows under random noise that no candidate was adapted to",
     ]
-    if seconds:
+    seconds = question.units.seconds
+    if question.analytic:
         notes.append(
-            f"times are in {seconds}; peak: what the fullest device holds, in {sizes}"
+            "for measured times: penstock profile MODEL -o profile.json on one such GPU, then --cost profile.json"
         )
-    else:
-        notes.append(
-            "times are in forwards of a micro-batch on a rank; peak: the activations of the "
-            "fullest rank, in micro-batches"
-        )
+    noisy = landscape.best.noisy
+    if isfinite(noisy) and noisy >= landscape.best.step:
+        text = name_time(noisy, question.units, 4)
+        notes.append(f"step of plan 1 with 10% noise: {text}")
     cuts = landscape.best.schedule.microbatches[0].cuts
     if len(cuts) > 2 and seconds:
         notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
@@ -251,13 +411,12 @@ def _notes(
             f"the smallest of them is {name} ({name_size(peak, question.units, 4)})"
         )
     if landscape.left_out:
-        which = count_of(landscape.left_out, "division", "divisions")
+        which = count_of(landscape.left_out, "layout", "layouts")
         they_were = "it was" if landscape.left_out == 1 else "they were"
         notes.append(
-            f"{which} of the devices and the batch could have a faster plan, "
+            f"{which} could have a faster plan, "
             f"but the search reached its limit before {they_were} tried"
         )
-    untried = []
     if question.limits.skip:
         notes.append(
             f"skips: each micro-batch leaves out this many parts, at most {question.limits.skip:.0%} "
@@ -270,11 +429,11 @@ def _notes(
                 f"the best plan that leaves out nothing is {row_title(whole[0], landscape)}: {step}"
             )
     else:
-        untried.append("skip (it leaves out work: --skip 0.25)")
+        notes.append("not tried: skip (it leaves out work: --skip 0.25)")
     if question.limits.weights < 2:
-        untried.append("chimera (it needs two copies of the weights: --weights 2)")
-    if untried:
-        notes.append(f"not tried: {', '.join(untried)}")
+        notes.append(
+            "not tried: chimera (two copies of the weights: --limit weights=2)"
+        )
     return [*notes, *note_unused(question)]
 
 
@@ -309,18 +468,13 @@ MAX_COLOURED_TIME = 2.5  # times the best; slower plans all have the palest colo
 SAME_TIME = 0.0005  # differences below this share count as none
 # The groups of the figure of time over memory: kinds of orders.
 ORDERS = {
-    "listed": "order made for this cost",
-    "split": "fixed order with split backwards",
-    "fixed": "fixed order",
+    "listed": "list-scheduled",
+    "split": "published order, split backward",
+    "fixed": "published order",
 }
 ANALYTIC = (
     "The profile is analytic: a formula for the device gave the times and sizes, and "
     "nothing was measured. Measure the model on the device before you rely on small differences."
-)
-ROWS_NOTE = (
-    "Order: fixed is the same for any cost; split and listed orders are made "
-    "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
-    "and slices. ±10%: the mean step if all times vary by a tenth."
 )
 
 
@@ -349,9 +503,11 @@ class LandscapePage:
         title = f"Plan: {self.title(self.landscape.best)}"
         warning = [ANALYTIC] if self.question.analytic else []
         hidden = len(self.landscape.candidates) - MAX_TABLE_ROWS
-        more = f" {hidden:,} more plans fit." if hidden > 0 else ""
-        best = table(*self.best_plans()) + soft(ROWS_NOTE + more)
-        heads = ("division or schedule", "bound of a step", "reason")
+        more = f"{hidden:,} more plans fit" if hidden > 0 else ""
+        grid = PlanTable(self.landscape, self.question, MAX_TABLE_ROWS)
+        notes = ". ".join([*grid.column_notes(), more])
+        best = table(grid.heads, grid.lines()) + soft(notes)
+        heads = ("layout or schedule", "bound of a step", "reason")
         misfits = table(heads, list(self.misfits()))
         if misfits:
             summary = f"<summary>{escape(self.misfit_title())}</summary>"
@@ -397,11 +553,11 @@ class LandscapePage:
             ("step", self.time(self.best.step)),
             ("speed", speed),
             ("bubble", f"{self.best.bubble:.1%}"),
-            ("fullest device", self.size(self.best.peak)),
-            ("bound of the space", bound),
-            ("gap to the bound", gap),
+            ("peak memory per GPU", self.size(self.best.peak)),
+            ("lower bound", bound),
+            ("optimality gap", gap),
             ("plans compared", f"{len(landscape.candidates):,}"),
-            ("divisions", f"{divisions:,}" if divisions > 1 else ""),
+            ("layouts", f"{divisions:,}" if divisions > 1 else ""),
         ]
 
     def sentences(self) -> Iterator[str]:
@@ -416,7 +572,7 @@ class LandscapePage:
             f"The fastest plan is {self.title(self.landscape.best)}. It was planned "
             f"{self.question.basis}. Its step is predicted to take "
             f"{self.time(best.step)}{speed}. Its ranks idle {best.bubble:.1%} of the "
-            f"time, and the fullest device holds {self.size(best.peak)}{limit}."
+            f"time, and the peak memory per GPU is {self.size(best.peak)}{limit}."
         )
         bound = self.time(self.landscape.bound)
         least = f"No plan of the whole space takes less than {bound}, "
@@ -426,7 +582,7 @@ class LandscapePage:
             yield f"{least}so this one is optimal."
         else:
             yield (
-                f"{least}so this one is at most {self.landscape.gap:.1%} above the optimum. "
+                f"{least}so the optimality gap is at most {self.landscape.gap:.1%}. "
                 f"The bound ignores {self.question.ignored}, so the optimum may be closer."
             )
         cuts = best.schedule.microbatches[0].cuts
@@ -470,7 +626,7 @@ class LandscapePage:
         sentence = (
             f"The best plan {_join(rival.kinds)} is {self.title(rival.candidate)}: its step takes "
             f"{self.time(other.step)}, {verdict}, with a bubble of {other.bubble:.1%} "
-            f"and {self.size(other.peak)} on the fullest device."
+            f"and a peak of {self.size(other.peak)} per GPU."
         )
         if excess < SAME_TIME and self.best.noisy < other.noisy:
             sentence += (
@@ -502,7 +658,7 @@ class LandscapePage:
         if len(everything) == 1:
             return [self.placement_map(title, found, slowest)]
         cell = self.landscape.best.division
-        title += f", D={cell.copies} P={cell.ranks}"
+        title += f", dp={cell.copies} pp={cell.ranks}"
         maps = [
             self.division_map("The best of all placements", everything, slowest),
             self.placement_map(title, found, slowest),
@@ -517,10 +673,17 @@ class LandscapePage:
     def division_map(self, name: str, places: Map, slowest: float) -> HeatMap:
         """Return a map over copies and ranks."""
         drawn = {key: self.place(place, slowest) for key, place in places.items()}
-        copies = {count: f"D={count}" for count in sorted({key[0] for key in places})}
-        ranks = {count: f"P={count}" for count in sorted({key[1] for key in places})}
+        copies = {count: f"dp={count}" for count in sorted({key[0] for key in places})}
+        ranks = {count: f"pp={count}" for count in sorted({key[1] for key in places})}
         is_roomy = len(ranks) <= MAX_ROOMY_RANKS
-        return HeatMap(name, "copies D, ranks P", drawn, copies, ranks, is_roomy)
+        return HeatMap(
+            name,
+            "data parallel (dp), pipeline parallel (pp)",
+            drawn,
+            copies,
+            ranks,
+            is_roomy,
+        )
 
     def placement_map(
         self, name: str, found: dict[tuple[str, int], Candidate], slowest: float
@@ -567,7 +730,7 @@ class LandscapePage:
         """Describe a plan in a tooltip."""
         candidate = row
         return (
-            f"{title(candidate.name, candidate.shape)} ({candidate.order_kind}) on "
+            f"{title(candidate.name, candidate.shape)} ({ORDERS[candidate.order_kind]}) on "
             f"{row.division.name}: step {self.time(candidate.step)}, bubble "
             f"{candidate.bubble:.1%}, peak {self.size(candidate.peak)}"
         )
@@ -596,7 +759,7 @@ class LandscapePage:
             tuple(ORDERS.values()),
             self.sizes,
             self.times,
-            f"memory of the fullest device, in {self.size_unit}",
+            f"peak memory per GPU, in {self.size_unit}",
             f"step, in {self.time_unit}",
             self.question.workload.memory,
         )
@@ -621,7 +784,7 @@ class LandscapePage:
         """Return the plans whose timelines are drawn, with their roles."""
         roles = [
             ("chosen", self.landscape.best),
-            ("best fixed order", fastest_fixed(self.landscape)),
+            ("best published order", fastest_fixed(self.landscape)),
             ("1F1B", plain_1f1b(self.landscape)),
         ]
         shown: list[tuple[str, Candidate]] = []
@@ -631,7 +794,7 @@ class LandscapePage:
         return shown
 
     def timelines(self) -> list[tuple[str, Timeline]]:
-        """Return the timelines of the chosen plan, the best fixed order and 1F1B."""
+        """Return the timelines of the chosen plan, the best published order and 1F1B."""
         drawn = []
         for role, row in self.shown_rows():
             evaluator = self.question.pricing.evaluator(row.division)
@@ -639,44 +802,18 @@ class LandscapePage:
             name = f"{role}: {self.title(row)}"
             copies = timeline.schedule.ranks // row.schedule.ranks
             if 1 < copies < row.division.copies:
-                name += f"; {copies} of {row.division.copies} copies are drawn"
+                name += f"; {copies} of dp={row.division.copies} are drawn"
             drawn.append((name, timeline))
         return drawn
 
-    # ------------------------------------------------------------ tables
-    def best_plans(self) -> tuple[list[str], list[list[str]]]:
-        """Return the heads and the rows of the table of the best plans."""
-        heads = ["", "plan", "order", f"step, {self.time_unit}"]
-        if self.tokens:
-            heads.append(self.rates.unit)
-        heads += ["bubble", f"peak, {self.size_unit}", "gap of its order"]
-        heads.append(f"step ±10%, {self.time_unit}")
-        best = self.landscape.candidates[:MAX_TABLE_ROWS]
-        return heads, [self.cells(place, row) for place, row in enumerate(best, 1)]
-
-    def cells(self, place: int, row: Candidate) -> list[str]:
-        """Return a row of the table."""
-        candidate = row
-        step = self.times.number(candidate.step)
-        cells = [str(place), self.title(row), candidate.order_kind, step]
-        if self.tokens:
-            cells.append(self.rates.number(self.tokens / candidate.step))
-        noisy = candidate.noisy
-        return [
-            *cells,
-            f"{candidate.bubble:.1%}",
-            self.sizes.number(candidate.peak, 3),
-            f"{candidate.gap:.1%}" if candidate.bound else "",
-            self.times.number(noisy) if isfinite(noisy) else "",
-        ]
-
+    # ------------------------------------------------------------ what does not fit
     def misfit_title(self) -> str:
         """Say how many cells and schedules do not fit."""
         reasons = [one.reason for one in self.landscape.divisions if one.reason]
         late = reasons.count(CANNOT_WIN)
         kinds = (
-            (len(reasons) - late, "division", "without a plan"),
-            (late, "division", "that cannot win"),
+            (len(reasons) - late, "layout", "without a plan"),
+            (late, "layout", "that cannot win"),
             (len(self.landscape.too_large), "schedule", "above the memory of a device"),
         )
         parts = [

@@ -61,7 +61,7 @@ def run_testbed(
     NVIDIA's MPS is started before the command and stopped after it. With --backend nccl the processes exchange
     messages and sums as processes of different machines do, which a single GPU usually refuses.
 
-    Example: penstock testbed --workers 8 -- penstock train --set parallel.pp=8 --set run.device=cuda
+    Example: penstock lab testbed --workers 8 -- penstock train --set parallel.pp=8 --set run.device=cuda
     """
     raise typer.Exit(run_in_testbed(workers, command, backend))
 
@@ -79,13 +79,6 @@ def join_command(
             help="The key of the run: a copy of key.pem from the folder of the run."
         ),
     ] = Path("key.pem"),
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to keep the tokens and the config of the run, so that joining again is quicker. "
-            "Default: a folder that is removed at the end."
-        ),
-    ] = None,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -120,8 +113,7 @@ def join_command(
         )
     log_to(console(stderr=True), everything=False)
     with ended_by_signals(partial(tell, "ended")), ExitStack() as stack:
-        if folder is None:
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
         joining = Joining(address, key, folder, tell)
         joining.clean_up = stack.close
         verdict = joining.run("" if behind_nat else listen, read_version())

@@ -1,30 +1,38 @@
-"""Commands about a model: `init` and `train`; `export`, `generate`, `eval` and `report`; and `tokenizer`."""
+"""Commands about a model: `init` and `train`; `explain`, `eval`, `generate` and `export`."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.sources import complete_model, find_model
 from penstock.cli.terminal import (
+    MODEL_HELP,
     PRESET_NAMES,
+    RESUME_AUTO,
     ConfigChanges,
-    beginning,
-    counting,
+    JsonFlag,
+    print_json,
     print_plain,
     progress,
     tell,
     write,
 )
-from penstock.config import Config, check_config
+from penstock.config import check_config
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats import config_toml
-from penstock.train.after.report import render_report, summarize_run
+from penstock.train.after.report import (
+    chosen_step,
+    explaining_lines,
+    render_report,
+    summarize_run,
+    summary_facts,
+)
 from penstock.train.data.corpus import read_prompt
-from penstock.train.data.files import plain_texts
-from penstock.train.data.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     from penstock.train.after.evaluate import AblationRow
@@ -39,32 +47,22 @@ ModelFolder = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 
 
-complete_preset = beginning("config:PRESETS")
-
-
 def train_command(
     source: Annotated[
         Path | None,
-        typer.Argument(metavar="CONFIG", help="A config.toml, or the folder of a run."),
+        typer.Argument(
+            metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model
+        ),
     ] = None,
     changes: ConfigChanges = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Without a config: {PRESET_NAMES}. [dim]\\[default: tiny][/]",
-            autocompletion=complete_preset,
-        ),
-    ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue from the newest good checkpoint."),
-    ] = False,
-    resume_if_any: Annotated[
-        bool,
         typer.Option(
-            "--resume-if-any", help="Continue if there is a checkpoint, else start."
+            "--resume",
+            help="Continue from the newest good checkpoint; with --resume=auto, start if there is none.",
         ),
     ] = False,
+    resume_auto: Annotated[bool, typer.Option(RESUME_AUTO, hidden=True)] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -72,15 +70,13 @@ def train_command(
             help="Check everything, show the plan, memory and speed, but do not train.",
         ),
     ] = False,
-    sample: Annotated[
-        int,
-        typer.Option(min=0, help="Tokens of the sample at the end; 0 for no sample."),
-    ] = 200,
 ) -> None:
     """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
 
-    A rank is one process or several: --set parallel.tp=2 divides its layers between two processes,
-    --set parallel.dp_shard=2 divides its weights between two processes while they are not in use.
+    The weights of a Hugging Face folder are fine-tuned; a config.json gives the sizes of a new model. A rank is one
+    process or several: --set parallel.tp=2 divides its layers between two processes,
+    --set parallel.dp_shard=2 divides its
+    weights between two processes while they are not in use.
 
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
@@ -88,16 +84,20 @@ def train_command(
     from penstock.cli.run import train, train_as_rank
     from penstock.runtime.process.launch import under_launcher
 
-    run = (source, preset, changes or [], resume, resume_if_any)
+    if resume and source is not None and not source.exists():
+        raise FileError(
+            f"there is no run in {source} to continue\n  name the folder of a run, such as runs/tiny"
+        )
+    run = (find_model(source, changes, trained=True), resume, resume_auto)
     if not under_launcher():
-        train(*run, dry_run, sample)
+        train(*run, dry_run)
         return
     if dry_run:
         raise RunError(
             "--dry-run makes its forecast in a single process, not under torchrun or another launcher\n"
             "  start penstock train without it"
         )
-    train_as_rank(*run, sample)
+    train_as_rank(*run)
 
 
 def init_command(
@@ -105,7 +105,7 @@ def init_command(
         "config.toml"
     ),
     preset: Annotated[
-        str, typer.Option(help=f"{PRESET_NAMES}.", autocompletion=complete_preset)
+        str, typer.Option(help=f"{PRESET_NAMES}.", autocompletion=complete_model)
     ] = "tiny",
     changes: ConfigChanges = None,
 ) -> None:
@@ -162,10 +162,10 @@ def generate_command(
         str | None,
         typer.Option(
             help="The beginning of the text. Default: the first words of a held-out "
-            "document of the run; a Hugging Face model begins with any word."
+            "document of the run; a Hugging Face model starts from a random token."
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,
+    max_tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,
     temperature: Annotated[
         float, typer.Option(help="0 always takes the most likely token.")
     ] = 0.8,
@@ -173,10 +173,6 @@ def generate_command(
     omit: Annotated[
         str | None,
         typer.Option(help="Layers to leave out, counted from 0, such as 2,5."),
-    ] = None,
-    exit_after: Annotated[
-        int | None,
-        typer.Option(help="The last layer to run, counted from 0; the head follows."),
     ] = None,
 ) -> None:
     """Let a trained model continue a text, with all layers or, to be faster, with some of them.
@@ -198,10 +194,9 @@ def generate_command(
     begin = read_prompt(run) if prompt is None else prompt
     trained = open_trained(run)
     path = None
-    if omit is not None or exit_after is not None:
-        layers = trained.sizes.layers
-        path = chosen_path(layers, parse_layers(omit or ""), exit_after)
-    text = generate_text(trained, begin, tokens, temperature, seed, path)
+    if omit is not None:
+        path = chosen_path(trained.sizes.layers, parse_layers(omit))
+    text = generate_text(trained, begin, max_tokens, temperature, seed, path)
     sys.stdout.write(text + "\n")
 
 
@@ -211,11 +206,10 @@ def eval_command(
         list[str] | None,
         typer.Option(
             "--text",
-            "--sources",
             help="A file or folder to measure on, instead of the text of the run's own evaluations. May be repeated.",
         ),
     ] = None,
-    tokens: Annotated[
+    seq_len: Annotated[
         int | None,
         typer.Option(
             help="Tokens per sequence of --text. Default: as in the run; for a Hugging Face model at most 1024."
@@ -227,20 +221,13 @@ def eval_command(
             help="Share of the parts to leave out, such as 0.25, or the parts themselves, such as 2,5. May be repeated."
         ),
     ] = None,
-    exit_after: Annotated[
-        list[int] | None,
-        typer.Option(help="The last part before the head. May be repeated."),
-    ] = None,
-    draws: Annotated[
-        int, typer.Option(help="Random subsets of parts to try for each share.")
-    ] = 8,
     batches: Annotated[
         int | None,
         typer.Option(
             help="Batches of text; each sequence counts once. Default: 2 of held-out text, all of --text."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for choosing the subsets.")] = 0,
+    json: JsonFlag = False,
 ) -> None:
     """Measure the perplexity of a trained model, with all parts and with some left out.
 
@@ -249,29 +236,33 @@ def eval_command(
 
     Example: penstock eval runs/tiny --omit 0.25 --omit 0.5
 
-    Example: penstock eval runs/tiny --omit 2,5 --exit-after 5
+    Example: penstock eval runs/tiny --omit 2,5
 
     Example: penstock eval my-model --text notes.txt
     """
     from penstock.train.after.evaluate import evaluate_run, evaluate_text
     from penstock.train.after.generate import parse_omission
 
-    if tokens is not None and not text:
+    if seq_len is not None and not text:
         raise ShapeError(
-            "--tokens is for --text; held-out text has the sequences of its run"
+            "--seq-len is for --text; held-out text has the sequences of its run"
         )
 
     omissions = [parse_omission(text) for text in omit or []]
     with progress("evaluating"):
-        exits = exit_after or []
         if text:
             evaluation = evaluate_text(
-                run, text, omissions, draws, batches, seed, exits, tokens
+                run, text, omissions, batches=batches, tokens=seq_len
             )
         else:
             evaluation = evaluate_run(
-                run, omissions, draws, 2 if batches is None else batches, seed, exits
+                run, omissions, batches=2 if batches is None else batches
             )
+    if json:
+        rows = [asdict(row) | {"ratio": row.ratio} for row in evaluation.rows]
+        facts = {"text": evaluation.text, "by_byte": evaluation.by_byte}
+        print_json({**facts, "rows": rows})
+        return
     tell("text", evaluation.text)
     if evaluation.by_byte:
         tell("bytes", evaluation.by_byte)
@@ -290,46 +281,49 @@ def _describe_row(row: AblationRow) -> str:
     return text
 
 
-def report_command(
+def explain_command(
     run: RunFolder,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page to write.")
+    step: Annotated[
+        int | None,
+        typer.Option(help="The measured step to explain. Default: all that were."),
     ] = None,
-) -> None:
-    """Write the page of a run: its curves, and the predicted timeline of a step above the measured one.
-
-    Example: penstock report runs/tiny
-    """
-    sample = run / SAMPLE
-    text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
-    page = render_report(summarize_run(run), run.resolve().name, text)
-    write(output or run / REPORT, page)
-
-
-def tokenizer_command(
-    config: Annotated[
+    against: Annotated[
+        Path | None, typer.Option(help="The folder of another run to compare with.")
+    ] = None,
+    output: Annotated[
         Path | None,
-        typer.Argument(
-            help="A config whose data.sources name the text. Default: Python's own standard library."
+        typer.Option(
+            "-o",
+            "--output",
+            help=f"The page to write. Default: {REPORT} in the folder of the run.",
         ),
     ] = None,
-    vocab: Annotated[
-        int, typer.Option(help="The number of words, including one for each byte.")
-    ] = 8192,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="The file to create.")
-    ] = Path("tokenizer.json"),
-    changes: ConfigChanges = None,
+    json: JsonFlag = False,
 ) -> None:
-    """Train a tokenizer (byte pairs) on the text of a config, for data.tokenizer.
+    """Say where the steps of a run spent their time, beside what was predicted.
 
-    Example: penstock tokenizer --set data.sources=books --vocab 16000 -o books.json
+    The page shows curves, and the predicted timeline of a step above the measured one.
+
+    Example: penstock explain runs/tiny
+
+    Example: penstock explain runs/tiny-2 --against runs/tiny
     """
-    if output.exists():
-        raise FileError(f"{output} already exists\n  name another file")
-    settings = Config() if config is None else config_toml.read_config(config)
-    data = config_toml.apply_changes(settings, changes or []).data
-    with counting("reading text") as watch:
-        words = train_tokenizer(plain_texts(data, watch), vocab, output)
-    print_plain(f"wrote {output}: {words:,} words")
-    print_plain(f"  use it: penstock train --set data.tokenizer={output}")
+    summary = chosen_step(summarize_run(run), step)
+    other = None if against is None else summarize_run(against)
+    sample = run / SAMPLE
+    text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
+    page = render_report(summary, run.resolve().name, text)
+    write(output or run / REPORT, page, quiet=json)
+    if json:
+        facts = summary_facts(summary)
+        if other is not None:
+            facts["against"] = summary_facts(other)
+        print_json(facts)
+        return
+    for line in explaining_lines(summary):
+        print_plain(line)
+    if other is not None:
+        change = summary.speed / other.speed - 1
+        print_plain(
+            f"{summary.speed:,.0f} tokens/s, {change:+.1%} against {against} ({other.speed:,.0f})"
+        )

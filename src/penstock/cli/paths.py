@@ -1,12 +1,13 @@
-"""`penstock paths`: plans SkipPipe's paths for the nodes and links of a cluster.toml.
+"""`penstock lab paths`: plans SkipPipe's paths for the nodes and links of a cluster.toml.
 
-cluster.toml --parts --forward ...       options describe a model of equal parts, as in the paper
-config.toml --cluster cluster.toml       the model of a config; it is measured, or its profile is given
+--cluster cluster.toml --stages 4 --cost F=0.5      options describe a model of equal parts, as in the paper
+--cluster cluster.toml --stages 4 config.toml       a model, which is measured unless its profile is given
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated
@@ -14,12 +15,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.plan import profiles_of
+from penstock.cli.sources import (
+    PIPELINE_SETTINGS,
+    config_file,
+    read_costs,
+    read_model,
+)
 from penstock.cli.terminal import (
     INTERRUPTED,
+    MODEL_HELP,
     ConfigChanges,
-    ProfileFile,
     ShownInterrupt,
-    given,
     interruptible,
     option,
     print_json,
@@ -31,8 +37,8 @@ from penstock.cli.terminal import (
 )
 from penstock.config import Config, is_recording, precision_of
 from penstock.cost import Cluster, PartCost, Profile
-from penstock.cost.cluster import with_memory, with_slots
-from penstock.cost.gpus import analytic_profile, gpu_of
+from penstock.cost.cluster import with_memory
+from penstock.cost.gpus import GPUS, analytic_profile, gpu_of
 from penstock.cost.profile import SUM_SHARES, sum_as
 from penstock.errors import ShapeError, refuse_first
 from penstock.formats import dump_plan, read_cluster
@@ -62,122 +68,128 @@ from penstock.plan.paths.rules import raise_rule_faults, rules_from
 from penstock.plan.paths.search import DEFAULT_SEARCH_MOVES, Budget
 from penstock.plan.paths.starts import replica_counts
 from penstock.plan.pricing import basis_of
-from penstock.plan.workload import USABLE_SHARE, Fixed, Workload, parse_bytes
+from penstock.plan.workload import USABLE_SHARE, Fixed, Workload
+from penstock.shaped import read_shape, split_name
 from penstock.train.own_models import config_of
 from penstock.train.placement import decide_placement
 from penstock.view.numbers import write_time
 
 if TYPE_CHECKING:
-    from penstock.train.weights import Sizes  # loads torch
+    from penstock.models.family import AnyModelConfig  # loads torch
 
-MODEL_PANEL = "A model and its nodes"
-NEEDS_A_CONFIG = (
-    "{option} needs a config and a cluster: "
-    "penstock paths config.toml --cluster cluster.toml {option} ..."
-)
-FOR_A_DESCRIPTION = (
-    "{option} describes a model without a config; a profile gives it here\n"
-    "  leave {option} out"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeOptions:
-    """The nodes, beside those of a cluster.toml."""
-
-    cluster: Path | None = option(
-        None, "The nodes and their links, for a config.", rich_help_panel=MODEL_PANEL
-    )
-    gpu: str | None = option(
-        None,
-        "Nodes are GPUs of a known kind: v100, a100-40, a100, h100 or h200. "
-        "Times come from a formula.",
-        rich_help_panel=MODEL_PANEL,
-    )
-    memory: str | None = option(
-        None,
-        "Memory of nodes that have neither slots nor memory in the cluster.toml, such as 16GiB.",
-        rich_help_panel=MODEL_PANEL,
-    )
-    slots: int | None = option(None, "Micro-batches that each node may hold.")
-    data_nodes: int | None = option(None, "Nodes that hold the first part.")
-
-
-@dataclass(frozen=True, slots=True)
-class PartOptions:
-    """A model of equal parts, as in the paper."""
-
-    forward: float | None = option(
-        None, "Seconds that a part's forward takes on a node of speed 1.", above=0
-    )
-    message: float | None = option(
-        None, "Bytes that a micro-batch sends from part to part.", least=0
-    )
-    held: float | None = option(
-        None,
-        "Bytes that a part holds of a micro-batch, for nodes with a memory.",
-        least=0,
-    )
-    weights: float | None = option(
-        None,
-        "Bytes of a part's weights, gradients and optimizer state, for nodes with a memory.",
-        least=0,
-    )
-    gradients: float | None = option(
-        None, "Bytes of a part's gradients, summed over its replicas.", least=0
-    )
+SYNTHETIC_KINDS = {
+    "F": float,
+    "message": float,
+    "held": float,
+    "weights": float,
+    "gradients": float,
+}
+STAGES_KINDS = {"slices": int, "waves": bool, "data_nodes": int, "accumulate": int}
+SUMS_KINDS = {"messages": str}
+PLANNED, RING = "planned", "ring"
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What a step does."""
+    """The nodes, and what a step does on them."""
 
-    parts: int | None = option(None, "Parts of the model, not counting the head.")
+    cluster: Path | None = option(
+        None, "A cluster.toml with the nodes and the links between them. Required."
+    )
+    stages: str | None = option(
+        None,
+        "Parts of the model, not counting the head; also with token slices, with waves, which pass through every node "
+        "twice, with the number of nodes that hold the first part, and without a model with gradient accumulation "
+        "steps: 4:slices=2,waves,data_nodes=2,accumulate=2.",
+    )
     microbatches: int | None = option(
         None, "Micro-batches in a step for each data node."
     )
-    slices: int = option(
-        1, "Token slices of a micro-batch; they overlap work and slow messages."
-    )
-    waves: bool = option(
-        False, "Pass through every node twice, down and up.", "--waves"
+    cost: str | None = option(
+        None,
+        "Without a model, what a stage costs: F=0.5 (seconds of a forward on a node of speed 1), and the bytes "
+        "message=8e6,held=1e6,weights=1e8,gradients=1e8. With a model: a profile.json or a GPU; otherwise it is "
+        "measured.",
     )
     sums: str | None = option(
         None,
-        "How replicas sum gradients: planned, the quickest of ring, direct exchange and two levels, "
-        "which `penstock train` then does; or ring, as gloo and NCCL do (the default for GPUs).",
+        "All-reduces of gradients: planned, the quickest of ring, direct exchange and two levels, which "
+        "`penstock train` then does, or planned:bfloat16 or planned:int8, the type in which they travel; or ring, as "
+        "gloo and NCCL do (the default for GPUs).",
     )
-    sum_messages: str = option(
-        "float32",
-        "Type in which planned sums of gradients travel: float32, bfloat16 or int8.",
-    )
-    accumulate: int | None = option(
-        None,
-        "Passes of a step, by default run.accumulate of the config, or 1. Replicas sum gradients once "
-        "a step, in its last pass, and all times are means of a pass.",
-    )
+
+    @property
+    def shape(self) -> StageShape:
+        """The stages of a model, and how a step passes through them."""
+        if self.stages is None:
+            raise ShapeError(
+                "--stages is missing: into how many parts is the model divided?\n"
+                "  every part is on several nodes, so give fewer parts than the cluster has nodes"
+            )
+        count, words = split_name(self.stages)
+        shape = read_shape(count, words, STAGES_KINDS)
+        if not count.isdecimal():
+            raise ShapeError(f"--stages must be a number, such as 4, not {count!r}")
+        return StageShape(int(count), **shape)
+
+    @property
+    def all_reduce(self) -> tuple[str | None, str]:
+        """How gradients are summed, and the type in which they travel."""
+        if self.sums is None:
+            return None, "float32"
+        kind, shape = split_name(self.sums)
+        if shape and "=" not in shape:
+            shape = f"messages={shape}"
+        messages = read_shape(kind, shape, SUMS_KINDS).get("messages", "float32")
+        known = ", ".join(SUM_SHARES)
+        refuse_first(
+            ShapeError,
+            (
+                kind not in (RING, PLANNED),
+                f"--sums is ring or planned, not {kind!r}",
+            ),
+            (
+                messages not in SUM_SHARES,
+                f"--sums: gradients travel as one of {known}, not {messages!r}",
+            ),
+            (
+                kind == RING and messages != "float32",
+                f"--sums ring sums in float32, as gloo and NCCL do; write planned:{messages}",
+            ),
+        )
+        return kind, messages
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """How many parts a model has, and how a step passes through them."""
+
+    parts: int
+    slices: int = 1
+    waves: bool = False
+    data_nodes: int | None = None
+    accumulate: int = 1  # passes of a step, without a model
 
 
 @dataclass(frozen=True, slots=True)
 class RuleOptions:
     """Which paths are allowed, and which are planned besides."""
 
-    share: float = option(
-        1 / 3, "The share of the parts that each micro-batch skips.", show_default="1/3"
+    skip: float = option(
+        1 / 3,
+        "The share of the parts that each micro-batch leaves out.",
+        show_default="1/3",
     )
     rule: list[str] | None = option(
         None,
         "NAME=VALUE; may be repeated. Names: behind, distance, swaps, ahead, uneven, full, wait, share.",
     )
-    rotate: bool = option(
-        False,
-        "Plan further sets of paths, which training takes in turn, until some path meets every set of parts.",
-        "--rotate",
-    )
-    slack: float = option(
-        0.0,
-        "The share by which a step with further paths may take longer than the first (with --rotate).",
+    rotate: float | None = option(
+        None,
+        "Plan further sets of paths, which training takes in turn, until some path meets every set of parts; a step "
+        "with them may take this share longer than the first, such as 0.",
         least=0,
+        metavar="SHARE",
     )
     lost: list[int] | None = option(
         None,
@@ -188,7 +200,7 @@ class RuleOptions:
     @property
     def rules(self) -> Rules:
         """The rules of all paths."""
-        return rules_from([f"share={self.share!r}", *(self.rule or ())])
+        return rules_from([f"share={self.skip!r}", *(self.rule or ())])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,29 +248,24 @@ class PathQuestion:
 
 
 def paths_command(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A config.toml, whose model is measured here unless --profile or --gpu is given. "
-            "Without --cluster: the cluster.toml, for a model that the options describe.",
-        ),
-    ],
-    nodes: NodeOptions,
-    profile: ProfileFile,
-    described: PartOptions,
     step: StepOptions,
     ruled: RuleOptions,
     search: SearchOptions,
     result: ResultOptions,
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help=f"{MODEL_HELP} Without one, --cost describes a model of equal parts.",
+        ),
+    ] = None,
     changes: ConfigChanges = None,
 ) -> None:
     """Plan which node holds which part, and which parts each micro-batch visits, so that micro-batches rarely wait.
 
-    With a config and --cluster, the model of the config is measured, as `penstock plan` does, or its profile is read.
-    The memory of a node then holds its weights, gradients and optimizer state, and the plan says how many layers each
-    part has. Without --cluster, the options describe a model of equal parts, as in the paper. Sums of gradients count
-    in both cases.
+    A model is measured, as `penstock plan` does, or its profile is read. The memory of a node then holds its weights,
+    gradients and optimizer state, and the plan says how many layers each part has. Without a model, --cost describes
+    equal parts, as in the paper. All-reduces of gradients count in both cases.
 
     Shows how much better any plan under the same rules could be at most. For comparison, the same search with the same
     work also plans a full pipeline, which skips nothing. The rules are SkipPipe's unless --rule changes them: a step
@@ -270,31 +277,20 @@ def paths_command(
     or Ctrl-C ends the search early; the command then shows the best plan so far and says that the search was cut short.
     After Ctrl-C the exit code is 130.
 
-    Example: penstock paths config.toml --cluster cluster.toml --parts 6 --microbatches 6 -o plan.json
+    Example: penstock lab paths config.toml --cluster cluster.toml --stages 6 --microbatches 6 -o plan.json
 
-    Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --message 16e6 -o plan.json
+    Example: penstock lab paths --cluster cluster.toml --stages 6 --microbatches 6 --cost F=0.5,message=16e6
 
-    Example: penstock paths cluster.toml --parts 12 --microbatches 4 --forward 0.1 --rule share=1/2 --rule swaps=0
-
-    Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --lost 7 -o without-7.json
+    Example: penstock lab paths --cluster cluster.toml --stages 12 --microbatches 4 --cost F=0.1 --skip 0.5 --lost 7
     """
-    _check_sums(step.sums, step.sum_messages)
-    memory = None if nodes.memory is None else parse_bytes(nodes.memory)
+    sums, messages = step.all_reduce
     rules = ruled.rules
-    if nodes.cluster is None:
-        needing = {"--profile": profile.profile, "--gpu": nodes.gpu, "--set": changes}
-        refuse((name for name, value in needing.items() if value), NEEDS_A_CONFIG)
-        question = question_from_options(source, nodes, step, described)
+    if source is None:
+        refuse(["--set"] * bool(changes), "{option} changes a config; name a model")
+        question = question_from_options(step)
     else:
-        refuse(given(described), FOR_A_DESCRIPTION)
-        question = question_from_config(
-            source, tuple(changes or ()), nodes, profile, step, rules
-        )
+        question = question_from_model(source, tuple(changes or ()), step, rules)
     cluster = question.cluster
-    if memory is not None:
-        cluster = with_memory(cluster, memory)
-    if nodes.slots is not None:
-        cluster = with_slots(cluster, nodes.slots)
     rotation = None
     stages: list[PathPlan] = []
     with (
@@ -303,15 +299,15 @@ def paths_command(
     ):
         problem = Problem(
             cluster,
-            sum_as(question.parts, step.sum_messages),
+            sum_as(question.parts, messages),
             question.microbatches,
             rules,
             data_nodes=question.data_nodes,
             tokens=question.tokens,
-            slices=step.slices,
-            waves=step.waves,
-            planned_sums=step.sums == "planned" if step.sums else not question.on_gpu,
-            passes=question.passes if step.accumulate is None else step.accumulate,
+            slices=step.shape.slices,
+            waves=step.shape.waves,
+            planned_sums=sums == PLANNED if sums else not question.on_gpu,
+            passes=question.passes,
             gap=question.gap,
             first_gap=question.gap,
         )
@@ -324,12 +320,12 @@ def paths_command(
             if not interrupt.is_set() and rules.full and all(plan.partitions):
                 full_step = full_steps(plan, search.budget(interrupt), search.seed)
         raise_rule_faults(rule_faults(plan))
-        if not interrupt.is_set() and ruled.rotate:
+        if not interrupt.is_set() and ruled.rotate is not None:
             budget = search.budget(interrupt)
-            rotation = rotate(plan, budget, ruled.slack, search.seed)
+            rotation = rotate(plan, budget, ruled.rotate, search.seed)
     others = () if rotation is None else rotation.plans[1:]
     if result.output is not None:
-        written = paths_plan(plan, question.model, others, full_step, step.sum_messages)
+        written = paths_plan(plan, question.model, others, full_step, messages)
         write(result.output, dump_plan(written), quiet=result.json)
     found = (plan, full, full_step, rotation)
     if result.json:
@@ -341,27 +337,6 @@ def paths_command(
         print_table(("", "planned paths"), _table_rows(*found), note)
     if interrupt.is_set():
         raise ShownInterrupt(INTERRUPTED)
-
-
-def _check_sums(sums: str | None, messages: str) -> None:
-    """Refuse kinds and types of sums that do not exist or do not go together."""
-    known = ", ".join(SUM_SHARES)
-    refuse_first(
-        ShapeError,
-        (
-            sums not in (None, "ring", "planned"),
-            f"--sums is ring or planned, not {sums!r}",
-        ),
-        (
-            messages not in SUM_SHARES,
-            f"--sum-messages is one of {known}, not {messages!r}",
-        ),
-        (
-            sums == "ring" and messages != "float32",
-            f"--sum-messages {messages} is for planned sums; gloo and NCCL sum in float32\n"
-            "  leave out --sums ring, or --sum-messages",
-        ),
-    )
 
 
 def _with_full_steps(
@@ -391,80 +366,76 @@ def _with_full_steps(
 
 
 # ---------------------------------------------------------------- questions
-def question_from_options(
-    cluster: Path, nodes: NodeOptions, step: StepOptions, described: PartOptions
-) -> PathQuestion:
+def question_from_options(step: StepOptions) -> PathQuestion:
     """Ask for paths through a model of equal parts, which options describe."""
-    needed = {
-        "parts": step.parts,
-        "microbatches": step.microbatches,
-        "forward": described.forward,
-    }
-    for name, value in needed.items():
-        if value is None:
-            raise ShapeError(
-                f"--{name} is missing\n"
-                "  give --parts, --microbatches and --forward, "
-                "or a config: penstock paths config.toml --cluster cluster.toml"
-            )
-    assert step.parts is not None
-    assert step.microbatches is not None
-    tokens = max(step.slices, 1)
-    sizes = {name: value or 0.0 for name, value in asdict(described).items()}
+    cluster = _cluster_of(step)
+    shape = step.shape
+    if step.microbatches is None:
+        raise ShapeError("--microbatches is missing")
+    sizes = read_shape("--cost", step.cost or "", SYNTHETIC_KINDS)
+    if "F" not in sizes:
+        raise ShapeError(
+            "--cost F=0.5 is missing: the seconds of a stage's forward on a node of speed 1\n"
+            "  or name a model: penstock lab paths config.toml --cluster cluster.toml"
+        )
+    for name, value in sizes.items():
+        if not (value > 0 if name == "F" else value >= 0) or value == inf:
+            wanted = "above 0" if name == "F" else "at least 0"
+            raise ShapeError(f"--cost: {name} must be {wanted}, not {value:g}")
+    tokens = max(shape.slices, 1)
     return PathQuestion(
-        read_cluster(cluster),
-        even_parts(step.parts, tokens=tokens, **sizes),
+        cluster,
+        even_parts(shape.parts, sizes.pop("F"), tokens=tokens, **sizes),
         step.microbatches,
-        nodes.data_nodes,
+        shape.data_nodes,
         tokens,
+        passes=shape.accumulate,
     )
 
 
-def question_from_config(
-    source: Path,
-    changes: tuple[str, ...],
-    nodes: NodeOptions,
-    given_profile: ProfileFile,
-    step: StepOptions,
-    rules: Rules,
-) -> PathQuestion:
-    """Ask for paths through the model of a config, on the nodes of a cluster."""
-    # These load torch.
-    from penstock.train.before.start import find_run
-    from penstock.train.job import model_sizes
-
-    if step.parts is None:
+def _cluster_of(step: StepOptions) -> Cluster:
+    if step.cluster is None:
         raise ShapeError(
-            "--parts is missing: into how many parts is the model divided?\n"
-            "  every part is on several nodes, so give fewer parts than the cluster has nodes"
+            "--cluster is missing: which nodes are there?\n"
+            "  `penstock profile --links` measures them and writes a cluster.toml"
         )
-    config, _ = find_run(source, None, changes, exists=True)
+    return read_cluster(step.cluster)
+
+
+def question_from_model(
+    source: Path, changes: tuple[str, ...], step: StepOptions, rules: Rules
+) -> PathQuestion:
+    """Ask for paths through a model, on the nodes of a cluster."""
+    config, sizes = read_model(source, changes)
+    cluster = _cluster_of(step)
+    shape = step.shape
     microbatches = step.microbatches
-    if microbatches is None and "schedule.microbatches" in written_keys(
-        source, changes
-    ):
+    written = written_keys(config_file(source), changes)
+    if microbatches is None and PIPELINE_SETTINGS["microbatches"] in written:
         microbatches = config.schedule.microbatches
     if not microbatches:
         raise ShapeError(
-            "--microbatches is missing, and the config has no schedule.microbatches"
+            "--microbatches is missing, and the config does not give their number"
         )
-    sizes = model_sizes(config)
-    assert nodes.cluster is not None
-    cluster = read_cluster(nodes.cluster)
     wanted = replica_counts(
-        len(cluster.nodes), step.parts, rules.hops(step.parts), nodes.data_nodes
+        len(cluster.nodes), shape.parts, rules.hops(shape.parts), shape.data_nodes
     )
     batch = config.data.global_batch // config.run.accumulate  # of a pass
     data = choose_data_nodes(
-        batch, microbatches, wanted[0], nodes.data_nodes is not None
+        batch, microbatches, wanted[0], shape.data_nodes is not None
     )
     rows = batch // (data * microbatches)
-    profile, origin = _profile_of(nodes.gpu, given_profile, config, sizes, rows)
+    gpu = step.cost if step.cost and step.cost.casefold() in GPUS else None
+    profile, origin = _profile_of(gpu, step.cost, config, sizes, rows)
     model = model_parts(
-        profile, step.parts, config.data.seq_len, config.run.recompute == "full", origin
+        profile,
+        shape.parts,
+        config.data.seq_len,
+        config.run.recompute == "full",
+        origin,
     )
-    if nodes.gpu is not None:
-        cluster = with_memory(cluster, USABLE_SHARE * gpu_of(nodes.gpu).memory)
+    if gpu is not None:
+        cluster = with_memory(cluster, USABLE_SHARE * gpu_of(gpu).memory)
     return PathQuestion(
         cluster,
         model.costs,
@@ -481,15 +452,13 @@ def question_from_config(
 
 def _profile_of(
     gpu_name: str | None,
-    given_profile: ProfileFile,
+    cost: str | None,
     config: Config,
-    sizes: Sizes,
+    sizes: AnyModelConfig,
     rows: int,
 ) -> tuple[Profile, str]:
     """Return the profile of a config's model for micro-batches of `rows` rows, and where it comes from."""
     if gpu_name is not None:
-        if given_profile.profile is not None:
-            raise ShapeError("--gpu cannot be combined with --profile")
         gpu = gpu_of(gpu_name)
         profile = analytic_profile(
             config_of(sizes),
@@ -511,7 +480,15 @@ def _profile_of(
         fixed=Fixed(ranks=1, microbatches=1, copies=1, tensor=1, shard=1),
         config=config,
     )
-    profiles, origin = profiles_of(given_profile, workload, decide_placement(config, 1))
+    file = None
+    if cost is not None:
+        file = read_costs(cost).file
+        if file is None:
+            raise ShapeError(
+                f"--cost {cost} describes a model of equal parts, but a model is named\n"
+                "  give a profile.json or a GPU, or leave --cost out to measure the model"
+            )
+    profiles, origin = profiles_of(file, workload, decide_placement(config, 1))
     return profiles.at(rows), origin
 
 
@@ -575,7 +552,7 @@ def _table_rows(
     if rotation is not None:
         rows.append(("paths in turn", _describe_rotation(rotation)))
     if plan.problem.has_sums:
-        rows.append(("sums of gradients", _describe_sums(plan)))
+        rows.append(("all-reduces of gradients", _describe_sums(plan)))
     for part, nodes in enumerate(plan.partitions):
         held = "nodes " + " ".join(map(str, nodes)) if nodes else "on no node: skipped"
         rows.append((f"part {part}", held))

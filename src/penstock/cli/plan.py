@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,18 +12,27 @@ import typer
 
 from penstock.cli.landscape import (
     LandscapePage,
+    Yardstick,
     describe_range,
     landscape_facts,
     note_unused,
     planning,
     print_landscape,
 )
-from penstock.cli.schedule import price_of
+from penstock.cli.sources import (
+    COST_HELP,
+    PIPELINE_SETTINGS,
+    PipelineOptions,
+    complete_model,
+    config_file,
+    describe_model,
+    read_cost_profile,
+    read_costs,
+    read_model,
+)
 from penstock.cli.terminal import (
+    MODEL_HELP,
     ConfigChanges,
-    ProfileFile,
-    ProfileOptions,
-    UnitTimes,
     beginning,
     console,
     given,
@@ -35,18 +44,20 @@ from penstock.cli.terminal import (
     tell,
     write,
 )
-from penstock.config import Config
+from penstock.config import Config, allows_meshes
 from penstock.cost import RowProfiles, UnitCost
-from penstock.cost.gpus import gpu_of
-from penstock.cost.profile import refuse_error, tile_of
+from penstock.cost.gpus import GPUS, gpu_of
+from penstock.cost.profile import tile_of
 from penstock.errors import RunError, ShapeError
-from penstock.formats import dump_plan, read_cluster, read_row_profiles
-from penstock.formats.config_toml import is_folder, read_source, written_keys
+from penstock.formats import dump_plan, read_cluster
+from penstock.formats.config_toml import written_keys
 from penstock.integrations.advice import (
     Framework,
     framework_of,
     pipeline_terms,
 )
+from penstock.layout import Layout, read_layout
+from penstock.plan.baseline import layout_candidate
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import (
     Question,
@@ -60,113 +71,136 @@ from penstock.plan.workload import (
     USABLE_SHARE,
     Hardware,
     Workload,
-    microbatches_of,
-    parse_bytes,
+    parse_memory,
     profile_workload,
     workload_of,
 )
 from penstock.schedules.orders import require_at_least
-from penstock.train.own_models import config_of, limits_of, settled_sizes
+from penstock.shaped import read_shape
+from penstock.train.own_models import config_of, limits_of
 from penstock.train.placement import Placement
 from penstock.view.numbers import name_size, name_time, write_size
 
 if TYPE_CHECKING:
-    from penstock.train.weights import Sizes  # loads torch
+    from penstock.models.family import AnyModelConfig  # loads torch
 
 DEFAULT_STEM = Path("plan")  # of the files that advice would be in
 MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
-CONFIG_PANEL = "A model and its devices"
-FOR_A_PIPELINE = (
-    "{option} is for a pipeline without a config; a config has its own: "
-    "--set parallel.pp=8, data.seq_len and so on\n  leave {option} out"
-)
-NEEDS_A_CONFIG = (
-    "{option} needs a config: penstock plan config.toml {option} ...\n"
-    "  `penstock init` writes one"
+LIMITS = {"stages": 16, "slices": 16, "weights": 1}  # the most that a search tries
+MODEL_PANEL = "A model and its devices"
+NEEDS_A_MODEL = (
+    "{option} needs a model: penstock plan MODEL {option} ...\n"
+    "  a config (`penstock init` writes one), a Hugging Face folder or config.json, or a preset such as llama-1b"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOptions:
-    """The devices to plan for."""
+    """The devices to plan for, and what a model costs there."""
 
     devices: int | None = option(
         None,
-        "Divide this many devices into copies, ranks and meshes. "
-        "Default: as many as the config has.",
-        rich_help_panel=CONFIG_PANEL,
-    )
-    memory: str | None = option(
-        None,
-        "Memory of a device, such as 80GiB. Without a model: micro-batches that "
-        "a rank may hold; with --profile alone a bare number means MiB.",
+        "Divide the model over this many devices. Default: as many as the config has.",
+        rich_help_panel=MODEL_PANEL,
+        least=1,
     )
     gpu: str | None = option(
         None,
-        "Plan for a known GPU without having one: v100, a100-40, a100, h100 "
-        "or h200. Its times come from a formula.",
+        f"Plan for a known GPU without having one: {', '.join(GPUS)}. Its times come from a formula.",
         autocompletion=beginning("cost.gpus:GPUS"),
-        rich_help_panel=CONFIG_PANEL,
+        rich_help_panel=MODEL_PANEL,
+    )
+    memory: str | None = option(
+        None,
+        "Memory of a device, such as 80GiB; without a model, in-flight micro-batches of a rank, such as 4mb.",
     )
     cluster: Path | None = option(
         None,
         "A cluster.toml with the speeds of the devices and the links between them.",
-        rich_help_panel=CONFIG_PANEL,
+        rich_help_panel=MODEL_PANEL,
     )
+    cost: str | None = option(None, f"{COST_HELP} Or the name of a GPU.")
+
+    @property
+    def known_gpu(self) -> str | None:
+        """The GPU whose data sheet gives the times, if there is one."""
+        named = self.cost if self.cost and self.cost.casefold() in GPUS else None
+        return self.gpu or named
+
+    @property
+    def profile(self) -> Path | None:
+        """The profile that gives the times of a model, if there is one."""
+        if self.cost is None or self.known_gpu:
+            return None
+        costs = read_costs(self.cost)
+        if costs.file is None:
+            raise ShapeError(
+                f"--cost {self.cost} is for a pipeline without a model\n"
+                "  give a profile.json or a GPU, or leave --cost out to measure the model here"
+            )
+        return costs.file
 
     @property
     def memory_bytes(self) -> float | None:
         """The memory of a device, if it is given."""
-        return None if self.memory is None else parse_bytes(self.memory)
+        return None if self.memory is None else parse_memory(self.memory)
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """A pipeline without a config."""
-
-    ranks: int | None = option(None, "Ranks of the pipeline.")
-    microbatches: int | None = option(None, "Micro-batches in a step.")
-
-
-@dataclass(frozen=True, slots=True)
-class LimitOptions:
+class SearchOptions:
     """What the search may try."""
 
-    stages: int = option(
-        16,
-        "The most stages on a rank. A model cannot have more stages than layers.",
-    )
-    slices: int = option(
-        16,
-        "The most token slices of a sequence; 1 for models that cannot be sliced.",
-    )
-    granularity: int | None = option(
+    limit: str | None = option(
         None,
-        "Cuts are multiples of this number of tokens. Default: 16, or 128 for a GPU.",
+        "The most stages on a rank, token slices of a sequence and copies of the weights (chimera has two). "
+        "Default: stages=16,slices=16,weights=1.",
     )
-    weights: int = option(1, "The most copies of the weights; 2 admits chimera.")
     skip: float | None = option(
         None,
         "Let each micro-batch leave out up to this share of the layers, such as 0.25. "
         "This changes what is computed. Default: schedule.skip of the config, or 0.",
     )
+    seconds: float | None = option(
+        None,
+        "Stop after about this long with the best plan so far. Default: no limit.",
+        above=0,
+    )
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of the search."""
+        counts = LIMITS | read_shape(
+            "--limit", self.limit or "", dict.fromkeys(LIMITS, int)
+        )
+        require_at_least(1, **counts)
+        skip = self.skip or 0.0
+        if not 0 <= skip <= MAX_SKIP:
+            raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
+        stages, slices, weights = counts.values()
+        return Limits(stages, slices, weights, skip=skip)
 
 
 @dataclass(frozen=True, slots=True)
 class ResultOptions:
     """What is done with the best plan."""
 
-    top: int = option(15, "The number of rows to show.")
-    output: Path | None = option(None, "The file to write.", "-o", "--output")
-    page: Path | None = option(
-        None, "Write a page that shows all that was compared, as HTML."
-    )
     framework: str | None = option(
         None,
         "Plan for another framework, and print what it takes: torchtitan or megatron.",
         "--for",
         metavar="FRAMEWORK",
         autocompletion=beginning("integrations.advice:FRAMEWORKS"),
+    )
+    baseline: str | None = option(
+        None,
+        "The layout that you run today, which becomes a row: dp_replicate=4,dp_shard=8,tp=2,pp=2,microbatches=8,"
+        "recompute=none,schedule=hanayo:waves=2",
+        metavar="LAYOUT",
+    )
+    top: int = option(15, "The number of rows to show.", least=1)
+    output: Path | None = option(None, "The plan.json to write.", "-o", "--output")
+    page: Path | None = option(
+        None, "Write a page that shows all that was compared, as HTML."
     )
     json: bool = option(False, "Print one JSON object to stdout.", "--json")
 
@@ -178,74 +212,74 @@ class ModelOptions:
     source: Path | None
     changes: tuple[str, ...]
     devices: DeviceOptions
-    profile: ProfileOptions
-    limits: LimitOptions
+    skip: float | None = None
 
 
 def plan_command(
     devices: DeviceOptions,
-    profile: ProfileOptions,
     pipeline: PipelineOptions,
-    times: UnitTimes,
-    limiting: LimitOptions,
+    searching: SearchOptions,
     result: ResultOptions,
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG",
-            help="A config.toml, whose model is measured here unless --profile or --gpu is given.",
+            metavar="[MODEL]",
+            help=f"{MODEL_HELP} It is measured here unless --gpu or --cost is given.",
+            autocompletion=complete_model,
         ),
     ] = None,
     changes: ConfigChanges = None,
 ) -> None:
     """Search for the fastest plan; with -o, write it as a plan.json that `penstock train` runs.
 
-    It divides the devices into copies, ranks and meshes, the batch into micro-batches and token slices, and the layers
-    into parts, and orders what every rank does. The bound under the table holds for every plan of that space.
+    It chooses the degrees of data, tensor and pipeline parallelism, divides the batch into micro-batches and token
+    slices and the layers into parts, and orders what every rank does. The bound under the table holds for every plan
+    of that space. Without a model it plans one pipeline in which a forward of a micro-batch on a rank takes 1.
 
-    Example: penstock plan config.toml --devices 32 --memory 80GiB --gpu h100 -o plan.json --page plan.html
+    The exit code is 0 if there is a plan, 2 if something is wrong with the question, and 3 if nothing fits.
 
-    Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
+    Example: penstock plan llama3-8b/config.json --devices 64 --gpu h100 --for torchtitan
 
-    Example: penstock plan --ranks 4 --microbatches 2 --profile profile.json --tokens 8192
+    Example: penstock plan config.toml --devices 32 --memory 80GiB --gpu h100 --baseline dp_shard=32 -o plan.json
 
-    Example: penstock plan config.toml --devices 32 --gpu h100 --for torchtitan -o plan.json
+    Example: penstock plan --pp 8 --microbatches 16 --cost comm=0.05 --memory 8mb -o plan.json
     """
-    counts = {
-        "stages": limiting.stages,
-        "slices": limiting.slices,
-        "weights": limiting.weights,
-        "top": result.top,
-        "granularity": limiting.granularity,
-        "devices": devices.devices,
-    }
-    given_counts = {name: one for name, one in counts.items() if one is not None}
-    require_at_least(1, **given_counts)
-    skip = limiting.skip or 0.0
-    if not 0 <= skip <= MAX_SKIP:
-        raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
-    limits = Limits(limiting.stages, limiting.slices, limiting.weights, skip=skip)
+    limits = searching.limits
     framework = None
     if result.framework is not None:
-        if skip:
+        if limits.skip:
             raise ShapeError(
                 f"--skip plans partial paths, which {result.framework} cannot run\n"
                 "  leave out --skip or --for"
             )
         framework = framework_of(result.framework)
         limits = framework.narrow(limits)
-    if source is not None or devices.gpu is not None:
-        tokens = ["--tokens"] if profile.tokens is not None else []
-        refuse([*given(pipeline), *tokens, *given(times)], FOR_A_PIPELINE)
-        model = ModelOptions(source, tuple(changes or ()), devices, profile, limiting)
+    baseline = None if result.baseline is None else read_layout(result.baseline)
+    about = ""
+    if source is not None or any(
+        one.strip().startswith("model.") for one in changes or ()
+    ):
+        sizes = {
+            PIPELINE_SETTINGS[name]: value
+            for name, value in (
+                ("pp", pipeline.pp),
+                ("microbatches", pipeline.microbatches),
+            )
+            if value is not None
+        }
+        words = [*(changes or ()), *(f"{key}={value}" for key, value in sizes.items())]
+        model = ModelOptions(source, tuple(words), devices, searching.skip)
         question = config_question(model, limits, framework)
+        about = describe_model(source, question.workload)
     else:
-        needing = [name for name in given(devices) if name != "--memory"]
-        refuse([*needing, *["--set"] * bool(changes)], NEEDS_A_CONFIG)
-        question = pipeline_question(
-            pipeline, times, profile, devices.memory, limiting, limits
-        )
-    with planning() as watch:
+        needing = [
+            name for name in given(devices) if name not in ("--memory", "--cost")
+        ]
+        needing += ["--set"] * bool(changes) + ["--baseline"] * (baseline is not None)
+        refuse(needing, NEEDS_A_MODEL)
+        question = pipeline_question(pipeline, devices, limits)
+    yardsticks = _yardsticks(question, baseline)
+    with planning(searching.seconds) as watch:
         landscape = search(
             question,
             watch,
@@ -263,9 +297,27 @@ def plan_command(
         plan = chosen_plan(landscape, question.facts)
         write(result.output, dump_plan(plan), quiet=result.json)
     if result.json:
-        print_json(landscape_facts(landscape, question))
+        print_json(landscape_facts(landscape, question, yardsticks))
     else:
-        print_landscape(landscape, question, result.top)
+        print_landscape(landscape, question, result.top, yardsticks, about)
+
+
+def _yardsticks(question: Question, baseline: Layout | None) -> list[Yardstick]:
+    """Return what the best plan is compared with: FSDP without a pipeline if it is possible, and the baseline."""
+    workload = question.workload
+    found = []
+    config = workload.config
+    fsdp = Layout(dp_shard=workload.devices)
+    if config is not None and workload.devices > 1 and allows_meshes(config):
+        try:
+            candidate = layout_candidate(question, fsdp)
+            found.append(Yardstick("FSDP only", "FSDP only", fsdp, candidate))
+        except ShapeError:  # The batch has fewer sequences than there are devices.
+            pass
+    if baseline is not None:
+        candidate = layout_candidate(question, baseline)
+        found.append(Yardstick("baseline", baseline.schedule, baseline, candidate))
+    return found
 
 
 # ---------------------------------------------------------------- other frameworks
@@ -294,7 +346,7 @@ def _show_advice(
             "basis": question.basis,
             "plan": name,
             "schedule": advice.schedule,
-            "ranks": pipeline.ranks,
+            "pp": pipeline.ranks,
             "microbatches": pipeline.microbatches,
             "partition": list(pipeline.partition),
             "expected": {
@@ -312,13 +364,13 @@ def _show_advice(
         print_json(facts)
         return
     units = question.units
-    sends = "wait for their messages" if waits else "send in the background"
-    how = f" (simulated for ranks that {sends})" if pipeline.ranks > 1 else ""
+    sends = "blocking" if waits else "asynchronous"
+    how = f" (simulated with {sends} p2p)" if pipeline.ranks > 1 else ""
     print_plain(f"planned {question.basis}")
     print_plain(
         f"for {framework.name}: {name}, {advice.schedule}\n"
         f"expected: a step of {name_time(best.step, units)}, bubble "
-        f"{best.bubble:.1%}, {name_size(best.peak, units)} on the fullest device{how}"
+        f"{best.bubble:.1%}, peak memory per GPU {name_size(best.peak, units)}{how}"
     )
     for line in describe_range(question, best.step):
         print_plain(line)
@@ -335,53 +387,27 @@ def _show_advice(
 
 # ---------------------------------------------------------------- questions
 def pipeline_question(
-    pipeline: PipelineOptions,
-    times: UnitTimes,
-    profile: ProfileOptions,
-    memory: str | None,
-    limiting: LimitOptions,
-    limits: Limits,
+    pipeline: PipelineOptions, devices: DeviceOptions, limits: Limits
 ) -> Question:
-    """Ask for a pipeline with given ranks and micro-batches."""
-    ranks, microbatches = pipeline.ranks, pipeline.microbatches
-    if ranks is None or microbatches is None:
+    """Ask for a pipeline of some ranks and micro-batches, without a model."""
+    costs = read_costs(devices.cost)
+    if costs.channels is not None:
         raise ShapeError(
-            "name a config.toml, or give --ranks and --microbatches\n"
-            "  penstock plan config.toml --devices 8; `penstock init` writes a config"
+            "channels are for `penstock draw`; plan with --cost F=1,B=2,comm=0.05"
         )
-    price = price_of(times, profile)
-    require_at_least(1, ranks=ranks, microbatches=microbatches)
+    price = costs.price
+    pp, microbatches = pipeline.sizes().values()
+    require_at_least(1, pp=pp, microbatches=microbatches)
     if price.profiles is None:
-        if limiting.granularity is not None:
-            raise ShapeError(
-                "--granularity needs a profile or a config\n"
-                "  name a config, or add --profile profile.json; without them, only the "
-                "proportions of cuts matter"
-            )
         assert isinstance(price.cost, UnitCost)
-        held = None if memory is None else microbatches_of(memory)
-        return unit_question(ranks, microbatches, price.cost, held, limits)
+        held = None
+        if devices.memory is not None:
+            held = parse_memory(devices.memory, in_microbatches=True)
+        return unit_question(pp, microbatches, price.cost, held, limits)
     workload = profile_workload(
-        price.profiles,
-        ranks,
-        microbatches,
-        price.tokens,
-        None if memory is None else parse_bytes(memory),
-        limiting.granularity,
+        price.profiles, pp, microbatches, price.tokens, devices.memory_bytes, None
     )
-    return profile_question(workload, price.profiles.at, limits, str(profile.profile))
-
-
-def read_model(source: Path | None, changes: Sequence[str]) -> tuple[Config, Sizes]:
-    """Return a config and the sizes of its model; a model or a run in a folder needs torch."""
-    config = read_source(source, None, changes)
-    if not config.model.folder and not is_folder(source):
-        return settled_sizes(config)
-    from penstock.train.before.start import find_run  # loads torch
-    from penstock.train.job import model_sizes  # loads torch
-
-    config, _ = find_run(source, None, changes, exists=True)
-    return config, model_sizes(config)
+    return profile_question(workload, price.profiles.at, limits, str(costs.file))
 
 
 def config_question(
@@ -389,19 +415,20 @@ def config_question(
 ) -> Question:
     """Ask for the best plan of a config, on this machine or on devices that are described."""
     config, sizes = read_model(options.source, options.changes)
-    if options.limits.skip is None:
+    if options.skip is None:
         limits = replace(limits, skip=config.schedule.skip)
     limits = limits_of(sizes, limits)
     wanted = options.devices
     # Whoever asks for a number of devices wants to know how to divide them.
-    file = None if wanted.devices else options.source
+    file = None if wanted.devices else config_file(options.source)
     settings = written_keys(file, options.changes)
     memory = wanted.memory_bytes
-    if wanted.gpu is not None:
+    if wanted.known_gpu is not None:
         workload = _gpu_workload(options, config, sizes, settings)
         if framework is not None:
             workload = framework.adapt(workload)
-        return gpu_question(workload, config_of(sizes), gpu_of(wanted.gpu), limits)
+        gpu = gpu_of(wanted.known_gpu)
+        return gpu_question(workload, config_of(sizes), gpu, limits)
     if find_spec("torch") is None:
         raise RunError(
             "measuring a model needs torch, which is not installed: pip install 'penstock[torch]'\n"
@@ -430,7 +457,6 @@ def config_question(
         settings,
         devices=devices,
         memory=memory,
-        granularity=options.limits.granularity,
         uneven=cluster is not None,
         model=config_of(sizes),
     )
@@ -438,30 +464,26 @@ def config_question(
         workload = framework.adapt(workload)
     limits = workload_limits(workload, limits)
     profiles, origin = profiles_of(
-        options.profile, workload, placement, whole=limits.slices == 1
+        wanted.profile, workload, placement, whole=limits.slices == 1
     )
     return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 
 def _gpu_workload(
-    options: ModelOptions, config: Config, sizes: Sizes, settings: Collection[str]
+    options: ModelOptions,
+    config: Config,
+    sizes: AnyModelConfig,
+    settings: Collection[str],
 ) -> Workload:
     """Return what is planned on GPUs of a known kind."""
     wanted = options.devices
-    if options.profile.profile is not None or wanted.cluster is not None:
+    if wanted.cluster is not None or (wanted.gpu and wanted.cost):
+        other = "--cluster" if wanted.cluster is not None else "--cost"
         raise ShapeError(
-            "--gpu cannot be combined with --profile or --cluster\n"
-            "  --gpu computes times by a formula: leave it out to plan with measured ones"
+            f"the data sheet of a GPU cannot be combined with {other}\n"
+            "  leave the GPU out to plan with measured times"
         )
-    gpu = gpu_of(wanted.gpu or "")
-    if options.source is None and not any(
-        change.strip().startswith("model.") for change in options.changes
-    ):
-        raise ShapeError(
-            f"which model should be planned for the {gpu.name}? name its config\n"
-            f"  penstock plan config.toml --gpu {wanted.gpu}; `penstock init config.toml "
-            "--preset llama-1b` writes one"
-        )
+    gpu = gpu_of(wanted.known_gpu or "")
     return workload_of(
         config,
         sizes.layers,
@@ -472,14 +494,14 @@ def _gpu_workload(
             uneven=True,
             on_gpu=True,
         ),
-        options.limits.granularity or tile_of("cuda"),
+        tile_of("cuda"),
         open_mesh=True,
         model=config_of(sizes),
     )
 
 
 def profiles_of(
-    options: ProfileFile,
+    file: Path | None,
     workload: Workload,
     placement: Placement,
     whole: bool = False,
@@ -488,11 +510,8 @@ def profiles_of(
 
     With `whole`, nothing will be sliced, so that no slices need to be measured.
     """
-    file = options.profile
     if file is not None:
-        profiles = read_row_profiles(file)
-        if not options.accept_error:
-            refuse_error(profiles.measured[0], str(file))
+        profiles = read_cost_profile(file)
         if profiles.layers != workload.layers or profiles.tokens != workload.tokens:
             raise ShapeError(
                 f"{file} is of {profiles.layers} layers and "

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.sources import complete_model, find_model, read_model
 from penstock.cli.terminal import (
-    PRESET_NAMES,
+    MODEL_HELP,
     ConfigChanges,
     JsonFlag,
-    given,
     option,
     print_json,
     print_table,
@@ -21,7 +21,7 @@ from penstock.cli.terminal import (
     tell,
     write,
 )
-from penstock.config import AUTO, DEFAULT_PRESET, Config
+from penstock.config import AUTO, is_recording, precision_of
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.network import held_whole
@@ -30,74 +30,12 @@ from penstock.errors import ShapeError, refuse_first
 from penstock.formats import config_toml, dump_cluster, dump_row_profiles
 from penstock.ir.action import COMPUTING_OPS
 from penstock.plan.planner import plan_run
-from penstock.train.placement import check_gpu_exists, decide_placement, precision_on
+from penstock.train.own_models import config_of
+from penstock.train.placement import check_gpu_exists, decide_placement
 from penstock.view.numbers import write_size, write_time
 
 if TYPE_CHECKING:
     from penstock.train.before.profile import ProfileRequest  # loads torch
-
-DEFAULT_TOKENS = 1024
-PANEL = "Model"
-
-
-@dataclass(frozen=True, slots=True)
-class SizeOptions:
-    """The sizes of a model without a config."""
-
-    preset: str | None = option(
-        None,
-        f"{PRESET_NAMES}; the sizes below change it. [dim]\\[default: tiny][/]",
-        rich_help_panel=PANEL,
-    )
-    width: int | None = option(None, "", rich_help_panel=PANEL)
-    layers: int | None = option(None, "", rich_help_panel=PANEL)
-    heads: int | None = option(None, "", rich_help_panel=PANEL)
-    kv_heads: int | None = option(None, "", rich_help_panel=PANEL)
-    inner: int | None = option(None, "", rich_help_panel=PANEL)
-    vocab: int | None = option(None, "", rich_help_panel=PANEL)
-    hf: Path | None = option(
-        None,
-        "The folder of a Hugging Face model; its config.json gives the sizes.",
-        rich_help_panel=PANEL,
-    )
-
-    @property
-    def changes(self) -> dict[str, int]:
-        """The sizes that differ from the preset, by the names of the config."""
-        names = {"width": "hidden_size", "inner": "intermediate_size"}
-        names["vocab"] = "vocab_size"
-        return {
-            names.get(name, name): size
-            for name, size in asdict(self).items()
-            if isinstance(size, int)
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeOptions:
-    """How a model without a config computes."""
-
-    tokens: int | None = option(None, "Tokens in a sequence. Default: 1024.")
-    device: str | None = option(
-        None,
-        "cpu (the default), cuda, or cuda:1; with several ranks cuda gives each its own GPU.",
-    )
-    dtype: str | None = option(
-        None,
-        "Data type of the weights: float32 (the default), bfloat16 or float16.",
-    )
-    autocast: str | None = option(
-        None,
-        "Compute in this data type instead: bfloat16, the default on GPUs unless --dtype is given.",
-    )
-    graphs: bool = option(
-        False,
-        "On a GPU: measure recorded actions, as with run.cuda_graphs = true.",
-        "--graphs",
-    )
-    threads: int | None = option(
-        None, "Threads per rank. Default: torch's choice.", least=1
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +44,7 @@ class MeasuringOptions:
 
     rows: str | None = option(
         None,
-        "Sequences in a micro-batch, or several numbers such as 1,2,4. "
-        "Default: 1, or those of the config.",
+        "Micro-batch sizes, such as 1 or 1,2,4. Default: those of the config.",
     )
     gpu: str | None = option(
         None,
@@ -115,22 +52,14 @@ class MeasuringOptions:
     )
     ranks: int | None = option(
         None,
-        "Ranks on this machine that measure at the same time, then their links and sums. "
+        "Ranks on this machine that measure at the same time, then their links and all-reduces. "
         "Default: 1, or as many as a run of the config has at work at once.",
         least=1,
     )
     links: bool = option(
         False,
-        "Measure the link of every pair of ranks, for a cluster.toml that `penstock paths` reads.",
+        "Measure the link of every pair of ranks, for a cluster.toml that --cluster reads.",
         "--links",
-    )
-    slots: int | None = option(
-        None, "With --links: micro-batches that each rank may hold.", least=1
-    )
-    rounds: int | None = option(
-        None,
-        "How many times to measure each point. Default: 6, or 3 with --quick.",
-        least=1,
     )
     quick: bool = option(
         False,
@@ -152,14 +81,13 @@ class MeasuringOptions:
 
 
 def profile_command(
-    sizes: SizeOptions,
-    compute: ComputeOptions,
     measuring: MeasuringOptions,
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="CONFIG",
-            help="A config.toml or the folder of a run: measures its model as it will run.",
+            metavar="[MODEL]",
+            help=f"{MODEL_HELP} It is measured as it will run.",
+            autocompletion=complete_model,
         ),
     ] = None,
     changes: ConfigChanges = None,
@@ -173,113 +101,68 @@ def profile_command(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links and sums.
+    """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer and links.
 
-    `simulate` and `plan` read the file with --profile. Under torchrun, torchrun's ranks do the measuring.
+    `draw` and `plan` read the file with --cost. Under torchrun, torchrun's ranks do the measuring.
 
-    With --links it measures hosts instead of a model: latency and bandwidth of every pair of ranks in both directions,
-    and the host, speed and memory of each rank. With --links and `-o some.json` it measures the model and every link.
-
-    Example: penstock profile --preset llama-150m --tokens 2048 --ranks 2 --threads 1 -o profile.json
+    With --links and without a model it measures hosts: latency and bandwidth of every pair of ranks in both directions,
+    and the host, speed and memory of each rank. With --links and a model it measures the model and every link.
 
     Example: penstock profile config.toml --rows 1,2,4 --quick -o profile.json
 
+    Example: penstock profile llama-150m --set data.seq_len=2048 --ranks 2 -o profile.json
+
     With --gpu it computes a profile from the data sheet of a GPU instead, for planning without that GPU.
 
-    Example: penstock profile --gpu h100 --preset llama-1b --vocab 32000 --tokens 4096 --ranks 8 --graphs -o h100.json
+    Example: penstock profile llama-1b --gpu h100 --ranks 8 -o h100.json
 
-    Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
+    Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links -o cluster.toml
     """
     rows = measuring.row_counts
-    links, slots = measuring.links, measuring.slots
-    output = output or Path("cluster.toml" if links else "profile.json")
-    measures_links = links and output.suffix != ".json"
-    changed = [name for name in given(sizes) if name not in ("--preset", "--hf")]
-    settings = [*given(sizes), *given(compute)]
-    beside_gpu = (source, sizes.hf, slots, links or None)
+    links = measuring.links
+    measures_links = links and source is None
+    output = output or Path("cluster.toml" if measures_links else "profile.json")
     refuse_first(
         ShapeError,
         (
-            sizes.hf and changed,
-            f"--hf already gives the sizes; it cannot be combined with {' '.join(changed)}\n"
-            "  leave one of them out",
+            source is None and not links,
+            "name a model: a config, a Hugging Face folder or config.json, or a preset, as in penstock profile tiny\n"
+            "  or measure the links of this machine with --links",
         ),
         (
-            source and settings,
-            f"{source} decides what is measured; it cannot be combined with {' '.join(settings)}\n"
-            "  change its values with --set section.key=value",
+            source is None and changes,
+            "--set changes a config; name a model, or leave --set out",
         ),
         (
-            not source and changes,
-            "--set changes a config; name one, or leave --set out",
-        ),
-        (
-            measuring.gpu is not None and beside_gpu != (None,) * 4,
-            "--gpu cannot be combined with a config, --hf, --links or --slots\n"
-            "  penstock plan config.toml --gpu h100 plans for a config",
-        ),
-        (
-            slots is not None and not measures_links,
-            "--slots needs --links, which writes a cluster.toml",
+            measuring.gpu is not None and links,
+            "--gpu computes a profile, --links measures: leave one of them out",
         ),
     )
     if measuring.gpu is not None:
-        _write_profiles(_analytic(sizes, compute, measuring), output, json)
+        _write_profiles(_analytic(source, changes, measuring), output, json)
         return
     if measures_links:
-        _survey(output, measuring.ranks or 1, slots, json)
+        _survey(output, measuring.ranks or 1, json)
         return
     from penstock.train.before.profile import profile_rows  # loads torch
 
-    processes = 1
-    if source is not None:
-        request, own_rows, processes = _request_of_config(
-            source, changes or [], measuring.quick
-        )
-        rows = rows or own_rows
-    else:
-        request = _request_of_sizes(sizes, compute, measuring.quick)
-    request = replace(request, links=links, rounds=measuring.rounds or request.rounds)
+    request, own_rows, processes = _request_of_model(
+        source, changes, rows, measuring.quick
+    )
+    request = replace(request, links=links)
     with progress("measuring") as show:
         profiles = profile_rows(
-            request, rows or (request.rows,), measuring.ranks or processes, show
+            request, rows or own_rows, measuring.ranks or processes, show
         )
     if profiles is not None:
         _write_profiles(profiles, output, json)
 
 
-def _request_of_sizes(
-    sizes: SizeOptions, compute: ComputeOptions, quick: bool
-) -> ProfileRequest:
-    """Return the request to measure a model that options describe."""
-    from penstock.train.before.profile import (
-        ProfileRequest,
-        measuring_rounds,
-        preset_sizes,
-    )
-
-    tokens = compute.tokens or DEFAULT_TOKENS
-    preset = sizes.preset or DEFAULT_PRESET
-    autocast = compute.autocast
-    kind = (compute.device or "cpu").partition(":")[0]
-    if compute.dtype is None and precision_on(Config(), kind) != "float32":
-        autocast = autocast or "bfloat16"  # as `train` would compute
-    return ProfileRequest(
-        sizes.hf or preset_sizes(preset, tokens, sizes.changes),
-        tokens,
-        1,
-        compute.device or "cpu",
-        compute.dtype or "float32",
-        autocast,
-        compute.threads,
-        rounds=measuring_rounds(quick),
-        graphs=compute.graphs,
-        quick=quick,
-    )
-
-
-def _request_of_config(
-    source: Path, changes: list[str], quick: bool
+def _request_of_model(
+    source: Path | None,
+    changes: list[str] | None,
+    rows: tuple[int, ...],
+    quick: bool,
 ) -> tuple[ProfileRequest, tuple[int, ...], int]:
     """Return the request to measure a run's model, the rows that a plan may choose, and how many processes measure."""
     # These load torch.
@@ -287,53 +170,52 @@ def _request_of_config(
     from penstock.train.before.start import find_run, machine_workload, rows_to_measure
     from penstock.train.job import model_sizes
 
-    config, _ = find_run(source, None, changes, exists=True)
+    found = find_model(source, changes)
+    config, _ = find_run(found.file, found.preset, found.changes, exists=True)
     check_gpu_exists(config)
     layers = model_sizes(config).layers
     if config.schedule.name == AUTO:
-        written = config_toml.written_keys(source, changes)
+        written = config_toml.written_keys(found.file, found.changes)
         workload, placement = machine_workload(config, layers, written)
-        rows = tuple(rows_to_measure(workload))
+        rows = rows or tuple(rows_to_measure(workload))
     else:
         config, plan = plan_run(config, layers)
         processes = plan.schedule.ranks * config.parallel.size
         placement = decide_placement(config, processes)
-        rows = (config.rows,)
+        rows = rows or (config.rows,)
     request = request_of(config, placement, rows[0], quick=quick)
     return request, rows, placement.measurers
 
 
 def _analytic(
-    sizes: SizeOptions, compute: ComputeOptions, measuring: MeasuringOptions
+    source: Path | None, changes: list[str] | None, measuring: MeasuringOptions
 ) -> RowProfiles:
-    """Compute the profiles of a preset on a known GPU."""
-    preset = config_toml.preset(sizes.preset or DEFAULT_PRESET)
+    """Compute the profiles of a model on a known GPU."""
+    config, sizes = read_model(source, changes or ())
     gpu = gpu_of(measuring.gpu or "")
-    precision = compute.autocast or next(
-        name for name in ("bfloat16", "float16") if name in gpu.peak
-    )
+    rows = measuring.row_counts or (config.rows if config.passages else 1,)
     profiles = [
         analytic_profile(
-            replace(preset.model, **sizes.changes),  # type: ignore[arg-type]
-            compute.tokens or DEFAULT_TOKENS,
-            rows,
+            config_of(sizes),
+            config.data.seq_len,
+            count,
             gpu,
-            precision,
+            precision_of(config, on_gpu="bfloat16" in gpu.peak),
             measuring.ranks or 1,
-            recorded=compute.graphs,
+            recorded=is_recording(config, on_gpu=True),
         )
-        for rows in sorted(set(measuring.row_counts or (1,)))
+        for count in sorted(set(rows))
     ]
     return RowProfiles(tuple(profiles))
 
 
 # ---------------------------------------------------------------- links
-def _survey(output: Path, ranks: int, slots: int | None, json: bool) -> None:
+def _survey(output: Path, ranks: int, json: bool) -> None:
     """Measure the hosts and links, and write a cluster.toml."""
     from penstock.measure.survey import survey  # loads torch
 
     with progress("measuring links"):
-        cluster = survey(ranks, slots)
+        cluster = survey(ranks)
     if cluster is None:  # this is not rank 0
         return
     write(output, dump_cluster(cluster), quiet=json)
@@ -483,7 +365,9 @@ def _link_note(profile: Profile) -> str:
             f"bandwidth {write_size(bandwidth)}/s"
         )
     if isinstance(network.sum_bandwidth, float):
-        note += f", and {write_size(network.sum_bandwidth)}/s in sums of all ranks"
+        note += (
+            f", and {write_size(network.sum_bandwidth)}/s in all-reduces of all ranks"
+        )
     if network.channels == 1:
         note += "; the messages of a rank wait for each other"
     if network.channels == 2:

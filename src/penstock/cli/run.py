@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from penstock.cli.landscape import planning
 from penstock.cli.model import REPORT, SAMPLE
+from penstock.cli.sources import ModelSource
 from penstock.cli.terminal import (
     INTERRUPTED,
     ShownInterrupt,
@@ -112,18 +112,12 @@ from penstock.view.numbers import (
 
 # The time with launches over the time of the kernels; less than this is not worth a hint.
 MIN_LAUNCH_OVERHEAD = 1.1
+SAMPLE_TOKENS = 200
 
 
-def train(
-    source: Path | None,
-    preset: str | None,
-    changes: Sequence[str],
-    resume: bool,
-    resume_if_any: bool,
-    dry_run: bool,
-    sample: int,
-) -> None:
+def train(model: ModelSource, resume: bool, resume_if_any: bool, dry_run: bool) -> None:
     """Train a run with workers of its own, or only say how it would be."""
+    source, preset, changes = model.file, model.preset, model.changes
     config, folder = find_run(source, preset, changes, resume or resume_if_any)
     resume = resume or (resume_if_any and has_checkpoint(config, folder))
     given = written_keys(source, changes)
@@ -147,6 +141,7 @@ def train(
             )
         if dry_run:
             _print_dry_run(prepared)
+        if dry_run or saved >= config.run.steps:
             return
         if config.run.asks("forecast"):
             tell("predicted", _prediction(config, plan, placement, folder))
@@ -163,20 +158,14 @@ def train(
         except KeyboardInterrupt:
             tell("ended", way_on(folder))
             raise
-        _show_ending(folder, verdict, sample)
+        _show_ending(folder, verdict)
     if verdict.interrupted:
         raise ShownInterrupt(INTERRUPTED)
 
 
-def train_as_rank(
-    source: Path | None,
-    preset: str | None,
-    changes: Sequence[str],
-    resume: bool,
-    resume_if_any: bool,
-    sample: int,
-) -> None:
+def train_as_rank(model: ModelSource, resume: bool, resume_if_any: bool) -> None:
     """Train as one of torchrun's workers. Rank 0 finds the run and prepares its folder while the others wait."""
+    source, preset, changes = model.file, model.preset, model.changes
     found = None
     if os.environ["RANK"] == "0":
         # Before it meets the others, so that its error ends the run at once. Whether the folder may have checkpoints is
@@ -219,7 +208,7 @@ def train_as_rank(
     if comm.rank == 0:
         # If ranks with separate folders were asked to stop, this folder has only a share of the model.
         last = folder / CHECKPOINTS_FOLDER / step_name(verdict.step)
-        _show_ending(folder, verdict, 0 if faults(last, quick=True) else sample)
+        _show_ending(folder, verdict, whole=not faults(last, quick=True))
 
 
 # ---------------------------------------------------------------- before the workers start
@@ -318,7 +307,7 @@ def describe_placement(placement: Placement, encrypted: bool = False) -> str:
     workers = -(-placement.neighbours // machine.gpus)
     return (
         f"{where}, penstock_ipc, in turns "
-        f"(side by side with penstock testbed --workers {workers})"
+        f"(side by side with penstock lab testbed --workers {workers})"
     )
 
 
@@ -403,8 +392,8 @@ def hint(forecast: Forecast, config: Config) -> str:
 
 
 # ---------------------------------------------------------------- afterwards
-def _show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
-    """Write the report and a sample of `sample` tokens, and print how the run ended."""
+def _show_ending(folder: Path, verdict: Verdict, whole: bool = True) -> None:
+    """Write the report, and print how the run ended; in a terminal, also a sample if the `whole` model is here."""
     if verdict.stopped and not verdict.step:
         steps = len(read_rows(folder))
         moment = "before the first step"
@@ -414,10 +403,10 @@ def _show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
         return
     summary = summarize_run(folder)
     text = ""
-    if sample:
+    if whole and console().is_terminal:
         trained = open_trained(folder)
         if continues_texts(trained.sizes):
-            text = generate_text(trained, read_prompt(folder), sample)
+            text = generate_text(trained, read_prompt(folder), SAMPLE_TOKENS)
     if text:
         write(folder / SAMPLE, text, quiet=True)
     else:

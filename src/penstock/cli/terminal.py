@@ -3,10 +3,10 @@
 A command takes dataclasses, and each of their fields is an option with its help and its range:
 
     @dataclass(frozen=True, slots=True)
-    class Times:
-        forward: float | None = option(None, "Time of a forward.", above=0)
+    class Sizes:
+        pp: int | None = option(None, "Ranks of the pipeline.", least=1)
 
-    def draw(source: Source, times: Times) -> None:      penstock draw SOURCE --forward 2
+    def draw(source: Source, sizes: Sizes) -> None:      penstock draw SOURCE --pp 2
 
 `flattened` gives typer a function with a parameter for each field, and the command its records. Options that several
 commands share are here, and so is what a shell completes of their values: a function gets the letters that are already
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from threading import Event
@@ -41,8 +41,15 @@ from penstock.errors import ShapeError
 Value = TypeVar("Value")
 # In help texts. Importing the presets themselves would delay every command.
 PRESET_NAMES = "tiny, llama-150m, llama-1b, gpt2 or bert-base"
-MAX_ACTION_TIME = 1e12  # sums of longer times would overflow
+MODEL_HELP = (
+    "A config.toml, the folder of a run, the folder or the config.json of a Hugging Face model, or a preset: "
+    f"{PRESET_NAMES}."
+)
+JSON_VERSION = 1  # of what --json prints; a change that breaks a reader raises it
+LINE_SECONDS = 5.0  # between two lines of progress in a log
+BAR_WIDTH = 10
 COLUMN_GAP = 2  # spaces between two columns; the two edges of a table take as much
+RESUME_AUTO = "--resume-auto"  # stands for --resume=auto, because an option has a value always or never
 INTERRUPTED = 130  # exit code after Ctrl-C
 
 
@@ -176,68 +183,6 @@ ConfigChanges = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class UnitTimes:
-    """Times in the units of the papers."""
-
-    forward: float | None = option(
-        None,
-        "Time of one micro-batch's forward on one rank. Default: 1.",
-        above=0,
-        most=MAX_ACTION_TIME,
-    )
-    backward: float | None = option(
-        None,
-        "Time of one micro-batch's backward on one rank. Default: 2.",
-        above=0,
-        most=MAX_ACTION_TIME,
-    )
-    comm: float | None = option(
-        None,
-        "Latency of a message between two ranks. Default: 0.",
-        least=0,
-        most=MAX_ACTION_TIME,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTimesAndSums(UnitTimes):
-    """Also the time of a sum of gradients."""
-
-    sum_: float | None = option(
-        None,
-        "Time to send one rank's gradients to another rank, which copies do to sum them. Default: 0.",
-        "--sum",
-        least=0,
-        most=MAX_ACTION_TIME,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileFile:
-    """A profile in a file."""
-
-    profile: Path | None = option(
-        None,
-        "A profile.json that `penstock profile` wrote; gives real times and sizes.",
-        "--profile",
-    )
-    accept_error: bool = option(
-        False,
-        "With --profile: use it even if its error is above 50%.",
-        "--accept-error",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions(ProfileFile):
-    """A profile, and how it is used."""
-
-    tokens: int | None = option(
-        None, "With --profile: the tokens in a sequence, which the cuts divide."
-    )
-
-
 # ---------------------------------------------------------------- what is shown and written
 def write(output: Path, text: str, quiet: bool = False) -> None:
     """Write a text to a file, and say so on stderr unless `quiet`."""
@@ -267,41 +212,46 @@ def tell(topic: str, text: str) -> None:
 
 @contextmanager
 def progress(activity: str) -> Iterator[Callable[[str], None]]:
-    """Show what is going on, in a terminal only. Yields a function that says what goes on now."""
+    """Show what is going on: in the last line of a terminal, in a log as a line every five seconds.
+
+    Yields a function that says what goes on now.
+    """
     screen = console(stderr=True)
-    if not screen.is_terminal:
-        yield lambda text: None
+    if screen.is_terminal:
+        with screen.status(activity) as status:
+            yield status.update
         return
-    with screen.status(activity) as status:
-        yield status.update
+    last_line = time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal last_line
+        if time.monotonic() - last_line >= LINE_SECONDS:
+            last_line = time.monotonic()
+            screen.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    yield show
 
 
 @contextmanager
-def counting(
-    activity: str, seconds: float = 10.0
-) -> Iterator[Callable[[int, int], None]]:
-    """Like `progress`, for work that reports how much of it is done.
+def counting(activity: str) -> Iterator[Callable[[int, int], None]]:
+    """Like `progress`, for work that reports how much of it is done."""
+    with progress(activity) as show:
+        yield lambda done, total: show(f"{activity}: {done / max(total, 1):.0%}")
 
-    In a log it prints a line every few `seconds`.
+
+def bar(share: float) -> str:
+    """Draw a share of some work.
+
+    >>> bar(0.4)
+    '████······ 40%'
     """
-    screen = console(stderr=True)
-    last_line = time.monotonic()
-    with progress(activity) as show_text:
-
-        def show(done: int, total: int) -> None:
-            nonlocal last_line
-            text = f"{activity}: {done / max(total, 1):.0%}"
-            show_text(text)
-            if not screen.is_terminal and time.monotonic() - last_line >= seconds:
-                last_line = time.monotonic()
-                screen.print(text, highlight=False)
-
-        yield show
+    full = int(share * BAR_WIDTH)
+    return f"{'█' * full}{'·' * (BAR_WIDTH - full)} {share:.0%}"
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print one JSON object to stdout."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """Print one JSON object to stdout, with the version of its format."""
+    sys.stdout.write(json.dumps({"version": JSON_VERSION, **value}) + "\n")
 
 
 def print_table(

@@ -130,12 +130,6 @@ def with_memory(cluster: Cluster, memory: float) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def with_slots(cluster: Cluster, slots: int) -> Cluster:
-    """Return the cluster with this number of slots for every node."""
-    nodes = tuple(replace(node, slots=slots) for node in cluster.nodes)
-    return replace(cluster, nodes=nodes)
-
-
 def _city(site: str | City) -> City:
     if isinstance(site, City):
         return site

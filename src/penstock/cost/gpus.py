@@ -306,7 +306,7 @@ def analytic_profile(
         known = ", ".join(device.peak)
         raise ShapeError(
             f"the {device.name} does not compute in {precision}\n  it computes in {known}; "
-            "set run.precision, or --dtype of `penstock profile`"
+            "set run.precision"
         )
     for name, value in (("tokens", tokens), ("rows", rows), ("ranks", ranks)):
         if value < 1:

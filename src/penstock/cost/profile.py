@@ -102,18 +102,12 @@ def sent_bytes(message: float, rows: int, sent_as: str, halved: bool = False) ->
     return message
 
 
-def refuse_error(profile: Profile | RowProfiles, source: str) -> None:
-    """Refuse a profile whose error is too large to plan with; the error calls its file `source`."""
-    if profile.worst_error > MAX_ERROR:
-        raise ShapeError(f"{source}: {error_warning(profile)}")
-
-
 def error_warning(profile: Profile | RowProfiles) -> str:
     """What is wrong with a profile whose error is too large, and what to do."""
     return (
         f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "
-        f"the most to plan with is {MAX_ERROR:.0%}\n"
-        "  measure again on a quiet machine, with more --rounds; or plan anyway with --accept-error"
+        f"do not trust a plan with more than {MAX_ERROR:.0%}\n"
+        "  measure again on a quiet machine"
     )
 
 

@@ -83,10 +83,7 @@ def check_sizes(sizes: ModelSizes) -> None:
             "  leave out --gpu: then the model is measured on this machine"
         )
     if sizes.vocab_size < 1:
-        raise ShapeError(
-            "the size of the vocabulary is missing; give model.vocab_size, "
-            "or on the command line --vocab"
-        )
+        raise ShapeError("the size of the vocabulary is missing; give model.vocab_size")
     if sizes.hidden_size % sizes.heads:
         raise ShapeError(
             f"the width {sizes.hidden_size} is not a multiple of the {sizes.heads} heads"

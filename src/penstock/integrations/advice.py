@@ -24,7 +24,6 @@ from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, wave_placement
 
 OPTION_BREAK = " \\\n"  # between two options of a command line
-NO_PIPELINE = "without a pipeline"  # the schedule of a single rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,15 @@ class PipelineTerms:
     def recomputes(self) -> bool:
         """Whether every part is computed again in the backward."""
         return len(self.recompute) == self.schedule.parts
+
+
+def no_pipeline(shard: int) -> str:
+    """What a layout with a single rank is called.
+
+    >>> no_pipeline(8), no_pipeline(1)
+    ('FSDP only (dp_shard=8)', 'no pipeline')
+    """
+    return f"FSDP only (dp_shard={shard})" if shard > 1 else "no pipeline"
 
 
 def pipeline_terms(candidate: Candidate, workload: Workload) -> PipelineTerms:
@@ -188,7 +196,7 @@ def placement_kind(placed: Sequence[Stage]) -> str:
 
 
 def order_of(schedule: Schedule) -> str:
-    """The name of a schedule's order in `penstock list`; empty if it has none of these names.
+    """The name of a schedule's order in `penstock draw`; empty if it has none of these names.
 
     >>> order_of(make("interleaved", ranks=2, microbatches=4, chunks=3))
     'interleaved'
@@ -289,7 +297,7 @@ class Megatron(Framework):
             )
         name = "as interleaved 1F1B" if pipeline.stages_per_rank > 1 else "as 1F1B"
         if pipeline.ranks == 1:
-            name = NO_PIPELINE
+            name = no_pipeline(pipeline.shard)
         text = OPTION_BREAK.join(options)
         return Advice(name, f"{text}\n", {}, self._notes(pipeline))
 
@@ -425,7 +433,7 @@ class Torchtitan(Framework):
         # A choice between classes of configs is a word of its own, after all options.
         policy = "full" if pipeline.recomputes else "none"
         text = OPTION_BREAK.join([*words, f"activation-checkpoint:{policy}"])
-        name = f"as {schedule}" if pipeline.ranks > 1 else NO_PIPELINE
+        name = f"as {schedule}" if pipeline.ranks > 1 else no_pipeline(pipeline.shard)
         return Advice(name, f"{text}\n", files, _notes(pipeline))
 
 

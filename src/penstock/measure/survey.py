@@ -29,27 +29,22 @@ PRODUCTS = 12  # how often the matrices are multiplied
 SURVEY_PATIENCE = 3600.0  # seconds that a rank waits while others are measured
 
 
-def survey(ranks: int, slots: int | None = None) -> Cluster | None:
+def survey(ranks: int) -> Cluster | None:
     """Measure the cluster of torchrun's ranks, or of new ranks on this machine.
 
     Under torchrun, only rank 0 gets the cluster; the others get None.
     """
     if under_launcher():
-        return run_on_ranks(_survey_rank, slots, patience=SURVEY_PATIENCE)
-    return spawn(ranks, _survey_rank, slots, patience=SURVEY_PATIENCE)[0]
+        return run_on_ranks(_survey_rank, patience=SURVEY_PATIENCE)
+    return spawn(ranks, _survey_rank, patience=SURVEY_PATIENCE)[0]
 
 
-def _survey_rank(comm: ProcessComm, slots: int | None) -> Cluster:
-    return cluster_of(comm, slots, comm.device)
+def _survey_rank(comm: ProcessComm) -> Cluster:
+    return cluster_of(comm, comm.device)
 
 
-def cluster_of(
-    comm: Comm, slots: int | None = None, device: torch.device | str = "cpu"
-) -> Cluster:
-    """Measure the ranks as nodes, and the links between them; all ranks must call this.
-
-    `slots` is the number of slots of each node, if it is known.
-    """
+def cluster_of(comm: Comm, device: torch.device | str = "cpu") -> Cluster:
+    """Measure the ranks as nodes, and the links between them; all ranks must call this."""
     if comm.ranks < 2:
         raise ShapeError(
             "one rank has no links; measure between at least two ranks: use --ranks 2, or "
@@ -64,7 +59,7 @@ def cluster_of(
     fastest = min(seconds for seconds, _ in measured)
     nodes = []
     for host, (seconds, memory) in zip(hosts, measured, strict=True):
-        nodes.append(Node(host, round(fastest / seconds, 2), slots, memory))
+        nodes.append(Node(host, round(fastest / seconds, 2), None, memory))
     latency = _round_matrix(network.latency)
     bandwidth = _round_matrix(network.bandwidth)
     return Cluster(tuple(nodes), latency, bandwidth, network.serial)

@@ -30,6 +30,7 @@ from penstock.ir.timeline import Timeline
 from penstock.plan.bound import lower_bound
 from penstock.plan.workload import Division
 from penstock.schedules.transforms import replicate
+from penstock.shaped import write_shape
 from penstock.sim.shared import simulate_shared
 from penstock.sim.simulate import simulate
 
@@ -231,9 +232,24 @@ def merge_equal(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list(found.values())
 
 
-def title(name: str, shape: ShapeWords) -> str:
-    """Return a name with its shape, as a row shows it."""
-    return " ".join([name, *_shape_words(shape)])
+LISTED = "list-scheduled"  # as rows call an order that no paper has published
+
+
+def title(name: str, shape: ShapeWords, copies: int = 1) -> str:
+    """Return a name with its shape, as a row shows it and commands take it.
+
+    >>> title("hanayo+split", (("waves", 2),)), title("listed", (("chunks", 1), ("slices", 4)))
+    ('hanayo:waves=2,split', 'list-scheduled:slices=4')
+    """
+    name, plus, _ = name.partition("+")
+    words: dict[str, int] = {
+        word: value for word, value in shape if (word, value) != ("chunks", 1)
+    }
+    if plus:
+        words["split"] = True
+    if copies > 1:
+        words["copies"] = copies
+    return write_shape(LISTED if name == "listed" else name, words)
 
 
 def _shape_words(shape: ShapeWords) -> list[str]:

@@ -189,7 +189,7 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
         raise ConfigError(
             f"paths.sum_messages = {paths.sum_messages} is for plans that say how gradients are summed, "
             f"and {config.schedule.name} does not\n"
-            "  make one with `penstock paths --sums planned`, or leave it out"
+            "  make one with `penstock lab paths --sums planned`, or leave it out"
         )
     if visits_all_parts(plan.schedule) and not plan.rotation:
         verify_sums(plan.schedule, plan.sums)
@@ -205,7 +205,7 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
         raise ConfigError(
             f"paths.rotate = {paths.rotate}, but {config.schedule.name} has {sets} "
             f"set{'s' if sets > 1 else ''} of paths\n"
-            "  plan more with `penstock paths --rotate`, or set paths.rotate=0 to take all it has"
+            "  plan more with `penstock lab paths --rotate`, or set paths.rotate=0 to take all it has"
         )
     rotate = paths.rotate or sets
     full = paths.full
@@ -239,7 +239,8 @@ def _replicate_plan(plan: Plan, copies: int) -> Plan:
     if copies == 1:
         return plan
     plan = plan.map_schedules(lambda schedule: replicate(schedule, copies))
-    return replace(plan, name=f"{plan.name} copies={copies}")
+    joint = "," if ":" in plan.name else ":"
+    return replace(plan, name=f"{plan.name}{joint}copies={copies}")
 
 
 def _has_own_head(plan: Plan) -> bool:
@@ -288,7 +289,7 @@ def _refuse_unused(shape: ScheduleConfig) -> None:
     if ignored:
         raise ConfigError(
             f"auto picks the shape, so {' and '.join(ignored)} would change nothing\n"
-            "  name a schedule in schedule.name (`penstock list`), or leave the rest out"
+            "  name a schedule in schedule.name (`penstock draw`), or leave the rest out"
         )
 
 
@@ -308,11 +309,10 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
         *rival_facts(landscape),
     )
     plan = candidate_plan(best, facts)
-    name = title(best.name, best.shape)
+    name = title(best.name, best.shape, division.copies)
     schedule = plan.schedule
     if division.copies > 1:
         schedule = replicate(schedule, division.copies, division.side_by_side)
-        name = f"{name} copies={division.copies}"
     return replace(
         plan, schedule=schedule, name=name, tensor=division.tensor, shard=division.shard
     )

@@ -41,6 +41,7 @@ from penstock.cost.network import (
 )
 from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, RowProfiles, send_as
+from penstock.cost.sizes import layer_matrices
 from penstock.errors import ShapeError
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.table import Floats
@@ -722,7 +723,7 @@ def _least_update(profile: Profile, ranks: int) -> float:
 
 # ---------------------------------------------------------------- questions
 Pricing = UnitPricing | ProfilePricing
-UNITS_OF_PAPERS = "units of the papers: a forward of a micro-batch on a rank takes 1"
+UNIT_COSTS = "unit costs (F = 1: a forward of a micro-batch on a rank takes 1)"
 IGNORED_IN_UNITS = "that micro-batches and messages delay each other"
 IGNORED = (
     "that micro-batches and messages delay each other, that some links are slower than "
@@ -744,6 +745,22 @@ class Question:
     basis: str = ""  # the precision, and data sheet or measurement: the first line
     # The shares of a predicted time between which steps may lie (`Profile.spread`); None in units of the papers.
     spread: tuple[float, float] | None = None
+    # Operations per second of a device by its data sheet, and of training on a token; 0 if they are not known.
+    peak_flops: float = 0.0
+    token_flops: float = 0.0
+
+    def speed_of(self, step: float) -> float:
+        """The tokens per second of each device if a step takes so long; 0 without a model."""
+        workload = self.workload
+        if not self.units.seconds:
+            return 0.0
+        return workload.tokens * workload.batch / step / workload.devices
+
+    def mfu_of(self, step: float) -> float | None:
+        """The share of a device's peak that such a step uses; None if the peak is not known."""
+        if not self.peak_flops:
+            return None
+        return self.speed_of(step) * self.token_flops / self.peak_flops
 
     @property
     def limits(self) -> Limits:
@@ -809,8 +826,8 @@ def unit_question(
         PAPER_UNITS,
         facts,
         IGNORED_IN_UNITS,
-        UNITS_OF_PAPERS,
-        basis=f"in {UNITS_OF_PAPERS}",
+        UNIT_COSTS,
+        basis=f"with {UNIT_COSTS}",
     )
 
 
@@ -873,4 +890,18 @@ def gpu_question(
         f"kernels {launched}, layers and loss not compiled"
     )
     machines = Machines(gpu.per_machine, gpu.inside, gpu.between)
-    return profile_question(workload, profile_at, limits, source, machines)
+    question = profile_question(workload, profile_at, limits, source, machines)
+    return replace(
+        question,
+        peak_flops=gpu.peak[precision],
+        token_flops=_training_operations(model, workload.tokens),
+    )
+
+
+def _training_operations(model: ModelConfig, tokens: int) -> float:
+    """The operations of training on one token of a sequence, without what is recomputed."""
+    matrices = model.layers * sum(
+        one.rows * one.columns for one in layer_matrices(model)
+    )
+    matrices += model.vocab_size * model.hidden_size
+    return 6.0 * matrices + 12.0 * model.layers * model.hidden_size * tokens

@@ -46,7 +46,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from penstock.cost.cost import Cost
-from penstock.errors import ShapeError
+from penstock.errors import NothingFitsError, ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts
 from penstock.ir.schedule import Schedule
@@ -529,6 +529,9 @@ class SearchProgress:
     doing: str
     best: float = math.inf  # seconds of a step
     bound: float = 0.0
+    share: float = (
+        0.0  # of the layouts that were looked at: first in a survey, then closely
+    )
 
 
 def search(
@@ -582,17 +585,20 @@ class _Search:
         self.left = SURVEYED_ACTIONS
         self.left_out: set[Division] = set()
         self.work = 0
+        self.share = 0.0
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
-        self.watch(SearchProgress(doing, self.best, self.bound))
+        self.watch(SearchProgress(doing, self.best, self.bound, self.share))
 
     # ------------------------------------------------------------ the two passes
     def survey(self) -> None:
         """Try a few good schedules in the divisions that could win, the most promising first."""
         if len(self.results) == 1:
             return
-        for place in self.order_of_survey():
+        order = self.order_of_survey()
+        for number, place in enumerate(order):
+            self.share = number / len(order) / 2
             self.results[place] = self.survey_division(self.results[place])
 
     def order_of_survey(self) -> list[int]:
@@ -631,7 +637,8 @@ class _Search:
         surveyed plans need the least.
         """
         order = sorted(range(len(self.results)), key=self.promise_of)
-        for place in order:
+        for number, place in enumerate(order):
+            self.share = 0.5 + number / len(order) / 2
             if self.cannot_win(self.results[place]):
                 continue
             if self.work >= RANKING_WORK:
@@ -771,7 +778,7 @@ class _Search:
         """Return all that was found."""
         if not self.candidates:
             self.weigh_smallest()
-            raise ShapeError(self.why_nothing_fits())
+            raise NothingFitsError(self.why_nothing_fits())
         self.examine_until_proven()
         self.candidates.sort(key=lambda one: one.step)
         # Among equally fast candidates of a division, its ranking chose by noise.
@@ -821,8 +828,8 @@ def _divisions(workload: Workload, limits: Limits) -> list[Division]:
         raise ShapeError(
             f"there are more than {MAX_COMPARED_DIVISIONS:,} ways to divide {workload.devices:,} devices "
             f"and {workload.batch:,} sequences\n"
-            "  fix some of them: --set parallel.pp=8, schedule.microbatches=32, "
-            "parallel.tp=1 and so on"
+            "  fix some of them: --pp 8, --microbatches 32, "
+            "--set parallel.tp=1 and so on"
         )
     runtime = limits.runtime
     if runtime is not None:

@@ -9,9 +9,9 @@ still open is the planner's choice.
 
 What a command asks the planner: a workload, its prices, and the limits of the search.
 
---ranks --microbatches --comm ...     units of the papers
---profile profile.json --ranks ...    a profile, without a config
-config.toml                           a config; its model is measured, or its profile is given
+--pp --microbatches --cost comm=...    unit costs (F = 1)
+--cost profile.json --pp ...           a profile, without a config
+MODEL                                  a model, which is measured unless its profile or a GPU is given
 """
 
 from __future__ import annotations
@@ -105,40 +105,22 @@ class Division:
         return self.copies * self.ranks * self.tensor * self.shard
 
     @property
-    def devices_text(self) -> str:
-        """How the devices are divided, in short: copies x ranks, and what else there is.
-
-        >>> Division(2, 4, 2, 1, 8, 1, 0.5, side_by_side=True).devices_text
-        '2 x 4 t2 re50% near'
-        """
-        words = [f"{self.copies} x {self.ranks}"]
-        if self.tensor > 1:
-            words.append(f"t{self.tensor}")
-        if self.shard > 1:
-            words.append(f"s{self.shard}")
-        if self.recomputed:
-            words.append(f"re{self.recomputed:.0%}")
-        if self.side_by_side:
-            words.append("near")
-        return " ".join(words)
-
-    @property
     def batch_text(self) -> str:
         """How the sequences of a copy are divided: micro-batches x rows."""
         return f"{self.microbatches} x {self.rows}"
 
     @property
     def name(self) -> str:
-        """The division in words.
+        """The layout in words.
 
-        >>> Division(2, 4, 1, 1, 8, 1, 0.5).name
-        '2 x 4, 8 micro-batches of 1, half recomputed'
+        >>> Division(2, 4, 1, 2, 8, 1, 0.5).name
+        'dp_replicate=2, pp=4, dp_shard=2, 8 micro-batches of 1, half recomputed'
         """
-        words = f"{self.copies} x {self.ranks}"
+        words = f"dp_replicate={self.copies}, pp={self.ranks}"
         if self.tensor > 1:
-            words += f" x tensor {self.tensor}"
+            words += f", tp={self.tensor}"
         if self.shard > 1:
-            words += f" x shard {self.shard}"
+            words += f", dp_shard={self.shard}"
         plural = "" if self.microbatches == 1 else "es"
         words += f", {self.microbatches} micro-batch{plural} of {self.rows}"
         if self.recomputed:
@@ -146,7 +128,7 @@ class Division:
             amount = f"{self.recomputed:.0%} " if share is None else share
             words += f", {amount}recomputed"
         if self.side_by_side:
-            words += ", copies side by side"
+            words += ", dp innermost"
         return words
 
 
@@ -393,46 +375,37 @@ SIZE_UNITS = {
     "GB": 1e9,
     "TB": 1e12,
 }
-BARE_UNIT = 2.0**20  # a bare number of bytes means MiB
+MICROBATCHES_UNIT = "mb"  # in small letters, unlike MB
 
 
-def parse_bytes(text: str) -> float:
-    """Return the bytes of a size such as 80GiB or 80GB; a bare number means MiB.
+def parse_memory(text: str, in_microbatches: bool = False) -> float:
+    """Return the bytes of a size such as 80GiB; without a model, the number of micro-batches in 4mb.
 
-    >>> parse_bytes("1.5 GiB") == 1.5 * 2**30, parse_bytes("172") == 172 * 2**20
-    (True, True)
-    >>> parse_bytes("80GB")
-    80000000000.0
+    >>> parse_memory("1.5 GiB") == 1.5 * 2**30, parse_memory("4mb", in_microbatches=True)
+    (True, 4.0)
     """
-    cleaned = text.strip().upper()
-    factor = BARE_UNIT
-    for unit, unit_bytes in SIZE_UNITS.items():
-        if cleaned.endswith(unit):
-            cleaned = cleaned.removesuffix(unit)
-            factor = unit_bytes
-            break
-    size = _number(cleaned) * factor
-    if not 0 < size < float("inf"):
-        raise ShapeError(
-            f"--memory must be a size above 0, such as 80GiB, not {text.strip() or repr(text)}"
-        )
-    return size
-
-
-def microbatches_of(text: str) -> float:
-    """Return a memory in micro-batches, such as 1.5, as the units of the papers count it."""
-    number = _number(text)
-    if not 0 < number < float("inf"):
-        raise ShapeError(
-            "without a model, --memory is a number of micro-batches above 0, such as 4, "
-            f"not {text.strip() or repr(text)}\n"
-            "  sizes such as 80GiB need a config.toml or --profile"
-        )
-    return number
-
-
-def _number(text: str) -> float:
+    cleaned = text.strip()
+    factor = 0.0
+    if cleaned.endswith(MICROBATCHES_UNIT):
+        cleaned = cleaned.removesuffix(MICROBATCHES_UNIT)
+        factor = float(in_microbatches)
+    elif not in_microbatches:
+        cleaned = cleaned.upper()
+        unit = next((unit for unit in SIZE_UNITS if cleaned.endswith(unit)), "")
+        cleaned = cleaned.removesuffix(unit)
+        factor = SIZE_UNITS.get(unit, 0.0)
     try:
-        return float(text)
+        size = float(cleaned) * factor
     except ValueError:
-        return -1.0
+        size = -1.0
+    if 0 < size < float("inf"):
+        return size
+    given = text.strip() or repr(text)
+    if in_microbatches:
+        raise ShapeError(
+            f"without a model, --memory is a number of micro-batches above 0, such as 4mb, not {given}\n"
+            "  sizes such as 80GiB need a model, or --cost profile.json"
+        )
+    raise ShapeError(
+        f"--memory is a size above 0 with its unit, such as 80GiB, not {given}"
+    )

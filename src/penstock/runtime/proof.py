@@ -90,13 +90,15 @@ class Proof:
         """What was checked, and what was not."""
         took = f"in {self.seconds:.1f} s"
         if self.skipped:
-            return f"proved no stage: {self.skipped}"
+            return f"no gradient check: {self.skipped}"
         if self.stages == self.visited:
-            return f"proved {self.stages} stages {took}: the plan computes the gradients of plain calls"
-        rest = f"{self.visited - self.stages} of {self.visited} stages are not proven, as the warnings say"
+            return (
+                f"gradient check passed {took}: {self.stages} stages match plain calls"
+            )
+        rest = f"{self.visited - self.stages} of {self.visited} stages were not checked, as the warnings say"
         if not self.stages:
-            return f"proved no stage {took}: {rest}"
-        return f"proved {self.stages} stages {took}, which compute the gradients of plain calls; {rest}"
+            return f"no stage passed the gradient check {took}: {rest}"
+        return f"gradient check passed {took}: {self.stages} stages match plain calls; {rest}"
 
 
 @dataclass(slots=True)

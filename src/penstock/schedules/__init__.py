@@ -26,7 +26,7 @@ from penstock.schedules.transforms import (
     split_backward,
 )
 from penstock.schedules.zero_bubble import interleaved_zb, zb_h1, zb_v
-from penstock.shaped import Shape, read_shape, split_name
+from penstock.shaped import Shape, read_shape, split_name, write_shape
 
 REGISTRY: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
@@ -128,7 +128,7 @@ def make(name: str, **shape: int) -> Schedule:
     shape = {**written, **shape}
     own_words = shape_of(name)
     _check_words(name, own_words, shape)
-    title = " ".join([name, *(f"{word}={value}" for word, value in shape.items())])
+    title = write_shape(name, shape)
     refuse_if_too_large(max_actions(name, **shape), title)
 
     own_shape = {word: value for word, value in shape.items() if word in own_words}
@@ -163,7 +163,5 @@ def _check_words(name: str, own_words: tuple[str, ...], shape: dict[str, int]) -
             raise ShapeError(f"{word} must be a whole number, not {value!r}")
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
-        options = " ".join(f"--{word} 4" for word in missing)
-        raise ShapeError(
-            f"{name} needs {' and '.join(missing)}\n  for example {options}"
-        )
+        sizes = ", ".join(f"{word}=4" for word in missing)
+        raise ShapeError(f"{name} needs {' and '.join(missing)}\n  for example {sizes}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import AUTO, BYTE_TOKENIZER, Config, ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, FileError
 from penstock.families import (
     BertConfig,
     FamilySizes,
@@ -14,6 +17,7 @@ from penstock.families import (
     LlamaConfig,
     check_family_shares,
 )
+from penstock.formats.text import read_text
 from penstock.plan.space import Limits
 from penstock.train.data.masking import bert_words
 from penstock.train.data.tokenizer import tokenizer_of
@@ -97,6 +101,56 @@ def config_of(sizes: AnyModelConfig) -> ModelConfig:
         sizes.vocab,
         rope_theta=theta,
         tie_embeddings=sizes.tied,
+    )
+
+
+# What a config.json of transformers leaves out if the embedding and the head share their weights.
+TIED_BY_DEFAULT = ("gpt2", "gemma", "gemma2", "gemma3_text")
+OWN_TYPES = ("llama", "gpt2")
+
+
+def folder_sizes(folder: Path, key: str) -> AnyModelConfig:
+    """Return the sizes of a Hugging Face model, for planning, from its config.json.
+
+    A Llama or a GPT-2 needs no torch, and no other decoder without experts if transformers is missing.
+    """
+    file = folder / "config.json"
+    text = read_text(file, "config", f"{key} is a Hugging Face folder")
+    try:
+        content = json.loads(text)
+        kind = content.get("model_type")
+        installed = find_spec("torch") and find_spec("transformers")
+        if kind in OWN_TYPES or not installed:
+            return _sizes_in(content, kind)
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        raise FileError(f"{file} does not have the sizes of a model: {error}") from None
+    from penstock.train.hub import read_sizes  # noqa: PLC0415  # torch
+
+    return read_sizes(folder, key)
+
+
+def _sizes_in(content: dict[str, Any], kind: str | None) -> FamilySizes:
+    tied = bool(content.get("tie_word_embeddings", kind in TIED_BY_DEFAULT))
+    if kind == "gpt2":
+        width = content["n_embd"]
+        return GPTConfig(
+            content["vocab_size"],
+            width,
+            content["n_layer"],
+            content["n_head"],
+            content.get("n_inner") or 4 * width,
+            content["n_positions"],
+            tied=tied,
+        )
+    heads = content["num_attention_heads"]
+    return LlamaConfig(
+        content["vocab_size"],
+        content["hidden_size"],
+        content["num_hidden_layers"],
+        heads,
+        content.get("num_key_value_heads") or heads,
+        content["intermediate_size"],
+        tied=tied,
     )
 
 

@@ -160,5 +160,5 @@ def check_gpus_suffice(config: Config, placement: Placement) -> None:
         raise ConfigError(
             f"{mesh.over(ranks)} need a GPU each, but there are {gpus}\n"
             "  use fewer processes, set run.device=cpu, or try it on one GPU: "
-            "penstock testbed --backend nccl"
+            "penstock lab testbed --backend nccl"
         )

@@ -24,7 +24,7 @@ class PenstockOptions:
 
     schedule: str = "1f1b"
     """
-    A schedule of `penstock list`, a plan.json or plan.csv, or `auto`, which searches for the fastest plan.
+    A schedule of `penstock draw`, a plan.json or plan.csv, or `auto`, which searches for the fastest plan.
     """
 
     waves: int = 0

@@ -388,18 +388,14 @@ def planned_sums_of(plan: PathPlan) -> tuple[SumPlan, ...]:
     return plan_sums(plan.timeline, cost)
 
 
-def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:
-    """Raise a `ScheduleError` if a plan breaks its own rules or those given as `texts`.
-
-    Return the rules that were checked, or None if neither the plan nor the caller gives any.
-    """
+def check_rules(plan: Plan) -> Rules | None:
+    """Raise a `ScheduleError` if a plan breaks the rules that it was planned with; return them, or None without any."""
     facts = plan.facts
     schedule = plan.schedule
     own_rules = facts.get("rules")
-    own_texts = own_rules.split() if isinstance(own_rules, str) else []
-    if not isinstance(own_rules, str) and not texts:
+    if not isinstance(own_rules, str):
         return None
-    rules = rules_from([*own_texts, *texts])
+    rules = rules_from(own_rules.split())
     body = schedule.parts // 2 if facts.get("waves") is True else schedule.parts - 1
     held = {stage.part for stage in schedule.stages}
     lost_parts = sorted(set(range(1, body)) - held)

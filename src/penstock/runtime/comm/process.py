@@ -359,7 +359,7 @@ class ProcessComm(Comm):
             raise RunError(
                 "gradients cannot be summed as this plan says: GPUs that send to each other have one "
                 "connection, and planned sums need a second one\n"
-                "  plan with `penstock paths --sums ring`, remove `sums` from the plan, or use run.device=cpu"
+                "  plan with `penstock lab paths --sums ring`, remove `sums` from the plan, or use run.device=cpu"
             )
         if self.second is None:
             group = self.create_group(self.everyone, "second group")

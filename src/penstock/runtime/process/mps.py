@@ -60,7 +60,7 @@ def run_in_testbed(workers: int, command: Sequence[str], backend: str = IPC) -> 
     if not command:
         raise ShapeError(
             "the command to run is missing\n"
-            "  for example: penstock testbed --workers 8 -- penstock train"
+            "  for example: penstock lab testbed --workers 8 -- penstock train"
         )
     if shutil.which(command[0]) is None:
         raise RunError(f"the command {command[0]} does not exist")
@@ -148,7 +148,7 @@ def mps_daemon() -> Iterator[Path]:
     if shutil.which(MPS_CONTROL) is None:
         raise RunError(
             f"{MPS_CONTROL} is not installed here; it comes with NVIDIA's driver\n"
-            "  install it, or run the command without `penstock testbed`: its processes then "
+            "  install it, or run the command without `penstock lab testbed`: its processes then "
             "take turns on the GPU"
         )
     folder = Path(tempfile.mkdtemp(prefix="penstock-mps-"))

@@ -104,7 +104,6 @@ def evaluate_run(
     draws: int = 8,
     batches: int = 2,
     seed: int = 0,
-    exits: Sequence[int] = (),
 ) -> Examination:
     """Measure the perplexity of a run's last checkpoint on `batches` batches of text that it was not trained on.
 
@@ -112,7 +111,6 @@ def evaluate_run(
     once.
 
     omit: what to leave out, one after the other: a share of the layers, or some layers.
-    exits: layers after which the head follows, one after the other.
     """
     _check_counts(omit, draws, batches)
     if not (run / CONFIG_FILE).is_file():
@@ -130,7 +128,7 @@ def evaluate_run(
             "  train with data.held_out above 0 to have text for evaluations"
         )
     return Examination(
-        _measure(open_trained(run), held, omit, exits, draws, seed),
+        _measure(open_trained(run), held, omit, draws, seed),
         loader.examined(batches),
         corpus.held_out,
         corpus.length,
@@ -154,7 +152,6 @@ def _measure(
     trained: Trained,
     batches: Iterable[Batch],
     omit: Sequence[Omitted],
-    exits: Sequence[int],
     draws: int,
     seed: int,
 ) -> tuple[AblationRow, ...]:
@@ -163,7 +160,6 @@ def _measure(
     shares = [one for one in omit if isinstance(one, int | float)]
     layers = [one for one in omit if not isinstance(one, int | float)]
     chosen = [chosen_path(count, one) for one in layers]
-    chosen += [chosen_path(count, exit_after=layer) for layer in exits]
     return evaluate_ablation(trained.model, batches, shares, draws, seed, chosen)
 
 
@@ -182,7 +178,6 @@ def evaluate_text(
     draws: int = 8,
     batches: int | None = None,
     seed: int = 0,
-    exits: Sequence[int] = (),
     tokens: int | None = None,
 ) -> Examination:
     """Measure the perplexity of a run, a checkpoint or a Hugging Face folder on other text.
@@ -205,7 +200,7 @@ def evaluate_text(
             fewer = min(text.sequences, batches * text.rows)
             measured = replace(text, sequences=fewer)
         return Examination(
-            _measure(trained, measured, omit, exits, draws, seed),
+            _measure(trained, measured, omit, draws, seed),
             measured.sequences,
             text.sequences,
             data.seq_len,
@@ -233,7 +228,7 @@ def _data_of(
     if longest and data.seq_len > longest:
         raise ShapeError(
             f"sequences of {data.seq_len} tokens are too long for this model, which has {longest} positions\n"
-            f"  give --tokens {longest} or less"
+            f"  give --seq-len {longest} or less"
         )
     return replace(
         data,

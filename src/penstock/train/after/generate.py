@@ -295,15 +295,13 @@ def generate_text(
 
 
 # ---------------------------------------------------------------- some of its layers
-def chosen_path(
-    layers: int, omit: Sequence[int] = (), exit_after: int | None = None
-) -> PartPath:
-    """Return the layers that run if some are left out, or if the head follows after one of them.
+def chosen_path(layers: int, omit: Sequence[int] = ()) -> PartPath:
+    """Return the layers that run if some are left out.
 
     Layers are counted from 0.
 
-    >>> chosen_path(6, omit=[2]), chosen_path(6, exit_after=3)
-    ((0, 1, 3, 4, 5), (0, 1, 2, 3))
+    >>> chosen_path(6, omit=[2])
+    (0, 1, 3, 4, 5)
     """
     last = layers - 1
     unknown = [layer for layer in omit if not 0 <= layer <= last]
@@ -316,18 +314,7 @@ def chosen_path(
             "layer 0 cannot be left out: it always runs in training, so the others rely on it\n"
             f"  leave out some of the layers 1 to {last}"
         )
-    if exit_after is not None and not 0 <= exit_after <= last:
-        raise ShapeError(
-            f"there is no layer {exit_after} to exit after: the layers are 0 to {last}"
-        )
-    end = last if exit_after is None else exit_after
-    beyond = [layer for layer in omit if layer > end]
-    if beyond:
-        raise ShapeError(
-            f"layer {beyond[0]} comes after the exit, so it is left out already\n"
-            f"  exit after a later layer than {end}, or omit only layers up to {end}"
-        )
-    return tuple(layer for layer in range(end + 1) if layer not in omit)
+    return tuple(layer for layer in range(layers) if layer not in omit)
 
 
 def parse_layers(text: str) -> list[int]:

@@ -48,7 +48,7 @@ TOLD = (
     "copies",
     "rows",
 )
-# Facts of `penstock paths`, which its own sentences tell.
+# Facts of `penstock lab paths`, which its own sentences tell.
 TOLD_OF_PATHS = (
     "simulations",
     "skipped",

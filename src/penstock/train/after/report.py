@@ -210,7 +210,7 @@ def _is_full(row: StepRow, plan: Plan) -> bool:
 def planned_seconds(
     plan: Plan, full: bool, passes: int = 1
 ) -> tuple[float | None, float | None]:
-    """Return what `penstock paths` planned for a step on its cluster: its seconds, and those of its sums.
+    """Return what `penstock lab paths` planned for a step on its cluster: its seconds, and those of its sums.
 
     The sums count from the last backward. Both are None for other plans, and the second for plans without sums.
     """
@@ -258,6 +258,58 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
         # A line between the last step before an event and the first one after it.
         [(event.step + 0.5, event.text) for event in summary.events],
     )
+
+
+def chosen_step(summary: Summary, step: int | None) -> Summary:
+    """Return the summary with the kind of step that was measured at this number, or with all of them."""
+    if step is None:
+        return summary
+    kinds = tuple(kind for kind in summary.kinds if kind.step == step)
+    if not kinds:
+        known = " and ".join(str(kind.step) for kind in summary.kinds if kind.step)
+        raise FileError(
+            f"step {step} was not measured; measured: {known or 'none'}\n"
+            "  a run keeps the times of the last step of each kind that it timed"
+        )
+    return replace(summary, kinds=kinds)
+
+
+def explaining_lines(summary: Summary) -> list[str]:
+    """Return what took the time of the measured steps, and what was expected."""
+    lines = list_comparisons(summary)
+    for kind in summary.kinds:
+        for predicted, measured in kind.timelines:
+            lines.append(
+                f"step {kind.step}: idle {measured.bubble:.1%} of the time, predicted {predicted.bubble:.1%}"
+            )
+        lines += _list_differences(kind)
+    return [*lines, *list_events(summary)]
+
+
+def summary_facts(summary: Summary) -> dict[str, object]:
+    """Return the figures of a run as JSON has them."""
+    kinds = []
+    for kind in summary.kinds:
+        facts: dict[str, object] = {
+            "name": kind.name,
+            "step": kind.step or None,
+            "seconds": kind.seconds if kind.rows else None,
+            "predicted": None if kind.forecast is None else kind.forecast.seconds,
+        }
+        for predicted, measured in kind.timelines:
+            facts["bubble"] = measured.bubble
+            facts["predicted_bubble"] = predicted.bubble
+        kinds.append(facts)
+    last = summary.rows[-1]
+    return {
+        "steps": last.step,
+        "schedule": summary.plan.name,
+        "loss": last.loss,
+        "evaluation": summary.evaluation,
+        "tokens_per_second": summary.speed,
+        "kinds": kinds,
+        "events": list_events(summary),
+    }
 
 
 def list_comparisons(summary: Summary) -> list[str]:

@@ -168,11 +168,11 @@ def _backends(torch: ModuleType, gpus: int) -> Finding:
 def _sharing(gpus: int) -> Finding:
     """Whether several workers can share one GPU, with NVIDIA's multi-process service."""
     if shutil.which(MPS_CONTROL):
-        return Finding("NVIDIA MPS", State.OK, "`penstock testbed` can share a GPU")
-    advice = "`penstock testbed` needs a GPU"
+        return Finding("NVIDIA MPS", State.OK, "`penstock lab testbed` can share a GPU")
+    advice = "`penstock lab testbed` needs a GPU"
     if gpus:
         advice = (
-            f"`penstock testbed` needs {MPS_CONTROL}, which comes with NVIDIA's driver; "
+            f"`penstock lab testbed` needs {MPS_CONTROL}, which comes with NVIDIA's driver; "
             "in a container, let the host's be mounted"
         )
     return Finding("NVIDIA MPS", State.OPTIONAL, "not installed", advice)

@@ -21,7 +21,6 @@ from penstock.config import Config, LoraConfig, OptimizerConfig, is_recording
 from penstock.cost.profile import PROCESSORS, Profile, RowProfiles
 from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
-from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
 from penstock.measure.probe import MEASURED_RATE, Subject
 from penstock.measure.profile import (
@@ -57,11 +56,9 @@ from penstock.runtime.process.machine import (
     processes_at_once,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.job import model_sizes
 from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
-from penstock.train.own_models import sizes_of
 from penstock.train.placement import Placement, precision_on
 from penstock.train.weights import Sizes
 
@@ -110,23 +107,6 @@ class ProfileRequest:
     lora: LoraConfig = field(default_factory=LoraConfig)
     # What is recomputed inside of layers, "attention" or "mlp", as run.recompute does.
     inside: tuple[str, ...] = ()
-
-
-def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
-    """Return the sizes of a preset of the trainer, with some of them changed.
-
-    A GPT gets positions for at least `tokens` tokens.
-    """
-    model = config_file.preset(preset).model
-    if model.family in ("gpt", "bert") and "kv_heads" in changes:
-        raise ShapeError(
-            f"{preset} has no kv_heads: every head has its own keys and values\n"
-            "  leave out --kv-heads, or use a preset of a Llama"
-        )
-    positions = max(model.positions, tokens)
-    model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
-    vocab = 0 if model.vocab_size else ByteTokenizer.vocab
-    return sizes_of(model, vocab, tokens)
 
 
 def measuring_rounds(quick: bool) -> int:
@@ -428,7 +408,7 @@ def _device(name: str, comm: Comm | None) -> torch.device:
         raise RunError(
             f"{processes} ranks on {gpus} GPUs would slow each other while they measure; "
             f"--ranks {gpus}, or give each a share: "
-            f"penstock testbed --workers {processes} -- ..."
+            f"penstock lab testbed --workers {processes} -- ..."
         )
     if device.index is None:
         device = torch.device("cuda", own_gpu(0 if comm is None else comm.rank))
