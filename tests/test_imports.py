@@ -27,7 +27,7 @@ ROOMS = {
     "schedules": {"ir", "cost", "sim", "shaped", "errors"},
     "plan": {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
-        "errors",
+        *("shaped", "errors"),
     },
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "models", "torch_internals", "errors"},
@@ -48,8 +48,8 @@ ROOMS = {
     },
     "integrations": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
-        *("crew", "models", "partition", "runtime", "torch_internals", "train"),
-        "errors",
+        *("crew", "models", "partition", "runtime", "shaped", "torch_internals"),
+        *("train", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),

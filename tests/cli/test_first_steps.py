@@ -219,7 +219,7 @@ def test_a_suggestion_is_near_or_absent(given, meant):
         ("model.steps=3", "did you mean 'run.steps'?"),
         ("train.lr=3", "did you mean 'optimizer.lr'?"),
         ("optimizer.learning_rate=3", "did you mean 'lr'?"),
-        ("keep=3", "as in --set paths.keep=3"),
+        ("steps=3", "as in --set run.steps=3"),
         ("model.lora=8", "did you mean 'lora.rank'?"),
         ("nothing=3", "as in --set model.layers=24"),
     ],

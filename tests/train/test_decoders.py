@@ -164,7 +164,7 @@ def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("gemma3", "seq1f1b --set schedule.slices=2"),
+        ("gemma3", "seq1f1b:slices=2"),
         ("mixtral", "zb-h1 --set parallel.pp=1"),
     ],
 )

@@ -249,7 +249,10 @@ def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("schedule.slices=2", "slices = 2 does not go with model.weights = start:"),
+        (
+            "schedule.name=1f1b:slices=2",
+            "slices=2 does not go with model.weights = start:",
+        ),
         ("data.segments=2", "cannot tell 2 of them apart set data.segments=1"),
         (
             "data.seq_len=29",

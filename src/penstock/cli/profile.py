@@ -290,7 +290,7 @@ def _request_of_config(
     config, _ = find_run(source, None, changes, exists=True)
     check_gpu_exists(config)
     layers = model_sizes(config).layers
-    if config.schedule.name == AUTO:
+    if config.schedule.kind == AUTO:
         written = config_toml.written_keys(source, changes)
         workload, placement = machine_workload(config, layers, written)
         rows = tuple(rows_to_measure(workload))

@@ -1,4 +1,4 @@
-"""The config of a run: nine sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
 
 sections ──► Config ──► checks ──┬──► the same config, with its open values settled
                                  └──► every fault, by name
@@ -20,7 +20,6 @@ from penstock.config.names import (
     keys_by_section,
 )
 from penstock.config.sections import (
-    AS_PLANNED,
     AUTO,
     BYTE_TOKENIZER,
     CHOICES,
@@ -55,7 +54,6 @@ from penstock.config.sections import (
 )
 
 __all__ = [
-    "AS_PLANNED",
     "AUTO",
     "BYTE_TOKENIZER",
     "CHOICES",

@@ -30,6 +30,27 @@ RENAMED = {
     "schedule.devices": "parallel.devices",
     "schedule.ranks": "parallel.pp",
     "schedule.copies": "parallel.dp_replicate",
+    **{
+        f"schedule.{word}": f"write it with the schedule: schedule.name = {example}"
+        for word, example in {
+            "waves": "hanayo:waves=2",
+            "chunks": "interleaved:chunks=2",
+            "slices": "seq1f1b:slices=4",
+            "skips": "skip:skips=1",
+            "skip": "auto:skip=0.25",
+            "split": "1f1b:split",
+        }.items()
+    },
+    **{
+        f"paths.{word}": f"write it with the schedule: schedule.name = skip:share=0.25,{word}={example}"
+        for word, example in {
+            **{"rotate": "3", "full": "10", "warmup": "100", "swaps": "1"},
+            "keep": "1+2",
+        }.items()
+    },
+    "paths.share": "write it with the schedule: schedule.name = skip:share=0.25",
+    "paths.mean": "leave it out: a gradient is a mean over all tokens (Pipeline(mean=...) has others)",
+    "paths.sum_messages": "leave it out: the plan says in which type gradients are summed",
     "mesh.shard": "parallel.dp_shard",
     "mesh.tensor": "parallel.tp",
     "optimizer.rate": "optimizer.lr",

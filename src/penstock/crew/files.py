@@ -363,7 +363,7 @@ def settle_config(folder: Path) -> None:
     config = with_kept_files(read_config(folder / CONFIG_FILE), folder)
     schedule, model = config.schedule, config.model
     if is_plan_file(schedule.name):
-        schedule = replace(schedule, name=str((folder / PLAN_FILE).absolute()))
+        schedule = schedule.at(str((folder / PLAN_FILE).absolute()))
     copied = str((folder / MODEL_FOLDER).absolute())
     if model.weights:
         model = replace(model, weights=copied)
