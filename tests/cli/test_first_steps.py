@@ -285,7 +285,7 @@ def test_a_schedule_is_found_by_one_of_its_words():
         ("train --set run.device=cuda", "`penstock doctor` says what is missing"),
         ("profile --preset gpt2 --kv-heads 2", "leave out --kv-heads"),
         ("plan --ranks 2 --microbatches 2 --for x", "known: megatron, torchtitan"),
-        ("train --set model.weights=an/llama", "`hf download an/llama --local-dir"),
+        ("train --set model.path=an/llama", "`hf download an/llama --local-dir"),
         ("profile --preset bert-base --gpu h100", "leave out --gpu"),
         ("draw config.toml", "`penstock plan config.toml -o plan.json`"),
         ("join 10.0.0.1", "for example 10.0.0.1:29500"),

@@ -129,7 +129,9 @@ def makespans_of(page: str) -> list[str]:
 def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     text, here, monkeypatch, capsys
 ):
-    done = run(text, "train config.toml --sample 20 --set run.checks=forecast,gradients,memory")
+    done = run(
+        text, "train config.toml --sample 20 --set run.checks=forecast,gradients,memory"
+    )
     assert done.code == 0, done.err
     folder = text / "runs" / "config"
     rows = read_rows(folder)
@@ -507,7 +509,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set schedule.name=1f1b:waves=2  =>  1f1b has no 'waves'
         train config.toml --set schedule.name=auto --set parallel.pp=8  =>  4 layers cannot fill 8 ranks
         train config.toml --set data.sources=["gone.txt"]  =>  cannot read gone.txt
-        train config.toml --set model.weights=nowhere  =>  cannot read nowhere/config.json
+        train config.toml --set model.path=nowhere  =>  cannot read nowhere/config.json
         train config.toml --set model.heads=5  =>  width must be a multiple of heads
         train --preset huge  =>  there is no preset 'huge'
         train config.toml --set schedule.partition=[1,1,1,1,1]  =>  schedule.partition has 5 layers
@@ -522,7 +524,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         tokenizer text.txt  =>  --set data.sources=text.txt
         train config.toml --set run.folder=text.txt  =>  cannot write to text.txt: File exists
         train config.toml --set data.cache=text.txt  =>  cannot write the token cache text.txt/tokens-
-        train config.toml --set model.weights=text.txt  =>  cannot read text.txt/config.json: Not a directory
+        train config.toml --set model.path=text.txt  =>  cannot read text.txt/config.json: Not a directory
         train config.toml --set schedule.name=text.txt  =>  there is no schedule 'text.txt'
         train config.toml --set data.sources=3  =>  data.sources must be a list of strings
         train config.toml --set run.steps=1e3  =>  run.steps must be a whole number, not 1000.0
@@ -788,7 +790,7 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     passed(here, "export runs/words -o hub")
     tuned = passed(
         here,
-        "train config.toml --set model.weights=hub --set run.folder=runs/more --set run.steps=1 --sample 0",
+        "train config.toml --set model.path=hub --set run.folder=runs/more --set run.steps=1 --sample 0",
     )
     assert f"tokenizer {text}/hub/tokenizer.json" in tuned.err
     assert read_config(text / "runs" / "more" / "config.toml").data.tokenizer == str(
@@ -798,11 +800,11 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     assert rows[1] < rows[0]  # of the same words
     said = load_config(
         (text / "config.toml").read_text(),
-        changes=["model.weights=hub", "data.tokenizer=bytes"],
+        changes=["model.path=hub", "data.tokenizer=bytes"],
     )
     assert settle_tokenizer(said).data.tokenizer == "bytes"  # what is said wins
     (text / "hub" / "tokenizer.json").unlink()
-    lost = here("train config.toml --dry-run --set model.weights=hub")
+    lost = here("train config.toml --dry-run --set model.path=hub")
     assert lost.code == 2
     assert "has 8 words, so it was not trained on bytes" in lost.err
 

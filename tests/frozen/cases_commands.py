@@ -147,11 +147,11 @@ CHANGES = (
     "schedule.name=1f1b parallel.pp=8 parallel.devices=4",
     "schedule.name=1f1b:skip=0.5",
     "schedule.name=1f1b data.global_batch=12 schedule.microbatches=8",
-    "data.segments=1 model.weights=a model.config=b",
+    "data.segments=1 model.path=b/config.json",
     "model.family=bert schedule.name=seq1f1b:slices=2 data.instructions=true",
     "data.segments=2",
     'data.mixture=[{sources=[]},{sources=["a"],weight=-1.0}] data.sources=["b"]',
-    "model.family=gpt model.positions=8 schedule.partition=[1,2]",
+    "model.family=gpt schedule.partition=[1,2]",
 )
 
 

@@ -294,7 +294,7 @@ def set_refusals() -> list[str]:
                 "model.layers",
                 "model.tie_embeddings",
                 "model.rope_theta",
-                "model.weights",
+                "model.path",
                 "modle.layers",
             ),
             *("data.sources", "data.mixture", "schedule.partition", "schedule.rank"),

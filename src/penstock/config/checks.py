@@ -187,7 +187,7 @@ RULES = (
     # ------------------------------------------------ [lora] and [run]
     Rule(
         lambda c: c.lora.rank and not c.model.weights,
-        "lora.rank = {lora.rank} trains adapters beside a trained model: name its folder in model.weights",
+        "lora.rank = {lora.rank} trains adapters beside a trained model: name its folder in model.path",
     ),
     Rule(
         lambda c: c.lora.rank and c.parallel.size > 1,
@@ -260,19 +260,6 @@ RULES = (
             if not (isfinite(one.weight) and one.weight > 0)
         ],
         "source {it[0]} of data.mixture has weight {it[1]:g}, which must be above 0",
-    ),
-    Rule(
-        lambda c: c.model.weights and c.model.config,
-        "model.weights and model.config both name a folder; "
-        "weights starts from a trained model, config from new weights",
-    ),
-    Rule(  # The model of a folder has its own sizes.
-        lambda c: (
-            not c.model.folder
-            and c.model.family in ("gpt", "bert")
-            and 0 < c.model.positions < c.data.seq_len
-        ),
-        "data.seq_len = {data.seq_len} is more than model.positions = {model.positions}",
     ),
     Rule(
         lambda c: (
@@ -472,7 +459,7 @@ def is_recording(config: Config, on_gpu: bool) -> bool:
     """Whether a run records its actions, if it computes on GPUs or not.
 
     `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models
-    that are not Penstock's own (model.weights, model.config) may read a number back from the
+    that are not Penstock's own (model.path) may read a number back from the
     GPU, which a recording cannot do.
     """
     if config.run.cuda_graphs == AUTO:

@@ -77,6 +77,9 @@ OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 
 # ---------------------------------------------------------------- names of files and code
+CONFIG_JSON = (
+    "config.json"  # model.path: new weights for the model that this file describes
+)
 BYTE_TOKENIZER = "bytes"  # data.tokenizer: no file
 PLANS = (".json", ".csv")  # schedule.name: suffixes of files that hold a schedule
 
@@ -170,9 +173,6 @@ class ModelConfig:
     vocab_size: int = setting(
         0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
     )
-    positions: int = setting(
-        0, "longest sequence, in tokens (gpt, bert); 0 takes data.seq_len", least=0
-    )
     rope_theta: float = setting(
         10000.0, "base of the rotary frequencies (llama)", above=0
     )
@@ -185,33 +185,37 @@ class ModelConfig:
         least=0,
         most=0.95,
     )
-    weights: str = setting(
+    path: str = setting(
         "",
-        "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
+        "Hugging Face folder to start from (config.json, *.safetensors), or a config.json alone, for new weights; its "
+        "sizes replace those above",
         file=str,
     )
-    config: str = setting(
-        "",
-        "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
-        file=str,
-    )
+
+    @property
+    def weights(self) -> str:
+        """The folder whose weights a run starts from; empty for new weights."""
+        return "" if self.path.endswith(CONFIG_JSON) else self.path
 
     @property
     def folder(self) -> str:
         """The Hugging Face folder that defines the model; empty if there is none."""
-        return self.weights or self.config
+        new = self.path.endswith(CONFIG_JSON)
+        return str(Path(self.path).parent) if new else self.path
 
     @property
-    def folder_key(self) -> str:
-        """The key that names this folder."""
-        return "model.weights" if self.weights else "model.config"
+    def positions(self) -> int:
+        """The longest sequence; 0, because it is that of the data."""
+        return 0
 
     @property
     def written(self) -> str:
         """The line of a config that says which model it is."""
-        if self.folder:
-            return f"{self.folder_key} = {self.folder}"
-        return f"model.family = {self.family}"
+        return (
+            f"model.path = {self.path}"
+            if self.path
+            else f"model.family = {self.family}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +265,7 @@ class DataConfig:
     )
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.path, or else bytes",
         file=tokenizer_file,
     )
     seq_len: int = setting(128, "tokens per sequence", least=2)
@@ -476,7 +480,7 @@ class OptimizerConfig:
     )
     lr: float = setting(
         0.0,
-        "highest learning rate; auto takes 2e-5 for the weights of model.weights, 1e-4 for adapters (lora), and "
+        "highest learning rate; auto takes 2e-5 for the weights of model.path, 1e-4 for adapters (lora), and "
         "that of the preset for new weights",
         least=0,
     )
@@ -561,7 +565,7 @@ class RunConfig:
     cuda_graphs: str = setting(
         AUTO,
         "record every action once and replay it in every step (CUDA graphs): true, false, or auto, which is true "
-        "on GPUs unless model.weights is given",
+        "on GPUs unless model.path is given",
     )
     compile: str = setting(
         AUTO,
@@ -778,7 +782,6 @@ _PRESETS = {
             heads=12,
             kv_heads=12,
             intermediate_size=3072,
-            positions=1024,
             tie_embeddings=True,
         ),
         DataConfig(seq_len=1024, global_batch=64),
@@ -795,7 +798,6 @@ _PRESETS = {
             heads=12,
             kv_heads=12,
             intermediate_size=3072,
-            positions=512,
             tie_embeddings=True,
         ),
         DataConfig(seq_len=512, global_batch=256),

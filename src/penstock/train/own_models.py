@@ -50,16 +50,15 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> FamilySizes:
             "0 takes as many"
         )
     shape = (words, model.hidden_size, model.layers, model.heads)
-    positions = model.positions or tokens
     if model.family == "gpt":
         return GPTConfig(
-            *shape, model.intermediate_size, positions, tied=model.tie_embeddings
+            *shape, model.intermediate_size, tokens, tied=model.tie_embeddings
         )
     if model.family == "bert":
         return BertConfig(
             *shape,
             model.intermediate_size,
-            positions,
+            tokens,
             tied=model.tie_embeddings,
             padding=None,
         )
@@ -83,7 +82,6 @@ def config_of(sizes: AnyModelConfig) -> ModelConfig:
             sizes.heads,
             sizes.inner,
             sizes.vocab,
-            sizes.positions,
             tie_embeddings=sizes.tied,
         )
     theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().rope_theta

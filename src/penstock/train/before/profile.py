@@ -123,8 +123,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
             f"{preset} has no kv_heads: every head has its own keys and values\n"
             "  leave out --kv-heads, or use a preset of a Llama"
         )
-    positions = max(model.positions, tokens)
-    model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
+    model = replace(model, **changes)  # type: ignore[arg-type]
     vocab = 0 if model.vocab_size else ByteTokenizer.vocab
     return sizes_of(model, vocab, tokens)
 

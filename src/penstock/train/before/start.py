@@ -213,7 +213,11 @@ def check_training(config: Config, sizes: Sizes) -> None:
             f"run.recompute = {config.run.recompute} is for our own llama and gpt, not for a {model_name(sizes)}\n"
             "  run.recompute=full recomputes whole stages of any model"
         )
-    if config.model.config and isinstance(sizes, DecoderConfig):
+    if (
+        config.model.path
+        and not config.model.weights
+        and isinstance(sizes, DecoderConfig)
+    ):
         initial_constants(sizes)
     if config.lora.rank:
         check_adapters(sizes, config.lora)
