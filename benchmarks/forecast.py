@@ -117,7 +117,7 @@ def cases(gpu: bool, runs: int, steps: int) -> list[Case]:
             common = [*ON_GPU, f"run.steps={steps}", "run.save_every=0"]
             kinds = {
                 "ours": [*ours, *common],
-                "Hugging Face": [f"model.config={model}", *common],
+                "Hugging Face": [f"model.path={model}/config.json", *common],
             }
         for turn in range(runs):
             for number, (kind, changes) in enumerate(kinds.items()):

@@ -30,7 +30,6 @@ from penstock.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    PathsConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -104,13 +103,18 @@ def job_of(corpus: Corpus, folder: Path, kind: Kind, seed: int, passes: int) -> 
             lr=kind.rate,
             warmup_steps=min(WARM_UP_PASSES // kind.passes, steps - 1),
         ),
-        paths=PathsConfig(sum_messages=kind.messages),
         run=replace(
             CONFIG.run, seed=seed, steps=steps, log_every=steps, accumulate=kind.passes
         ),
     )
     sizes = sizes_of(config.model, VOCAB, config.data.seq_len)
-    return Job(config, Plan(SCHEDULE, "1f1b", sums=SUMS), sizes, corpus, folder)
+    return Job(
+        config,
+        Plan(SCHEDULE, "1f1b", why=(("sum_messages", kind.messages),), sums=SUMS),
+        sizes,
+        corpus,
+        folder,
+    )
 
 
 def measure(corpus: Corpus, passes: int, seeds: int) -> dict[Kind, list[float]]:

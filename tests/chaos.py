@@ -57,7 +57,7 @@ SETTINGS = (
     ),
     *("data.seq_len=32", "data.global_batch=24", "optimizer.lr=3e-4"),
     *("schedule.name=skip", f"parallel.pp={RANKS}", f"parallel.dp_replicate={COPIES}"),
-    *("schedule.microbatches=3", "paths.share=0.33", "paths.rotate=4", "paths.full=10"),
+    *("schedule.microbatches=3", "schedule.name=skip:share=0.33,rotate=4,full=10"),
     *("run.device=cpu", "run.checks=memory"),
     *(
         "elastic.mode=on:slow=3",

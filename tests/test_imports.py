@@ -49,8 +49,8 @@ ROOMS = {
     },
     "integrations": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
-        *("crew", "models", "partition", "runtime", "torch_internals", "train"),
-        "errors",
+        *("crew", "models", "partition", "runtime", "shaped", "torch_internals"),
+        *("train", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),

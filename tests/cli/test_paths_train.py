@@ -72,7 +72,7 @@ def test_planned_paths_are_trained_as_they_are_and_compared_with_the_plan(
 ):
     plan, others, full = planned
     write_plan(paths_plan(plan, None, others, full), text / "paths.json")
-    changes = "--set data.global_batch=8 --set run.forecast=true"
+    changes = "--set data.global_batch=8 --set run.checks=forecast,gradients,memory"
     out, err = run(text, f"{TRAIN} {changes}")
     assert "layers 2 2 2 2 0" in err
     words = "6 of 8 layers per micro-batch, 2 sets of paths in turn, all parts every 3"
@@ -116,7 +116,7 @@ def test_a_part_that_is_lost_with_its_only_node_is_held_by_another_one(text, pla
     recovered = replan(plan, Budget(50), [node])
     write_plan(paths_plan(recovered), text / "paths.json")
     total = len(recovered.schedule.microbatches)
-    changes = f"--set data.global_batch={total} --set paths.full=0 --set run.steps=2"
+    changes = f"--set data.global_batch={total} --set schedule.name=paths.json:full=0 --set run.steps=2"
     _, err = run(text, f"{TRAIN} {changes} --set run.checks=forecast,memory")
     assert "paths: 5 ranks" in err
     assert "layers 2 2 2 2 0" in err

@@ -184,13 +184,13 @@ def test_train_and_profile_compute_as_a_plan_for_this_machine_says():
 
 def test_a_search_says_which_settings_of_the_config_it_does_not_use(run):
     change = "--set model.vocab_size=256 --pp 2 --limit stages=1,slices=1"
-    named = "--set schedule.name=hanayo --set schedule.waves=2"
+    named = "--set schedule.name=hanayo:waves=2"
     run("init named.toml")
     line = f"plan named.toml --gpu h100 --devices 2 {change}"
     code, out, err = run(f"{line} {named}")
     assert code == 0, err
     text = " ".join((out + err).split())
-    assert "not used: schedule.name, schedule.waves; this command searches" in text
+    assert "not used: schedule.name = hanayo:waves=2; this command searches" in text
     code, out, err = run(line)
     assert (code, "not used" in out + err) == (0, False)
 

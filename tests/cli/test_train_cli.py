@@ -130,7 +130,9 @@ def makespans_of(page: str) -> list[str]:
 def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(  # noqa: PLR0915
     text, here, monkeypatch, capsys
 ):
-    done = run(text, "train config.toml --set run.forecast=true")
+    done = run(
+        text, "train config.toml --set run.checks=forecast,gradients,memory"
+    )
     assert done.code == 0, done.err
     folder = text / "runs" / "config"
     rows = read_rows(folder)
@@ -341,19 +343,11 @@ def test_two_processes_do_not_train_in_one_folder_and_a_second_ctrl_c_ends_one_a
 
 
 def test_shape_options_that_would_change_nothing_are_refused(text, here):
-    done = here(
-        "train config.toml --dry-run --set schedule.name=auto --set schedule.waves=3 --set schedule.split=true"
-    )
+    done = here("train config.toml --dry-run --set schedule.name=auto:waves=3,split")
     assert done.code == 2
     assert (
-        "auto picks the shape, so schedule.waves and schedule.split would change nothing"
-        in done.err
+        "auto picks the shape, so auto:waves=3,split would change nothing" in done.err
     )
-    passed(here, "draw 1f1b --pp 2 --microbatches 4 -o own.json")
-    done = here(
-        "train config.toml --dry-run --set schedule.name=own.json --set schedule.slices=3"
-    )
-    assert "schedule.slices = 3, but own.json has 1" in done.err
 
 
 def test_a_full_disk_is_reported_although_nothing_can_be_written(tmp_path):
@@ -524,11 +518,11 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set schedule.name=hanay  =>  there is no schedule 'hanay'; did you mean 'hanayo'?
         train config.toml --set run.device=gpu  =>  there is no run.device 'gpu'; did you mean 'cuda'?
         train config.toml --set run.precision=bf16  =>  there is no run.precision 'bf16'; did you mean 'bfloat16'?
-        train config.toml --set schedule.waves=4  =>  16 parts, but the model has only 4 layers
-        train config.toml --set schedule.name=1f1b --set schedule.waves=2  =>  1f1b has no waves
+        train config.toml --set schedule.name=hanayo:waves=4  =>  16 parts, but the model has only 4 layers
+        train config.toml --set schedule.name=1f1b:waves=2  =>  1f1b has no 'waves'
         train config.toml --set schedule.name=auto --set parallel.pp=8  =>  4 layers cannot fill 8 ranks
         train config.toml --set data.sources=["gone.txt"]  =>  cannot read gone.txt
-        train config.toml --set model.weights=nowhere  =>  cannot read nowhere/config.json
+        train config.toml --set model.path=nowhere  =>  cannot read nowhere/config.json
         train config.toml --set model.heads=5  =>  width must be a multiple of heads
         train huge  =>  there is neither a file nor a preset huge
         train nothere --resume  =>  name the folder of a run, such as runs/tiny
@@ -544,7 +538,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train text.txt  =>  text.txt:1:5: this is not TOML
         train config.toml --set run.folder=text.txt  =>  cannot write to text.txt: File exists
         train config.toml --set data.cache=text.txt  =>  cannot write the token cache text.txt/tokens-
-        train config.toml --set model.weights=text.txt  =>  cannot read text.txt/config.json: Not a directory
+        train config.toml --set model.path=text.txt  =>  cannot read text.txt/config.json: Not a directory
         train config.toml --set schedule.name=text.txt  =>  there is no schedule 'text.txt'
         train config.toml --set data.sources=3  =>  data.sources must be a list of strings
         train config.toml --set run.steps=1e3  =>  run.steps must be a whole number, not 1000.0
@@ -663,30 +657,27 @@ def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text
     line = "train bare.toml --dry-run --set schedule.name=p.json --set data.global_batch=1 --set data.seq_len=16"
     done = passed(
         here,
-        f"{line} --set parallel.pp=4 --set schedule.slices=1 --set parallel.dp_replicate=1",
+        f"{line} --set parallel.pp=4 --set parallel.dp_replicate=1",
     )
     assert "4 ranks, 1 micro-batch of 1 x 16 tokens" in done.err
     for key, value, its in (
-        ("ranks", "2", "4"),
-        ("microbatches", "8", "1"),
-        ("slices", "3", "1"),
-        ("copies", "2", "1"),
-        ("split", "true", "false"),
-        ("waves", "2", "0.5"),
-        ("skips", "1", "0"),
+        ("parallel.pp", "2", "4"),
+        ("schedule.microbatches", "8", "1"),
+        ("parallel.dp_replicate", "2", "1"),
     ):
-        batch = "--set data.global_batch=2" if key == "skips" else ""
-        refused = here(f"{line} --set schedule.{key}={value} {batch}")
+        refused = here(f"{line} --set {key}={value}")
         assert refused.code == 2
-        assert f"schedule.{key} = {value}, but p.json has {its}" in refused.err
+        assert f"{key} = {value}, but p.json has {its}" in refused.err
+    refused = here(f"{line} --set schedule.name=p.json:waves=2")
+    assert "a plan file has its own shape; leave waves=2 out" in refused.err
     assert "schedule.microbatches = 8" not in here(f"{line} --set parallel.pp=2").err
-    changes = ["schedule.name=cut.json", "schedule.slices=2"]
+    changes = ["schedule.name=cut.json"]
     written = written_keys(Path("config.toml"), changes)
-    assert {"schedule.slices", "data.global_batch"} < written
+    assert {"schedule.name", "data.global_batch"} < written
     assert "parallel.pp" not in written  # The plan replaces the config's schedule.
     # What is written agrees.
     config, plan = plan_run(read_config("config.toml", changes), 4, written)
-    assert (config.schedule.slices, plan.schedule.slices, config.rows) == (0, 2, 2)
+    assert (plan.schedule.slices, config.rows) == (2, 2)
     # Which has 16 micro-batches.
     preset = apply_changes(PRESETS["llama-150m"], ["schedule.name=p.json"])
     assert plan_run(preset, 12, {"schedule.name"})[0].rows == 64
@@ -809,7 +800,7 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     passed(here, "export runs/words -o hub")
     tuned = passed(
         here,
-        "train config.toml --set model.weights=hub --set run.folder=runs/more --set run.steps=1",
+        "train config.toml --set model.path=hub --set run.folder=runs/more --set run.steps=1",
     )
     assert f"tokenizer {text}/hub/tokenizer.json" in tuned.err
     assert read_config(text / "runs" / "more" / "config.toml").data.tokenizer == str(
@@ -819,11 +810,11 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     assert rows[1] < rows[0]  # of the same words
     said = load_config(
         (text / "config.toml").read_text(),
-        changes=["model.weights=hub", "data.tokenizer=bytes"],
+        changes=["model.path=hub", "data.tokenizer=bytes"],
     )
     assert settle_tokenizer(said).data.tokenizer == "bytes"  # what is said wins
     (text / "hub" / "tokenizer.json").unlink()
-    lost = here("train config.toml --dry-run --set model.weights=hub")
+    lost = here("train config.toml --dry-run --set model.path=hub")
     assert lost.code == 2
     assert "has 8 words, so it was not trained on bytes" in lost.err
 

@@ -64,7 +64,7 @@ def test_any_string_survives_a_round_trip(folder, sources):
     assume(not any(text.startswith("~/") for text in (folder, *sources)))
     config = replace(
         Config(),
-        model=replace(ModelConfig(), weights=folder),
+        model=replace(ModelConfig(), path=folder),
         data=replace(DataConfig(), sources=tuple(sources)),
     )
     assert load_config(dump_config(config)) == config
@@ -110,7 +110,6 @@ preset = 3  =>  preset must be a name in quotes
 [data]\nsources = [1]  =>  data.sources must be a list of strings
 [data]\nglobal_batch = 12\n[schedule]\nname = "1f1b"\nmicrobatches = 8
     =>  data.global_batch = 12 is not divisible by 8
-[model]\nfamily = "gpt"\npositions = 8  =>  data.seq_len = 128 is more than model.positions = 8
 [schedule]\npartition = [1, 2]  =>  schedule.partition has 3 layers, but model.layers = 8
 [schedule]\nname = "1f1b"\n[parallel]\npp = 8\ndevices = 4  =>  devices = 4, but 1f1b needs 8
 [run]\ncuda_graphs = true\n[data]\ndocument_mask = true  =>  data.document_mask = true: documents differ
@@ -166,7 +165,7 @@ def test_absolute_paths_work_from_any_folder(tmp_path, monkeypatch):
         'data.sources=["text", "~/more.txt"]',
         "data.tokenizer=words.json",
         "schedule.name=plan.json",
-        "model.weights=w",
+        "model.path=w",
     )
     found = with_absolute_paths(apply_changes(Config(), changes))
     assert found.data.sources == (str(tmp_path / "text"), str(Path.home() / "more.txt"))

@@ -137,14 +137,11 @@ validation = ["a.txt", "b.txt"]
 document_mask = true
 mixture = [{sources = ["web"], weight = 3, name = "web"}, {sources = "b"}]
 [schedule]
-name = "skip"
-skips = 1
+name = "skip:skips=1,keep=0+3"
 partition = [1, 1, 1, 1]
 [parallel]
 pp = 4
 tp = 1
-[paths]
-keep = [0, 3]
 [optimizer]
 lr = 1e-3
 options = {momentum = 0.9, betas = [0.9, 0.95]}
@@ -297,7 +294,7 @@ def set_refusals() -> list[str]:
                 "model.layers",
                 "model.tie_embeddings",
                 "model.rope_theta",
-                "model.weights",
+                "model.path",
                 "modle.layers",
             ),
             *("data.sources", "data.mixture", "schedule.partition", "schedule.rank"),

@@ -304,7 +304,7 @@ def test_whether_weights_are_tied_is_read_from_the_folder_of_the_model(run):
         tie_word_embeddings=False,
     ).save_pretrained("model")
     Path("config.toml").write_text(
-        '[model]\nconfig = "model"\ntied = true\n'
+        '[model]\npath = "model/config.json"\ntie_embeddings = true\n'
         "[data]\nseq_len = 64\nglobal_batch = 4\n[parallel]\npp = 2\n[schedule]\nmicrobatches = 4\n"
     )
     line = "plan config.toml --gpu h100 --for torchtitan --limit stages=1"

@@ -39,8 +39,8 @@ LLAMA = ModelConfig(
 
 def config_of(model: dict) -> ModelConfig:
     known = {"kv_heads": model["heads"], "positions": 0} | model
-    names = ("family", "layers", "width", "heads", "kv_heads", "inner", "vocab", "tied")
-    return ModelConfig(**{name: known[name] for name in names})
+    names = ("family", "layers", "width", "heads", "kv_heads", "inner", "vocab")
+    return ModelConfig(*(known[name] for name in names), tie_embeddings=known["tied"])
 
 
 def ratios(row: dict, piece: str, ops: str = "FBIW", least: int = 0) -> list[float]:

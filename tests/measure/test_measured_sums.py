@@ -25,7 +25,8 @@ from penstock.runtime import run_threads, spawn
 from virtual_time import ShapedComm
 
 TINY = (
-    "tiny --set parallel.pp=2 --set model.hidden_size=32 --set model.layers=3 --set model.heads=4 --set model.kv_heads=2 "
+    "tiny --set parallel.pp=2 --set model.hidden_size=32 --set model.layers=3 --set model.heads=4 "
+    "--set model.kv_heads=2 "
     "--set model.intermediate_size=48 --set run.threads=1 --quick"
 )
 MEGABYTE = 1e6

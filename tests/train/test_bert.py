@@ -288,7 +288,10 @@ def test_norms_with_the_names_of_the_first_berts_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("schedule.slices=2", "slices = 2 does not go with model.family = bert:"),
+        (
+            "schedule.name=1f1b:slices=2",
+            "slices=2 does not go with model.family = bert:",
+        ),
         ("data.instructions=true", "does not go with model.family = bert:"),
         ("data.segments=2 --set data.seq_len=4", "too short for 2 segments"),
         (

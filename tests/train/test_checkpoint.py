@@ -556,7 +556,7 @@ def test_an_export_loads_in_transformers_with_equal_logits_and_training_starts_f
         "1f1b",
         "run.steps=1",
         *changes,
-        f"model.weights={tmp_path / 'hub'}",
+        f"model.path={tmp_path / 'hub'}",
     )
     first = train(again)[0].loss
     batch = again.corpus.sequence(0)
@@ -612,14 +612,14 @@ def test_a_folder_of_a_model_that_cannot_be_trained_is_refused(change, words, tm
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path):
-    config = apply_changes(SMALL, [f"model.weights={tmp_path}"])
+    config = apply_changes(SMALL, [f"model.path={tmp_path}"])
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(FileError, match="are pickles"):
         train(job_of(tmp_path / "run", "1f1b", "run.steps=1", config=config))
     with pytest.raises(FileError, match=r"cannot read .*config\.json"):
         read_sizes(tmp_path)
-    config = apply_changes(SMALL, [f"model.config={tmp_path / 'missing'}"])
-    with pytest.raises(FileError, match=r"model\.config is a folder with the config"):
+    config = apply_changes(SMALL, [f"model.path={tmp_path / 'missing'}/config.json"])
+    with pytest.raises(FileError, match=r"model\.path is a folder with config"):
         settle_tokenizer(config)
 
 

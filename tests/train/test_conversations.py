@@ -225,9 +225,9 @@ def test_the_loss_of_a_run_is_the_mean_over_all_answers(
     monkeypatch.chdir(tmp_path)
     line = (
         f"train config.toml --set data.sources={home} --set data.instructions=true --set data.document_mask=true "
-        f"--set data.seq_len=192 --set data.held_out=0 --set data.global_batch={4 * rows} --set model.weights=start "
+        f"--set data.seq_len=192 --set data.held_out=0 --set data.global_batch={4 * rows} --set model.path=start "
         f"--set run.folder=run --set run.steps=1 "
-        "--set schedule.name=seq1f1b --set schedule.slices=2 --set schedule.microbatches=2 "
+        "--set schedule.name=seq1f1b:slices=2 --set schedule.microbatches=2 "
         "--set parallel.pp=1 --set parallel.dp_replicate=2"
     )
     code, out, err = called(monkeypatch, capsys, line)

@@ -382,7 +382,7 @@ def test_a_run_with_rotating_paths_and_full_steps_survives_the_loss_of_two_parts
     started_with, tmp_path
 ):
     victim = 0  # It holds the first part and the head.
-    full = "paths.full=3"
+    full = "schedule.name=skip:full=3"
     crew = Crew(job_with(ROTATED, tmp_path, "run.save_every=0", full))
 
     def prepare(trainer):

@@ -155,7 +155,7 @@ def test_threads_read_whole_models_one_after_the_other(tmp_path, monkeypatch):
 )
 def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path):
     sizes.save_pretrained(tmp_path)
-    config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
+    config = replace(Config(), model=ModelConfig(path=str(tmp_path / "config.json")))
     config = replace(config, data=replace(config.data, seq_len=64))
     found = limits_of(model_sizes(config), Limits(slices=8))
     assert found == Limits(slices=slices)
@@ -164,7 +164,7 @@ def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("gemma3", "seq1f1b --set schedule.slices=2"),
+        ("gemma3", "seq1f1b:slices=2"),
         ("mixtral", "zb-h1 --set parallel.pp=1"),
     ],
 )
@@ -174,7 +174,7 @@ def test_a_decoder_is_trained_and_exported_in_its_own_format(
     """The first loss is that of transformers' model, and what is exported computes what was trained."""
     folder_of(name, tmp_path / "start")
     said = penstock(
-        f"train config.toml --set model.weights=start --set schedule.name={schedule} "
+        f"train config.toml --set model.path=start --set schedule.name={schedule} "
         "--set run.steps=2 --set run.folder=run"
     )
     assert (
@@ -315,8 +315,8 @@ def test_weights_that_do_not_begin_around_zero_are_not_drawn(tmp_path):
     transformers.MambaConfig(hidden_size=16, num_hidden_layers=2).save_pretrained(
         tmp_path
     )
-    config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
-    with pytest.raises(PenstockError, match=r"(?s)A_log .* not around zero.*model\.w"):
+    config = replace(Config(), model=ModelConfig(path=str(tmp_path / "config.json")))
+    with pytest.raises(PenstockError, match=r"(?s)A_log .* not around zero.*model\.p"):
         check_training(config, read_sizes(tmp_path))
 
 
@@ -397,7 +397,7 @@ def test_sizes_and_lengths_that_do_not_fit_are_refused():
         ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
     ):
         check_positions(decoder_of(CONFIGS["gemma3"]), 65)
-    with pytest.raises(ShapeError, match=r"(?s)17 tokens, but a GPT .*tokens=16"):
+    with pytest.raises(ShapeError, match=r"(?s)17 tokens, but a GPT .*seq_len=16"):
         check_positions(GPTConfig(61, 16, 2, 4, 24, 16), 17)
 
 
@@ -463,10 +463,10 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path):
 
 def test_segments_are_refused_for_a_folder_with_a_decoder(tmp_path):
     folder = folder_of("gemma3", tmp_path)
-    config = replace(Config(), model=ModelConfig(weights=str(folder)))
+    config = replace(Config(), model=ModelConfig(path=str(folder)))
     config = replace(config, data=replace(config.data, segments=2))
     with pytest.raises(
-        ConfigError, match=r"the model of model\.weights = .* is a decoder"
+        ConfigError, match=r"the model of model\.path = .* is a decoder"
     ):
         settle_model(config)
 
@@ -513,7 +513,7 @@ def test_an_export_keeps_what_the_original_folder_said(penstock, tmp_path):
     (start / "generation_config.json").write_text('{"temperature": 0.6}')
     (start / "chat_template.jinja").write_text("{{ messages }}")
     penstock(
-        "train config.toml --set model.weights=start --set run.steps=1 --set run.folder=run"
+        "train config.toml --set model.path=start --set run.steps=1 --set run.folder=run"
     )
     shutil.rmtree(start)  # the run has its own copies
     penstock("export run -o end --dtype bfloat16")

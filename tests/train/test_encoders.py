@@ -96,7 +96,7 @@ def penstock(run, tmp_path):
 
 
 TRAIN = (
-    'train config.toml --set data.sources=[\\"stories\\"] --set model.weights=start --set run.folder=run '
+    'train config.toml --set data.sources=[\\"stories\\"] --set model.path=start --set run.folder=run '
     f"--set data.seq_len={TOKENS} --set optimizer.clip_norm=0 --set optimizer.weight_decay=0 "
 )
 
@@ -193,9 +193,10 @@ def test_a_planned_run_of_a_new_encoder(penstock, tmp_path):
     """The planner measures its layers and does not slice it."""
     CONFIGS["electra"].save_pretrained(tmp_path / "start")
     word_list(tmp_path / "start")
-    line = TRAIN.replace("model.weights", "model.config")
+    line = TRAIN.replace("model.path=start", "model.path=start/config.json")
     code, said = penstock(
-        f"{line} --set data.document_mask=true --set schedule.name=auto --set run.steps=1 --set run.forecast=true"
+        f"{line} --set data.document_mask=true --set schedule.name=auto "
+        "--set run.steps=1 --set run.checks=forecast,gradients,memory"
     )
     assert code == 0, said
     assert len(read_rows(tmp_path / "run")) == 1
@@ -249,7 +250,10 @@ def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("schedule.slices=2", "slices = 2 does not go with model.weights = start:"),
+        (
+            "schedule.name=1f1b:slices=2",
+            "slices=2 does not go with model.path = start:",
+        ),
         ("data.segments=2", "cannot tell 2 of them apart set data.segments=1"),
         (
             "data.seq_len=29",
@@ -257,7 +261,7 @@ def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
         ),
         ("parallel.tp=2", "only our own Llama and GPT can be divided"),
         ("model.dropout=0.1", "a RobertaForMaskedLM is trained without dropout"),
-        ("data.instructions=true", "does not go with model.weights = start:"),
+        ("data.instructions=true", "does not go with model.path = start:"),
     ],
 )
 def test_what_an_encoder_cannot_do_is_refused(change, words, penstock, tmp_path):

@@ -75,7 +75,7 @@ def test_weights_and_biases_get_every_figure_and_a_run_that_goes_on_is_the_same_
     write(tmp_path, 2, row(3))
     first, second = wandb.runs
     shown = "sftp://me:***@host/run?***"
-    assert first.asked["config"] == {"run": {"checkpoints": shown, "steps": 5}}
+    assert first.asked["config"] == {"run": {"checkpoint_url": shown, "steps": 5}}
     assert (first.asked["project"], first.asked["name"], first.asked["id"]) == (
         "penstock",
         tmp_path.name,

@@ -57,7 +57,7 @@ def qwen2() -> torch.nn.Module:
 
 def job(folder: Path, base: Path, name: str, *changes: str, **shape):
     """A run that trains adapters beside the model in a folder."""
-    found = job_of(folder, name, *RECIPE, f"model.weights={base}", *changes, **shape)
+    found = job_of(folder, name, *RECIPE, f"model.path={base}", *changes, **shape)
     return replace(found, sizes=read_sizes(base))
 
 

@@ -44,10 +44,10 @@ def test_shares_are_those_of_the_runtime(family, tensor):
     common = {"vocab": 1001, "width": 64, "layers": 2, "heads": 4, "inner": 128}
     if family == "gpt":
         sizes = GPTConfig(**common, positions=1024)
-        model = ModelConfig(family="gpt", kv_heads=4, **common)
+        model = ModelConfig("gpt", 2, 64, 4, 4, 128, 1001)
     else:
         sizes = LlamaConfig(**common, kv_heads=4)
-        model = ModelConfig(kv_heads=4, **common)
+        model = ModelConfig("llama", 2, 64, 4, 4, 128, 1001)
     whole = profile_of(model)
     for shard in (1, 2):
         found = mesh_profile(whole, tensor, shard, FREE)

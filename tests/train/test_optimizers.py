@@ -247,7 +247,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         ("optimizer.groups=[{match='*', lr=-1}]", "at least 0"),
         ("optimizer.groups=[{lr=1}]", "needs a match"),
         ("optimizer.lr_schedule=cosin", "did you mean 'cosine'"),
-        ("lora.rank=2", "name its folder in model.weights"),
+        ("lora.rank=2", "name its folder in model.path"),
         ("lora.rank=2;parallel.dp_shard=2", "use parallel.dp_replicate instead"),
     ],
 )

@@ -21,7 +21,7 @@ from trainings import SMALL, VOCAB, corpus, train
 
 def test_a_named_schedule_refuses_what_only_auto_understands():
     with pytest.raises(ConfigError, match="says what auto may leave out"):
-        check_config(apply_changes(SMALL, ("schedule.skip=0.25",)))
+        check_config(apply_changes(SMALL, ("schedule.name=1f1b:skip=0.25",)))
 
 
 def test_the_command_says_what_it_leaves_out_and_its_plan_trains(

@@ -116,10 +116,10 @@ def test_too_few_gpus_for_a_mesh_are_named(machine):
         ({}, True),
         ({"data": DataConfig(document_mask=True)}, False),
         ({"parallel": ParallelConfig(dp_shard=2)}, False),
-        ({"model": ModelConfig(weights="somewhere")}, False),
+        ({"model": ModelConfig(path="somewhere")}, False),
         ({"run": RunConfig(cuda_graphs="false")}, False),
         (
-            {"run": RunConfig(cuda_graphs="true"), "model": ModelConfig(weights="x")},
+            {"run": RunConfig(cuda_graphs="true"), "model": ModelConfig(path="x")},
             True,
         ),
     ],

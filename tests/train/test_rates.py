@@ -94,11 +94,11 @@ def test_a_function_that_gives_no_factor_is_refused(
     ("changes", "rate", "words"),
     [
         ([], 6e-4, "0.0006, as suits new weights"),
-        (["model.config=hub"], 6e-4, "0.0006, as suits new weights"),
-        (["model.weights=hub"], 2e-5, "2e-05, as suits weights that are trained"),
-        (["model.weights=hub", "lora.rank=4"], 1e-4, "0.0001, as suits adapters"),
+        (["model.path=hub/config.json"], 6e-4, "0.0006, as suits new weights"),
+        (["model.path=hub"], 2e-5, "2e-05, as suits weights that are trained"),
+        (["model.path=hub", "lora.rank=4"], 1e-4, "0.0001, as suits adapters"),
         (
-            ["model.weights=hub", "optimizer.lr=0.003"],
+            ["model.path=hub", "optimizer.lr=0.003"],
             3e-3,
             "0.003, as optimizer.lr says; 2e-05 suits weights",
         ),

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from test_checkpoint import stop_after, tensors_in
 
 from penstock import Plan, UnitCost, make
-from penstock.config import ParallelConfig, PathsConfig, ScheduleConfig, check_config
+from penstock.config import ParallelConfig, ScheduleConfig, check_config
 from penstock.errors import ConfigError, ScheduleError, ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.formats.config_toml import apply_changes, dump_config, load_config
 from penstock.ir import lower, verify
 from penstock.models import split, token_loss
 from penstock.plan.planner import plan_run
-from penstock.runtime.gradients import scale_gradients, visit_scales
 from penstock.schedules.coverage import (
     drop_empty_ranks,
     full_schedule,
@@ -43,7 +42,7 @@ SKIP = replace(
     parallel=ParallelConfig(pp=4),
     run=replace(SMALL.run, steps=9),
 )
-ROTATING = ("paths.rotate=3", "paths.full=4", "paths.warmup=1")
+ROTATING = ("schedule.name=skip:rotate=3,full=4,warmup=1",)
 
 
 def run_of(folder: Path, *changes: str, resume: bool = False) -> Job:
@@ -138,9 +137,6 @@ def reference(job: Job) -> list[float]:
             loss = loss + token_loss(x, labels)
         (loss / batch.valid).backward()
         found.append(float(loss.detach()) / batch.valid)
-        if config.paths.mean == "visits":
-            counts = [labels.numel() for labels in batch.labels]
-            scale_gradients(parts, visit_scales(len(parts), visited, counts))
         norm = torch.nn.utils.get_total_norm(
             [p.grad for p in model.parameters.values() if p.grad is not None]
         )
@@ -155,10 +151,10 @@ def reference(job: Job) -> list[float]:
     "changes",
     [
         ROTATING,
-        (*ROTATING, "paths.mean=visits", "schedule.skips=2"),
-        ("paths.rotate=2", "paths.swaps=1", "paths.keep=2", "parallel.dp_replicate=2"),
+        ("schedule.name=skip:skips=2,rotate=3,full=4,warmup=1",),
+        ("schedule.name=skip:rotate=2,swaps=1,keep=2", "parallel.dp_replicate=2"),
     ],
-    ids=["rotation", "visits", "copies"],
+    ids=["rotation", "skips", "copies"],
 )
 def test_a_run_with_changing_paths_computes_what_one_process_does(changes, tmp_path):
     job = run_of(tmp_path, *changes)
@@ -207,8 +203,7 @@ def test_a_part_that_no_path_visits_in_a_step_is_left_alone(tmp_path):
     made = run_of(tmp_path, "run.steps=2", "parallel.dp_replicate=1")
     config = replace(
         made.config,
-        paths=PathsConfig(warmup=1),
-        schedule=ScheduleConfig("own", microbatches=4),
+        schedule=ScheduleConfig("own:warmup=1", microbatches=4),
         parallel=ParallelConfig(pp=6),
     )
     job = replace(made, config=config, plan=plan)
@@ -245,7 +240,12 @@ def test_schedules_of_a_plan_have_the_same_stages_and_micro_batches():
 def test_a_share_of_the_parts_is_rounded_to_the_nearest_number():
     for share, ranks, skips in ((0.25, 4, 1), (0.33, 6, 2), (0.25, 8, 2), (0.5, 6, 3)):
         config = apply_changes(
-            SKIP, [f"paths.share={share}", f"parallel.pp={ranks}", "model.layers=8"]
+            SKIP,
+            [
+                f"schedule.name=skip:share={share}",
+                f"parallel.pp={ranks}",
+                "model.layers=8",
+            ],
         )
         _, plan = plan_run(check_config(config), 8)
         lengths = {len(one.path) for one in plan.schedule.microbatches}
@@ -265,28 +265,27 @@ def test_the_head_of_partial_paths_has_no_layers():
 
 
 def test_kept_parts_are_on_every_path():
-    config = apply_changes(SKIP, ["paths.keep=[1, 3]", "paths.rotate=4"])
+    config = apply_changes(SKIP, ["schedule.name=skip:keep=1+3,rotate=4"])
     _, plan = plan_run(config, 8)
     for schedule in plan.schedules:
         assert all({0, 1, 3} <= set(one.path) for one in schedule.microbatches)
         assert all(2 not in one.path for one in schedule.microbatches)
     refusal = "at most 1 can be left out, because the parts 0 1 3 always run; not 2"
+    two = "schedule.name=skip:skips=2,keep=1+3,rotate=4"
     with pytest.raises(ShapeError, match=refusal):
-        plan_run(apply_changes(config, ["schedule.skips=2"]), 8)
+        plan_run(apply_changes(config, [two]), 8)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["schedule.name=1f1b", "paths.full=3"], "paths.full is for schedules that leave out parts, and 1f1b"),
-        (["schedule.name=auto", "paths.rotate=3"], "paths.rotate is for schedules that leave out parts"),
-        (["paths.mean=visitors"], "there is no paths.mean 'visitors'; did you mean 'visits'"),
-        (["paths.share=0.25", "schedule.skips=1"], "both say how many parts are left out"),
-        (["paths.share=1"], "paths.share = 1 must be at most 0.99"),
-        (["paths.keep=[7]"], "paths.keep names part 7, but the parts of 4 ranks are 0 to 3"),
-        (["paths.full=-2"], "paths.full = -2 must be at least -1"),
-        (["schedule.name=plan.json", "paths.share=0.25"], "paths.share is for schedule.name = skip"),
-        (["paths.mean=visits", "data.document_mask=true", "parallel.dp_shard=2"], "not go with data.document_mask"),
+        (["schedule.name=1f1b:full=3"], "is for schedules that leave out parts"),
+        (["schedule.name=auto:rotate=3"], "is for schedules that leave out parts"),
+        (["schedule.name=skip:share=0.25,skips=1"], "both say how many parts are left out"),
+        (["schedule.name=skip:share=2"], "share must be from 0 to 1"),
+        (["schedule.name=skip:keep=7"], "keep in schedule.name names part 7, but the parts of 4 ranks are 0 to 3"),
+        (["schedule.name=skip:full=-2"], "must be at least 0"),
+        (["schedule.name=plan.json:share=0.25"], "share in schedule.name is for skip"),
     ],
     ids=str,
 )  # fmt: skip
@@ -299,7 +298,7 @@ def test_values_of_paths_that_change_nothing_or_contradict_are_refused(
 
 def test_paths_that_auto_has_chosen_may_change_from_step_to_step():
     partial = make("skip", ranks=4, microbatches=4)
-    auto = ["schedule.name=auto", "schedule.skip=0.25", "paths.full=3"]
+    auto = ["schedule.name=auto:skip=0.25,full=3"]
     config = check_config(apply_changes(SKIP, auto))
     for chosen in (partial, full_schedule(partial)):
         found = Plan(chosen, "own", (1, 1, 1, 1, 0))
@@ -309,7 +308,7 @@ def test_paths_that_auto_has_chosen_may_change_from_step_to_step():
 
 
 def test_recordings_do_not_go_with_changing_paths():
-    config = apply_changes(SKIP, ["run.cuda_graphs=true", "paths.full=3"])
+    config = apply_changes(SKIP, ["run.cuda_graphs=true", "schedule.name=skip:full=3"])
     with pytest.raises(
         ConfigError, match=r"run.cuda_graphs = true does not go with paths"
     ):
@@ -317,7 +316,7 @@ def test_recordings_do_not_go_with_changing_paths():
 
 
 def test_a_config_keeps_its_paths():
-    config = apply_changes(SKIP, [*ROTATING, "paths.keep=[2]", "paths.mean=visits"])
+    config = apply_changes(SKIP, ["schedule.name=skip:keep=2,full=4"])
     assert load_config(dump_config(config)).paths == config.paths
 
 

@@ -158,7 +158,7 @@ class SearchOptions:
     skip: float | None = option(
         None,
         "Let each micro-batch leave out up to this share of the layers, such as 0.25. "
-        "This changes what is computed. Default: schedule.skip of the config, or 0.",
+        "This changes what is computed. Default: that of schedule.name (auto:skip=0.25), or 0.",
     )
     seconds: float | None = option(
         None,

@@ -174,7 +174,7 @@ def _request_of_model(
     config, _ = find_run(found.file, found.preset, found.changes, exists=True)
     check_gpu_exists(config)
     layers = model_sizes(config).layers
-    if config.schedule.name == AUTO:
+    if config.schedule.kind == AUTO:
         written = config_toml.written_keys(found.file, found.changes)
         workload, placement = machine_workload(config, layers, written)
         rows = rows or tuple(rows_to_measure(workload))

@@ -111,7 +111,7 @@ complete_model = beginning("config:PRESETS")
 # ---------------------------------------------------------------- models
 # The settings that options stand for, and those that name a model's folder.
 PIPELINE_SETTINGS = {"pp": "parallel.pp", "microbatches": "schedule.microbatches"}
-SIZES_SETTING, WEIGHTS_SETTING = "model.config", "model.weights"
+PATH_SETTING = "model.path"
 TOKENIZER_SETTING = "data.tokenizer"
 PLANNED_PRESET = "llama-1b"  # has the data of a model that comes without a config
 MODEL_JSON = "config.json"
@@ -142,12 +142,13 @@ def find_model(
             is_json or (folder and (folder / MODEL_JSON).is_file())
         ):
             return ModelSource(source, None, given)
-        key = WEIGHTS_SETTING if trained and folder else SIZES_SETTING
-        place = source if folder else source.parent
+        place = source
+        if folder is not None and not trained:
+            place = folder / MODEL_JSON
         preset = None if trained else PLANNED_PRESET
         if not trained:  # Nobody needs words to measure or to plan a model.
             given = (f"{TOKENIZER_SETTING}={BYTE_TOKENIZER}", *given)
-        return ModelSource(None, preset, (f"{key}={place}", *given))
+        return ModelSource(None, preset, (f"{PATH_SETTING}={place}", *given))
     if str(source) in PRESETS:
         return ModelSource(None, str(source), given)
     if source.suffix:
@@ -175,7 +176,7 @@ def read_model(
     found = find_model(source, changes)
     config = read_source(found.file, found.preset, found.changes)
     if config.model.folder:
-        sizes = folder_sizes(Path(config.model.folder), config.model.folder_key)
+        sizes = folder_sizes(Path(config.model.folder))
         data = replace(config.data, tokenizer=BYTE_TOKENIZER)
         return replace(config, data=data), sizes
     if found.file is not None and is_folder(found.file):

@@ -1,4 +1,4 @@
-"""The config of a run: nine sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
 
 sections ──► Config ──► checks ──┬──► the same config, with its open values settled
                                  └──► every fault, by name
@@ -20,10 +20,10 @@ from penstock.config.names import (
     keys_by_section,
 )
 from penstock.config.sections import (
-    AS_PLANNED,
     AUTO,
     BYTE_TOKENIZER,
     CHOICES,
+    CONFIG_JSON,
     DEFAULT_PRESET,
     FULL_AS_PLANNED,
     LOSS_CHUNK,
@@ -55,10 +55,10 @@ from penstock.config.sections import (
 )
 
 __all__ = [
-    "AS_PLANNED",
     "AUTO",
     "BYTE_TOKENIZER",
     "CHOICES",
+    "CONFIG_JSON",
     "DEFAULT_PRESET",
     "FULL_AS_PLANNED",
     "LOSS_CHUNK",

@@ -94,7 +94,8 @@ def _impossible_options(config: Config) -> list[tuple[str, str]]:
 def _wrong_shapes(config: Config) -> list[tuple[str, str, str]]:
     """The settings whose shape makes no sense, with what is wrong."""
     shapes: dict[str, Callable[[Config], Shape]] = {
-        "run.loss": lambda c: c.run.cross_entropy
+        "run.loss": lambda c: c.run.cross_entropy,
+        "schedule.name": lambda c: {"skip": c.schedule.skip, "share": c.paths.share},
     }
     if not config.optimizer.own_schedule:
         shapes["optimizer.lr_schedule"] = lambda c: c.optimizer.rate_shape
@@ -122,32 +123,22 @@ def _files_of_own_code(config: Config) -> list[tuple[str, str]]:
 def _has_planned_paths(config: Config) -> bool:
     """Whether paths come from a plan, or from a search that may leave out layers."""
     schedule = config.schedule
-    searched = schedule.name == AUTO and schedule.skip > 0
+    searched = schedule.kind == AUTO and schedule.skip > 0
     return searched or is_plan_file(schedule.name)
 
 
 def _has_paths(config: Config) -> bool:
     """Whether some micro-batches may leave out parts."""
-    return config.schedule.name in PARTIAL_SCHEDULES or _has_planned_paths(config)
+    return config.schedule.kind in PARTIAL_SCHEDULES or _has_planned_paths(config)
 
 
 def _changed_paths(config: Config) -> list[str]:
-    """The keys of [paths] that do not have their defaults."""
-    return [
-        f"paths.{item.name}"
-        for item in fields(config.paths)
-        if getattr(config.paths, item.name) != item.default
-    ]
-
-
-def _uneven_data(config: Config) -> list[str]:
-    """The keys of [data] that give shards documents of different lengths."""
-    uneven = ("document_mask", "instructions", "segments")
-    return [key for key in uneven if getattr(config.data, key)]
+    """The words about paths in schedule.name, besides what auto may leave out."""
+    return [word for word in config.schedule.path_shape if word != "skip"]
 
 
 def _unknown_parts(config: Config) -> list[tuple[int, int]]:
-    """The parts of paths.keep that the schedule does not have, each with the last one that it has."""
+    """The parts in `keep` that the schedule does not have, each with the last one that it has."""
     last = config.parallel.pp - 1
     return [(part, last) for part in config.paths.keep if not 0 <= part <= last]
 
@@ -196,7 +187,7 @@ RULES = (
     # ------------------------------------------------ [lora] and [run]
     Rule(
         lambda c: c.lora.rank and not c.model.weights,
-        "lora.rank = {lora.rank} trains adapters beside a trained model: name its folder in model.weights",
+        "lora.rank = {lora.rank} trains adapters beside a trained model: name its folder in model.path",
     ),
     Rule(
         lambda c: c.lora.rank and c.parallel.size > 1,
@@ -228,16 +219,16 @@ RULES = (
         "set parallel.devices=0, or fewer ranks or copies",
     ),
     Rule(
-        lambda c: c.schedule.skip and c.schedule.is_named,
-        "schedule.skip = {schedule.skip:g} says what auto may leave out, but "
-        "schedule.name = {schedule.name}; for the schedule skip, set schedule.skips",
+        lambda c: c.schedule.skip and c.schedule.kind != AUTO,
+        "schedule.name = {schedule.name}: skip says what auto may leave out; for the schedule skip, write "
+        "skip:share=0.25 or skip:skips=1",
     ),
     EVEN_BATCH,
     # ------------------------------------------------ [model] and [data]
     Rule(
-        lambda c: c.model.family == "bert" and c.schedule.slices > 1,
-        "schedule.slices = {schedule.slices} does not go with {model.written}: the words of an encoder see later "
-        "words, so a slice cannot run before the others; set schedule.slices=0",
+        lambda c: c.model.family == "bert" and "slices=" in c.schedule.name,
+        "schedule.name = {schedule.name} does not go with {model.written}: the words of an encoder see later "
+        "words, so a slice cannot run before the others; leave slices out",
     ),
     Rule(
         lambda c: c.model.family == "bert" and c.data.instructions,
@@ -271,19 +262,6 @@ RULES = (
         "source {it[0]} of data.mixture has weight {it[1]:g}, which must be above 0",
     ),
     Rule(
-        lambda c: c.model.weights and c.model.config,
-        "model.weights and model.config both name a folder; "
-        "weights starts from a trained model, config from new weights",
-    ),
-    Rule(  # The model of a folder has its own sizes.
-        lambda c: (
-            not c.model.folder
-            and c.model.family in ("gpt", "bert")
-            and 0 < c.model.positions < c.data.seq_len
-        ),
-        "data.seq_len = {data.seq_len} is more than model.positions = {model.positions}",
-    ),
-    Rule(
         lambda c: (
             [sum(c.schedule.partition)]
             if not c.model.folder
@@ -312,41 +290,39 @@ RULES = (
         "{it[0]} = {it[1]} is a file that workers of other machines do not have (elastic.listen): "
         "name a module that is installed on all machines",
     ),
-    # ------------------------------------------------ [paths]
+    # ------------------------------------------------ paths that leave out parts
     Rule(
-        lambda c: [] if _has_paths(c) else _changed_paths(c),
-        "{it} is for schedules that leave out parts, and {schedule.name} leaves out none: "
-        "set schedule.name=skip, a plan of `penstock paths`, or schedule.skip with auto",
+        lambda c: [
+            word
+            for word, value in c.schedule.path_shape.items()
+            if isinstance(value, int) and value < (-1 if word == "full" else 0)
+        ],
+        "{it} in schedule.name = {schedule.name} must be at least 0",
     ),
     Rule(
-        lambda c: (
-            _uneven_data(c)[:1]
-            if _has_paths(c) and c.paths.mean == "visits" and c.parallel.dp_shard > 1
-            else []
-        ),
-        "paths.mean = visits does not go with data.{it} and parallel.dp_shard > 1: "
-        "shards would weigh their documents differently; set paths.mean=all",
+        lambda c: [] if _has_paths(c) else _changed_paths(c),
+        "{it} in schedule.name = {schedule.name} is for schedules that leave out parts, and this one leaves out none: "
+        "take skip, a plan of `penstock paths`, or auto:skip=0.25",
     ),
     Rule(
         lambda c: [
-            key
-            for key in _changed_paths(c)
-            if _has_planned_paths(c)
-            and key in ("paths.share", "paths.swaps", "paths.keep")
+            word
+            for word in _changed_paths(c)
+            if _has_planned_paths(c) and word in ("share", "swaps", "keep")
         ],
-        "{it} is for schedule.name = skip; {schedule.name} has its own paths, so leave it out",
+        "{it} in schedule.name is for skip; {schedule.kind} has its own paths, so leave it out",
     ),
     Rule(
         lambda c: (
-            c.schedule.name in PARTIAL_SCHEDULES and c.paths.share and c.schedule.skips
+            c.schedule.kind in PARTIAL_SCHEDULES
+            and c.paths.share
+            and "skips=" in c.schedule.own_name
         ),
-        "paths.share = {paths.share:g} and schedule.skips = {schedule.skips} both say how many "
-        "parts are left out: give one of them",
+        "schedule.name = {schedule.name}: share and skips both say how many parts are left out; give one of them",
     ),
     Rule(
-        lambda c: _unknown_parts(c)[:1] if c.schedule.name in PARTIAL_SCHEDULES else [],
-        "paths.keep names part {it[0]}, but the parts of {parallel.pp} ranks are "
-        "0 to {it[1]}",
+        lambda c: _unknown_parts(c)[:1] if c.schedule.kind in PARTIAL_SCHEDULES else [],
+        "keep in schedule.name names part {it[0]}, but the parts of {parallel.pp} ranks are 0 to {it[1]}",
     ),
     Rule(
         lambda c: c.elastic.named in MODES and 0 < c.elastic.slow <= 1,
@@ -483,7 +459,7 @@ def is_recording(config: Config, on_gpu: bool) -> bool:
     """Whether a run records its actions, if it computes on GPUs or not.
 
     `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models
-    that are not Penstock's own (model.weights, model.config) may read a number back from the
+    that are not Penstock's own (model.path) may read a number back from the
     GPU, which a recording cannot do.
     """
     if config.run.cuda_graphs == AUTO:

@@ -22,6 +22,9 @@ RENAMED = {
     "model.vocab": "model.vocab_size",
     "model.theta": "model.rope_theta",
     "model.tied": "model.tie_embeddings",
+    "model.weights": "model.path",
+    "model.config": "write model.path = its config.json, which means new weights",
+    "model.positions": "leave it out: the longest sequence is data.seq_len",
     "data.field": "data.text_field",
     "data.tokens": "data.seq_len",
     "data.batch": "data.global_batch",
@@ -30,6 +33,27 @@ RENAMED = {
     "schedule.devices": "parallel.devices",
     "schedule.ranks": "parallel.pp",
     "schedule.copies": "parallel.dp_replicate",
+    **{
+        f"schedule.{word}": f"write it with the schedule: schedule.name = {example}"
+        for word, example in {
+            "waves": "hanayo:waves=2",
+            "chunks": "interleaved:chunks=2",
+            "slices": "seq1f1b:slices=4",
+            "skips": "skip:skips=1",
+            "skip": "auto:skip=0.25",
+            "split": "1f1b:split",
+        }.items()
+    },
+    **{
+        f"paths.{word}": f"write it with the schedule: schedule.name = skip:share=0.25,{word}={example}"
+        for word, example in {
+            **{"rotate": "3", "full": "10", "warmup": "100", "swaps": "1"},
+            "keep": "1+2",
+        }.items()
+    },
+    "paths.share": "write it with the schedule: schedule.name = skip:share=0.25",
+    "paths.mean": "leave it out: a gradient is a mean over all tokens (Pipeline(mean=...) has others)",
+    "paths.sum_messages": "leave it out: the plan says in which type gradients are summed",
     "mesh.shard": "parallel.dp_shard",
     "mesh.tensor": "parallel.tp",
     "optimizer.rate": "optimizer.lr",
@@ -79,9 +103,9 @@ OTHER_WORDS = {
     "ffn_hidden_size": "model.intermediate_size",
     "num_attention_heads": "model.heads",
     "num_key_value_heads": "model.kv_heads",
-    "max_position_embeddings": "model.positions",
+    "max_position_embeddings": "data.seq_len",
     "tie_word_embeddings": "model.tie_embeddings",
-    "model_name_or_path": "model.weights",
+    "model_name_or_path": "model.path",
     "dataset": "data.sources",
     "batch_size": "data.global_batch",
     "train_batch_size": "data.global_batch",

@@ -4,7 +4,6 @@
     [data]       text, tokenizer, lengths                  on which text
     [parallel]   pp, tp, dp_replicate, dp_shard            on how many devices
     [schedule]   name and shape                            in which order
-    [paths]      rotation, full steps, warm-up             through which parts, if some are left out
     [optimizer]  learning rate, decay, clipping            how the weights move
     [lora]       rank, targets                             which adapters are trained instead of the model
     [run]        steps, seed, precision, when to save      for how long, and where
@@ -46,7 +45,6 @@ PRESET_RATES = {
     "gpt2": 6e-4,
     "bert-base": 1e-4,
 }
-AS_PLANNED = "planned"  # paths.sum_messages: the type that the plan was made for
 INSIDE = ("attention", "mlp")  # run.recompute: what layers may recompute
 CHECKS = ("forecast", "gradients", "memory")  # run.checks
 LOSS_CHUNK = 2048  # tokens whose logits are in memory at a time, if all of them take more than 64 MiB
@@ -63,12 +61,15 @@ CHOICES = {
     "run.compile": SWITCH,
     "run.cuda_graphs": SWITCH,
     "run.recompute": ("none", *INSIDE, "mlp,attention", "full"),
-    "paths.mean": ("all", "visits"),
-    "paths.sum_messages": (*MESSAGE_TYPES, AS_PLANNED),
 }
 
 # ---------------------------------------------------------------- numbers with a meaning
-FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
+FULL_AS_PLANNED = -1  # every so many steps run all parts: what the plan's rules say
+# What a schedule.name may say about paths that leave out parts; keep=1+2 names parts.
+PATH_WORDS = {
+    **{"skip": float, "share": float, "swaps": int, "keep": str},
+    **{"rotate": int, "warmup": int, "full": int},
+}
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
 
 # ---------------------------------------------------------------- optimizer.options
@@ -76,13 +77,21 @@ OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 
 # ---------------------------------------------------------------- names of files and code
+CONFIG_JSON = (
+    "config.json"  # model.path: new weights for the model that this file describes
+)
 BYTE_TOKENIZER = "bytes"  # data.tokenizer: no file
 PLANS = (".json", ".csv")  # schedule.name: suffixes of files that hold a schedule
 
 
 def is_plan_file(name: str) -> bool:
     """Whether schedule.name is a file, which brings its own ranks and micro-batches."""
-    return Path(name).suffix in PLANS
+    return Path(split_name(name)[0]).suffix in PLANS
+
+
+def _word(item: str) -> str:
+    """The key of an item of a shape."""
+    return item.partition("=")[0].strip()
 
 
 def names_a_file(tokenizer: str) -> bool:
@@ -103,7 +112,8 @@ def own_code_file(value: str) -> str:
 
 def file_with_suffix(name: str) -> str:
     """The file that schedule.name is, if it is no name of a schedule."""
-    return name if Path(name).suffix else ""
+    file = split_name(name)[0]
+    return file if Path(file).suffix else ""
 
 
 def tokenizer_file(name: str) -> str:
@@ -163,9 +173,6 @@ class ModelConfig:
     vocab_size: int = setting(
         0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
     )
-    positions: int = setting(
-        0, "longest sequence, in tokens (gpt, bert); 0 takes data.seq_len", least=0
-    )
     rope_theta: float = setting(
         10000.0, "base of the rotary frequencies (llama)", above=0
     )
@@ -178,33 +185,37 @@ class ModelConfig:
         least=0,
         most=0.95,
     )
-    weights: str = setting(
+    path: str = setting(
         "",
-        "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
+        "Hugging Face folder to start from (config.json, *.safetensors), or a config.json alone, for new weights; its "
+        "sizes replace those above",
         file=str,
     )
-    config: str = setting(
-        "",
-        "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
-        file=str,
-    )
+
+    @property
+    def weights(self) -> str:
+        """The folder whose weights a run starts from; empty for new weights."""
+        return "" if self.path.endswith(CONFIG_JSON) else self.path
 
     @property
     def folder(self) -> str:
         """The Hugging Face folder that defines the model; empty if there is none."""
-        return self.weights or self.config
+        new = self.path.endswith(CONFIG_JSON)
+        return str(Path(self.path).parent) if new else self.path
 
     @property
-    def folder_key(self) -> str:
-        """The key that names this folder."""
-        return "model.weights" if self.weights else "model.config"
+    def positions(self) -> int:
+        """The longest sequence; 0, because it is that of the data."""
+        return 0
 
     @property
     def written(self) -> str:
         """The line of a config that says which model it is."""
-        if self.folder:
-            return f"{self.folder_key} = {self.folder}"
-        return f"model.family = {self.family}"
+        return (
+            f"model.path = {self.path}"
+            if self.path
+            else f"model.family = {self.family}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +265,7 @@ class DataConfig:
     )
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.path, or else bytes",
         file=tokenizer_file,
     )
     seq_len: int = setting(128, "tokens per sequence", least=2)
@@ -322,71 +333,75 @@ class ScheduleConfig:
 
     name: str = setting(
         AUTO,
-        "auto, a name from `penstock list`, or the path of a plan.json",
+        "auto, which searches; a schedule with its shape (penstock list), such as hanayo:waves=2,slices=4,split; or a "
+        "plan.json. auto:skip=0.25 may leave out layers; where parts are left out, such as in skip:share=0.25, "
+        "warmup=100 and full=10 run all parts in the first 100 and in every 10th step",
         file=file_with_suffix,
     )
     microbatches: int = setting(
         8, "micro-batches per copy, shard and pass; 0 lets auto choose", least=0
-    )
-    waves: int = setting(0, "waves over the ranks (hanayo)", least=0)
-    chunks: int = setting(0, "chunks of the model per rank (interleaved)", least=0)
-    slices: int = setting(0, "token slices per micro-batch", least=0)
-    skips: int = setting(0, "parts that each micro-batch skips (skip)", least=0)
-    skip: float = setting(
-        0.0,
-        "share of the layers that auto may let each micro-batch leave out; this changes what is computed",
-        least=0,
-        most=0.9,
-    )
-    split: bool = setting(
-        False, "split each backward into input gradient and weight gradient"
     )
     partition: tuple[int, ...] = setting(
         (), "number of layers of each part; empty makes them as equal as possible"
     )
 
     @property
+    def kind(self) -> str:
+        """The name without its shape."""
+        return split_name(self.name)[0]
+
+    def at(self, file: str) -> ScheduleConfig:
+        """The same schedule, whose plan is in another file."""
+        return replace(self, name=f"{file}{self.name.removeprefix(self.kind)}")
+
+    @property
     def is_named(self) -> bool:
         """Whether this is a schedule of `penstock list`, neither planned nor read from a file."""
-        return self.name != AUTO and not is_plan_file(self.name)
+        return self.kind != AUTO and not is_plan_file(self.name)
+
+    @property
+    def own_name(self) -> str:
+        """The name with the shape of the schedule itself, without what it says about paths."""
+        kind, text = split_name(self.name)
+        own = [one for one in text.split(",") if _word(one) not in PATH_WORDS]
+        return f"{kind}:{','.join(own)}".rstrip(":")
+
+    @property
+    def path_shape(self) -> Shape:
+        """What the name says about paths that leave out parts."""
+        kind, text = split_name(self.name)
+        about = [one for one in text.split(",") if _word(one) in PATH_WORDS]
+        return read_shape(kind, ",".join(about), PATH_WORDS)
+
+    @property
+    def skip(self) -> float:
+        """The share of the layers that auto may let each micro-batch leave out."""
+        return float(self.path_shape.get("skip", 0.0))
+
+    @property
+    def paths(self) -> PathsConfig:
+        """Which parts micro-batches visit from step to step."""
+        shape = {key: one for key, one in self.path_shape.items() if key != "skip"}
+        kept = str(shape.pop("keep", ""))
+        keep = tuple(int(one) for one in kept.split("+") if one.isdigit())
+        return PathsConfig(**shape, keep=keep)
 
 
 @dataclass(frozen=True, slots=True)
 class PathsConfig:
     """Which parts micro-batches visit from step to step, if the schedule leaves out parts."""
 
-    rotate: int = setting(
-        0,
-        "sets of paths that steps take in turn; 1 keeps one set, 0 takes all sets of the plan",
-        least=0,
-        most=10_000,
-    )
-    full: int = setting(
-        FULL_AS_PLANNED,
-        "every full-th step runs all parts; 0 never does, -1 does what the plan's rules say",
-        least=-1,
-    )
-    warmup: int = setting(0, "steps at the beginning that run all parts", least=0)
-    mean: str = setting(
-        "all",
-        "tokens over which the gradient of a part is a mean: all, or visits, those that visited the part",
-    )
-    sum_messages: str = setting(
-        AS_PLANNED,
-        "type in which planned sums of gradients travel: float32, bfloat16, int8 with error feedback, or as planned",
-    )
-    share: float = setting(
-        0.0,
-        "share of the parts that each micro-batch leaves out (skip); 0 takes schedule.skips",
-        least=0,
-        most=0.99,
-    )
-    swaps: int = setting(
-        0, "pairs of neighboring parts that may change places on a path (skip)", least=0
-    )
-    keep: tuple[int, ...] = setting(
-        (), "parts that every micro-batch visits, besides the first one (skip)"
-    )
+    # Sets of paths that steps take in turn; 1 keeps one set, 0 takes all sets of the plan.
+    rotate: int = 0
+    # Every full-th step runs all parts; 0 never does, -1 does what the plan's rules say.
+    full: int = FULL_AS_PLANNED
+    warmup: int = 0  # steps at the beginning that run all parts
+    # The share of the parts that each micro-batch leaves out (skip); 0 takes skips.
+    share: float = 0.0
+    # Pairs of neighboring parts that may change places on a path (skip).
+    swaps: int = 0
+    # Parts that every micro-batch visits, besides the first one (skip).
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +480,7 @@ class OptimizerConfig:
     )
     lr: float = setting(
         0.0,
-        "highest learning rate; auto takes 2e-5 for the weights of model.weights, 1e-4 for adapters (lora), and "
+        "highest learning rate; auto takes 2e-5 for the weights of model.path, 1e-4 for adapters (lora), and "
         "that of the preset for new weights",
         least=0,
     )
@@ -550,7 +565,7 @@ class RunConfig:
     cuda_graphs: str = setting(
         AUTO,
         "record every action once and replay it in every step (CUDA graphs): true, false, or auto, which is true "
-        "on GPUs unless model.weights is given",
+        "on GPUs unless model.path is given",
     )
     compile: str = setting(
         AUTO,
@@ -664,13 +679,17 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
     parallel: ParallelConfig = field(default_factory=ParallelConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig, kw_only=True)
     preset: str = field(default=DEFAULT_PRESET, kw_only=True)
+
+    @property
+    def paths(self) -> PathsConfig:
+        """Which parts micro-batches visit from step to step, if the schedule leaves out parts."""
+        return self.schedule.paths
 
     @property
     def drops(self) -> bool:
@@ -763,7 +782,6 @@ _PRESETS = {
             heads=12,
             kv_heads=12,
             intermediate_size=3072,
-            positions=1024,
             tie_embeddings=True,
         ),
         DataConfig(seq_len=1024, global_batch=64),
@@ -780,7 +798,6 @@ _PRESETS = {
             heads=12,
             kv_heads=12,
             intermediate_size=3072,
-            positions=512,
             tie_embeddings=True,
         ),
         DataConfig(seq_len=512, global_batch=256),

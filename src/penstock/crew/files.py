@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config import Config, DataConfig, is_plan_file, own_code_file
+from penstock.config import CONFIG_JSON, Config, DataConfig, is_plan_file, own_code_file
 from penstock.crew.store import Dial
 from penstock.crew.tls import MAX_PLAN_BYTES, receive_bytes, receive_frame, send_frame
 from penstock.errors import ConfigError, FileError, PeerLostError, RunError
@@ -363,12 +363,11 @@ def settle_config(folder: Path) -> None:
     config = with_kept_files(read_config(folder / CONFIG_FILE), folder)
     schedule, model = config.schedule, config.model
     if is_plan_file(schedule.name):
-        schedule = replace(schedule, name=str((folder / PLAN_FILE).absolute()))
+        schedule = schedule.at(str((folder / PLAN_FILE).absolute()))
     copied = str((folder / MODEL_FOLDER).absolute())
-    if model.weights:
-        model = replace(model, weights=copied)
-    if model.config:
-        model = replace(model, config=copied)
+    if model.path:
+        own = f"/{CONFIG_JSON}" if not model.weights else ""
+        model = replace(model, path=f"{copied}{own}")
     config = replace(
         config,
         model=model,

@@ -27,7 +27,6 @@ from penstock.config import (
     Options,
     OptionValue,
     ParameterGroup,
-    ScheduleConfig,
     advise,
     advise_section,
     check_config,
@@ -53,6 +52,11 @@ RECORDS: dict[str, tuple[type[Any], str]] = {
     "MixtureSource": (MixtureSource, '{sources = ["web"], weight = 3}'),
     "ParameterGroup": (ParameterGroup, '{match = "*.bias", frozen = true}'),
 }
+# What a plan file says in place of a config.
+REPLACED_BY_PLAN = (
+    *("schedule.name", "schedule.microbatches", "schedule.partition"),
+    *("parallel.devices", "parallel.pp", "parallel.dp_replicate"),
+)
 KINDS = {
     "bool": "true or false",
     "int": "a whole number",
@@ -158,7 +162,7 @@ def _replaced_keys(changes: Iterable[str]) -> set[str]:
     for change in changes:
         name, _, value = change.partition("=")
         if name.strip() == "schedule.name" and is_plan_file(value.strip().strip("'\"")):
-            return {f"schedule.{item.name}" for item in fields(ScheduleConfig)}
+            return {*REPLACED_BY_PLAN}
     return set()
 
 

@@ -332,7 +332,7 @@ def initial_constants(sizes: DecoderConfig) -> Constants:
             raise PenstockError(
                 f"cannot draw new weights for a {sizes.architecture}: transformers begins {any_layer(name)} with "
                 "numbers of its own, and not around zero\n"
-                "  let transformers save a new model (save_pretrained), and name its folder in model.weights"
+                "  let transformers save a new model (save_pretrained), and name its folder in model.path"
             )
     return constants
 
@@ -446,7 +446,7 @@ def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise FileError(
             f"{folder} has no weights {min(missing)}{more}, which a {sizes.architecture} needs\n"
-            "  is config.json that of these weights? train new weights with model.config instead"
+            "  is config.json that of these weights? name the config.json in model.path to train new weights"
         )
     if misshapen:
         name, found, needed = min(misshapen)

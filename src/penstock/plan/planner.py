@@ -34,7 +34,7 @@ from penstock.plan.candidates import Candidate, candidate_plan, title
 from penstock.plan.paths.rules import rules_from
 from penstock.plan.search import Landscape, rival_facts
 from penstock.plan.space import skipped_share
-from penstock.schedules import make, shape_of, transform
+from penstock.schedules import make, read_name, shape_of, transform
 from penstock.schedules.coverage import (
     count_pipelines,
     drop_empty_ranks,
@@ -46,12 +46,12 @@ from penstock.schedules.coverage import (
 from penstock.schedules.facts import FACTS
 from penstock.schedules.skip import skipping_schedules, skips_of
 from penstock.schedules.transforms import replicate
+from penstock.shaped import write_shape
 
 SKIPPING = "micro-batches leave out layers, which changes what is computed"
 PATHS_NAME = "paths"  # the name of the plans of `penstock.plan.paths`
 BOUND_HOLDS_FOR = "every plan that the search could have returned"
 SIZE_KEYS = ("parallel.pp", "schedule.microbatches")
-SHAPE_KEYS = ("microbatches", "waves", "chunks", "slices", "skips")
 
 
 def plan_run(
@@ -69,11 +69,11 @@ def plan_run(
     """
     shape = config.schedule
     if is_plan_file(shape.name):
-        plan = _without_empty_ranks(_read_plan_file(Path(shape.name)))
+        plan = _without_empty_ranks(_read_plan_file(Path(shape.kind)))
         _check_mesh(plan, config, given)
         config = _adopt(_shape_from_file(plan, config, given), plan)
         copies = 1  # The file has them all.
-    elif shape.name == AUTO:
+    elif shape.kind == AUTO:
         _refuse_unused(shape)
         assert plan_auto is not None, "auto needs a planner"
         plan = plan_auto(config)
@@ -151,20 +151,15 @@ def _named_plan(config: Config) -> Plan:
     shape = config.schedule
     paths = config.paths
     ranks = config.parallel.pp
-    sizes = {key: getattr(shape, key) for key in SHAPE_KEYS if getattr(shape, key)}
-    sizes["ranks"] = ranks
+    family, own = read_name(shape.own_name)
     if paths.share:
-        sizes["skips"] = skips_of(ranks, paths.share)
-    own = tuple(
-        item for item in sizes.items() if item[0] not in ("ranks", "microbatches")
-    )
-    name = title(shape.name, own)
-    if shape.split:
-        sizes["split"] = 1
-    plan = Plan(make(shape.name, **sizes), name)
+        own = {"skips": skips_of(ranks, paths.share), **own}
+    sizes = {"ranks": ranks, "microbatches": shape.microbatches, **own}
+    words = tuple(item for item in own.items() if item[0] != "split")
+    plan = Plan(make(family, **sizes), title(family, words))
     if paths.rotate < 2 and not paths.swaps and not paths.keep:
         return plan
-    own_words = shape_of(shape.name)
+    own_words = shape_of(family)
     drawn = skipping_schedules(
         ranks,
         shape.microbatches,
@@ -180,39 +175,31 @@ def _named_plan(config: Config) -> Plan:
 
 # ---------------------------------------------------------------- paths that change from step to step
 def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
-    """Give a plan the schedules that [paths] asks for, and the config the numbers it left to the plan.
+    """Give a plan the schedules that schedule.name asks for, and the config the numbers it left to the plan.
 
     All schedules are verified here, before any worker starts.
     """
     paths = config.paths
-    if paths.sum_messages != PathsConfig().sum_messages and not plan.sums:
-        raise ConfigError(
-            f"paths.sum_messages = {paths.sum_messages} is for plans that say how gradients are summed, "
-            f"and {config.schedule.name} does not\n"
-            "  make one with `penstock lab paths --sums planned`, or leave it out"
-        )
     if visits_all_parts(plan.schedule) and not plan.rotation:
         verify_sums(plan.schedule, plan.sums)
-        own = replace(paths, sum_messages=PathsConfig().sum_messages)
-        if own != PathsConfig() and config.schedule.name != AUTO:
+        if paths != PathsConfig() and config.schedule.kind != AUTO:
             raise ConfigError(
-                f"[paths] is for schedules that leave out parts, and {config.schedule.name} leaves out "
-                "none\n  leave its values out, or name another plan"
+                f"schedule.name = {config.schedule.name} says something about lab paths that leave out parts, and "
+                f"{config.schedule.kind} leaves out none\n  leave it out, or name another plan"
             )
         return config, plan
     sets = 1 + len(plan.rotation)
     if paths.rotate > sets:
         raise ConfigError(
-            f"paths.rotate = {paths.rotate}, but {config.schedule.name} has {sets} "
+            f"rotate = {paths.rotate}, but {config.schedule.kind} has {sets} "
             f"set{'s' if sets > 1 else ''} of paths\n"
-            "  plan more with `penstock lab paths --rotate`, or set paths.rotate=0 to take all it has"
+            "  plan more with `penstock lab paths --rotate`, or leave rotate out to take all it has"
         )
     rotate = paths.rotate or sets
     full = paths.full
     if full == FULL_AS_PLANNED:
         rules = plan.facts.get("rules")
         full = rules_from(rules.split()).full if isinstance(rules, str) else 0
-    paths = replace(paths, rotate=rotate, full=full)
     plan = replace(plan, rotation=plan.rotation[: rotate - 1])
     if full or paths.warmup:
         plan = replace(plan, full=plan.full or full_schedule(plan.schedule))
@@ -221,7 +208,11 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
     for schedule in plan.schedules:
         verify(lower(schedule))
         verify_sums(schedule, plan.sums)
-    return replace(config, paths=paths), plan
+    settled = {**config.schedule.path_shape, "rotate": rotate, "full": full}
+    text = write_shape("", settled).lstrip(":")
+    own = config.schedule.own_name
+    name = f"{own}{',' if ':' in own else ':'}{text}"
+    return replace(config, schedule=replace(config.schedule, name=name)), plan
 
 
 def _without_recordings(config: Config) -> Config:
@@ -230,7 +221,7 @@ def _without_recordings(config: Config) -> Config:
         raise ConfigError(
             "run.cuda_graphs = true does not go with paths that change from step to step: every set of "
             "paths would need recordings of its own\n"
-            "  set run.cuda_graphs=false, or paths.rotate=1, paths.full=0 and paths.warmup=0"
+            "  set run.cuda_graphs=false, or rotate=1, full=0 and warmup=0 in schedule.name"
         )
     return replace(config, run=replace(config.run, cuda_graphs="false"))
 
@@ -278,17 +269,14 @@ def _partition_plan(plan: Plan, config: Config, layers: int) -> Plan:
 # ---------------------------------------------------------------- schedule.name = auto
 def unused_settings(shape: ScheduleConfig) -> list[str]:
     """Return the settings that a search for a plan ignores, because it chooses them itself."""
-    chosen = ("waves", "chunks", "slices", "skips", "split")
-    unused = [f"schedule.{key}" for key in chosen if getattr(shape, key)]
-    return unused if shape.name == AUTO else ["schedule.name", *unused]
+    return [] if shape.own_name == AUTO else [f"schedule.name = {shape.name}"]
 
 
 def _refuse_unused(shape: ScheduleConfig) -> None:
     """Raise if the config fixes a shape, because `auto` would ignore it."""
-    ignored = unused_settings(shape)
-    if ignored:
+    if shape.own_name != AUTO:
         raise ConfigError(
-            f"auto picks the shape, so {' and '.join(ignored)} would change nothing\n"
+            f"auto picks the shape, so {shape.own_name} would change nothing\n"
             "  name a schedule in schedule.name (`penstock draw`), or leave the rest out"
         )
 
@@ -352,6 +340,10 @@ def _shape_from_file(
     A value of 0 or an empty list leaves the choice to the file.
     """
     shape = config.schedule
+    if shape.own_name != shape.kind:
+        raise ConfigError(
+            f"schedule.name = {shape.name}: a plan file has its own shape; leave {shape.own_name.partition(':')[2]} out"
+        )
     actual = _shape_of(plan)
     written = {
         f"{section}.{key}": value
@@ -388,36 +380,14 @@ def _shape_from_file(
 
 
 def _shape_of(plan: Plan) -> dict[str, object]:
-    """The value of each setting of the shape in a plan, over all copies.
-
-    Where ranks or micro-batches differ, the value is a text such as "1 or 2".
-    """
+    """The value of each setting of the shape in a plan, over all copies."""
     schedule = plan.schedule
-    stages = [0] * schedule.ranks
-    for stage in schedule.stages:
-        stages[stage.rank] += 1
     return {
         "parallel.pp": schedule.ranks,
         "schedule.microbatches": len(schedule.microbatches),
         "parallel.dp_replicate": count_pipelines(schedule),
-        "schedule.waves": _common_value([count / 2 for count in stages]),
-        "schedule.chunks": _common_value(stages),
-        "schedule.slices": _common_value([m.slices for m in schedule.microbatches]),
-        "schedule.skips": _common_value(
-            [schedule.parts - len(m.path) for m in schedule.microbatches]
-        ),
-        "schedule.split": schedule.is_split,
         "schedule.partition": plan.partition,
     }
-
-
-def _common_value(values: Collection[float]) -> object:
-    """The value that all have, or a text that lists the different ones."""
-    different = sorted(set(values))
-    if len(different) > 1:
-        return " or ".join(f"{value:g}" for value in different)
-    value = different[0]
-    return int(value) if value == int(value) else value
 
 
 def _config_text(value: object) -> str:

@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 MAX_PROOF_ROWS = 2
 
 WAYS_OUT = {
-    Option.SLICES: "do not cut this model into token slices: use `--set schedule.slices=0` and a schedule other than "
-    "terapipe and seq1f1b; in Python, make the schedule with slices=1",
-    Option.SPLIT: "keep its backwards whole: use `--set schedule.split=false` and a schedule that does not split, such "
-    "as `--set schedule.name=1f1b`",
+    Option.SLICES: "do not cut this model into token slices: take a schedule without slices=, and not "
+    "terapipe or seq1f1b; in Python, make the schedule with slices=1",
+    Option.SPLIT: "keep its backwards whole: take a schedule that does not split, such as "
+    "`--set schedule.name=1f1b`",
     Option.RECOMPUTE: "keep its activations: use `--set run.recompute=none`, or Executor(recompute=frozenset())",
     Option.AUTOCAST: "train it in its own precision: use `--set run.precision=float32`, or Executor(autocast=None)",
     Option.RECORDED: "do not record it: use `--set run.cuda_graphs=false`, or Executor(tape=None)",

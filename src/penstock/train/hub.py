@@ -71,10 +71,6 @@ GPT2_KEYS = {
     "positions": "n_positions",
     "eps": "layer_norm_epsilon",
 }
-FOLDER_CONTENTS = {
-    "model.weights": "config.json and *.safetensors",
-    "model.config": "the config.json of a model",
-}
 
 
 def _download(folder: Path) -> str:
@@ -86,15 +82,16 @@ def _download(folder: Path) -> str:
 
 
 # ---------------------------------------------------------------- sizes
-def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
-    """Read the sizes of the model in a folder that a key of the config names; raise if we have no such model."""
+def read_sizes(folder: Path) -> Sizes:
+    """Read the sizes of the model in a folder; raise if we have no such model."""
     file = folder / CONFIG
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot read {file}: {error.strerror}"
         raise FileError(
-            f"{what}\n  {key} is a folder with {FOLDER_CONTENTS[key]}{_download(folder)}"
+            f"{what}\n  model.path is a folder with config.json and *.safetensors, or a config.json for new weights"
+            f"{_download(folder)}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is not JSON: {error}") from None
@@ -264,7 +261,7 @@ def read_weights(
         if found is None:
             raise FileError(
                 f"{folder} has no weights {theirs}, which {name} needs\n"
-                "  is config.json that of these weights? leave model.weights empty to train "
+                "  is config.json that of these weights? name the config.json in model.path to train "
                 "from scratch"
             )
         with safe_open(where[found], framework="pt") as file:

@@ -190,7 +190,7 @@ def model_sizes(config: Config) -> Sizes:
     vocab = vocab_of(config)
     folder = config.model.folder
     if folder:
-        sizes = read_sizes(Path(folder), config.model.folder_key)
+        sizes = read_sizes(Path(folder))
         if isinstance(sizes, DecoderConfig | BertConfig | GPTConfig):
             check_positions(sizes, config.data.seq_len)
         if isinstance(sizes, BertConfig | EncoderConfig):
@@ -235,7 +235,7 @@ def settle_model(config: Config) -> Config:
     All encoders are of the family bert: they guess masked words and see both ways.
     """
     if config.model.folder:
-        sizes = read_sizes(Path(config.model.folder), config.model.folder_key)
+        sizes = read_sizes(Path(config.model.folder))
         if isinstance(sizes, BertConfig | EncoderConfig):
             model = replace(config.model, family="bert")
             config = check_config(replace(config, model=model))
@@ -257,7 +257,7 @@ def settle_tokenizer(config: Config) -> Config:
     if config.model.folder and (folder / TOKENIZER).is_file():
         tokenizer = str(folder / TOKENIZER)
     elif config.model.folder:
-        vocab = read_sizes(folder, config.model.folder_key).vocab
+        vocab = read_sizes(folder).vocab
         if vocab != ByteTokenizer.vocab:
             raise ConfigError(
                 f"the model in {folder} has {vocab} words, so it was not trained on bytes, "

@@ -3,7 +3,7 @@
     x ──┬── base_layer (frozen) ──(+)──►        y = W x + alpha / rank · B A x
         └── lora_A ── lora_B ──────┘            A begins at random, B at zero
 
-The base model comes from model.weights and is never saved again: checkpoints hold the adapters, and an export is a
+The base model comes from model.path and is never saved again: checkpoints hold the adapters, and an export is a
 folder that peft loads, or the model with its adapters merged.
 
     layers.0.attention.query                             the name of a matrix here

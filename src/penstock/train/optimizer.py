@@ -397,7 +397,7 @@ def check_same_optimizer(
         raise RunError(
             f"{path} has the state of {theirs['name']} ({kept}), but this run has {ours['name']} "
             f"({', '.join(ours['state']) or 'nothing'})\n"
-            "  go on with the same optimizer.name and options, or train the exported model in a new run (model.weights)"
+            "  go on with the same optimizer.name and options, or train the exported model in a new run (model.path)"
         )
 
 
@@ -582,7 +582,7 @@ def is_unused(state: Mapping[str, Tensor]) -> bool:
 
 SCHEDULE_KEY = "optimizer.lr_schedule"
 TRAINED_RATE = (
-    2e-5  # for weights of model.weights; fresh ones bear a hundred times as much
+    2e-5  # for weights of model.path; fresh ones bear a hundred times as much
 )
 ADAPTER_RATE = 1e-4  # for LoRA, whose adapters begin at zero
 

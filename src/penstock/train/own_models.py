@@ -54,16 +54,15 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> FamilySizes:
             "0 takes as many"
         )
     shape = (words, model.hidden_size, model.layers, model.heads)
-    positions = model.positions or tokens
     if model.family == "gpt":
         return GPTConfig(
-            *shape, model.intermediate_size, positions, tied=model.tie_embeddings
+            *shape, model.intermediate_size, tokens, tied=model.tie_embeddings
         )
     if model.family == "bert":
         return BertConfig(
             *shape,
             model.intermediate_size,
-            positions,
+            tokens,
             tied=model.tie_embeddings,
             padding=None,
         )
@@ -87,7 +86,6 @@ def config_of(sizes: AnyModelConfig) -> ModelConfig:
             sizes.heads,
             sizes.inner,
             sizes.vocab,
-            sizes.positions,
             tie_embeddings=sizes.tied,
         )
     theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().rope_theta
@@ -109,13 +107,13 @@ TIED_BY_DEFAULT = ("gpt2", "gemma", "gemma2", "gemma3_text")
 OWN_TYPES = ("llama", "gpt2")
 
 
-def folder_sizes(folder: Path, key: str) -> AnyModelConfig:
+def folder_sizes(folder: Path) -> AnyModelConfig:
     """Return the sizes of a Hugging Face model, for planning, from its config.json.
 
     A Llama or a GPT-2 needs no torch, and no other decoder without experts if transformers is missing.
     """
     file = folder / "config.json"
-    text = read_text(file, "config", f"{key} is a Hugging Face folder")
+    text = read_text(file, "config", "model.path is a Hugging Face folder")
     try:
         content = json.loads(text)
         kind = content.get("model_type")
@@ -126,7 +124,7 @@ def folder_sizes(folder: Path, key: str) -> AnyModelConfig:
         raise FileError(f"{file} does not have the sizes of a model: {error}") from None
     from penstock.train.hub import read_sizes  # noqa: PLC0415  # torch
 
-    return read_sizes(folder, key)
+    return read_sizes(folder)
 
 
 def _sizes_in(content: dict[str, Any], kind: str | None) -> FamilySizes:

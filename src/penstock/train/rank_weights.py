@@ -1,7 +1,7 @@
 """The weights and the optimizer state of a rank: where they come from, who has copies, and which of them it saves.
 
 drawn from the seed ──┐
-model.weights ────────┤                                ┌─► tensors()    this rank's share of a checkpoint
+model.path ───────────┤                                ┌─► tensors()    this rank's share of a checkpoint
 a checkpoint ─────────┼─► parts that it trains ────────┤
 the rank before ──────┘   mirrors of other ranks' parts └─► part_states  what a peer may ask for
 
@@ -366,7 +366,7 @@ class RankWeights:
             draw_parameters(self.holding, seed)
 
     def read_base(self) -> None:
-        """Fill the weights of this rank from model.weights."""
+        """Fill the weights of this rank from the folder in model.path."""
         from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
 
         folder = Path(self.job.config.model.weights)

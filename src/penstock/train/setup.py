@@ -34,7 +34,6 @@ from penstock.runtime import (
     Comm,
     CudaTape,
     Executor,
-    Mean,
     ProcessComm,
     compile_stage,
     prove,
@@ -91,12 +90,9 @@ class RankSetup:
             reduction=self.reduction,
             options=RunOptions(
                 tied=self.holding.tied,
-                mean=Mean(config.paths.mean),
                 messages=MESSAGE_DTYPES[run.comm_dtype],
                 sums=self.job.plan.sums,
-                sum_messages=MESSAGE_DTYPES[
-                    sum_messages_of(config.paths, self.job.plan)
-                ],
+                sum_messages=MESSAGE_DTYPES[sum_messages_of(self.job.plan)],
                 accumulates=run.accumulate > 1,
             ),
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.config import AS_PLANNED, PathsConfig, RunConfig
+from penstock.config import PathsConfig, RunConfig
 from penstock.ir import Plan, Schedule
 from penstock.schedules.coverage import full_schedule, visits_all_parts
 
@@ -82,10 +82,8 @@ def step_paths(plan: Plan, paths: PathsConfig) -> StepPaths:
     return StepPaths(partial, full, paths.warmup, period)
 
 
-def sum_messages_of(paths: PathsConfig, plan: Plan) -> str:
-    """Return the type in which planned sums of gradients travel: the config's, or that of the plan."""
-    if paths.sum_messages != AS_PLANNED:
-        return paths.sum_messages
+def sum_messages_of(plan: Plan) -> str:
+    """Return the type in which planned sums of gradients travel."""
     return str(plan.facts.get("sum_messages", "float32"))
 
 
@@ -113,10 +111,8 @@ def describe_paths(plan: Plan, paths: PathsConfig) -> str:
     if steps.period:
         words.append(f"all parts every {steps.period} steps")
     if plan.sums:
-        messages = sum_messages_of(paths, plan)
+        messages = sum_messages_of(plan)
         words.append(f"gradients are summed as planned, in {messages}")
-    if paths.mean == "visits":
-        words.append("gradients are means over visits")
     return ", ".join(words)
 
 

@@ -44,6 +44,7 @@ from penstock.plan.planner import plan_run
 from penstock.plan.space import Limits
 from penstock.plan.workload import USABLE_SHARE, Hardware, workload_of
 from penstock.schedules.coverage import visits_all_parts
+from penstock.shaped import write_shape
 from penstock.torch_internals import provide_set_timeout
 from penstock.train.before.forecast import Forecast, forecast
 from penstock.train.before.start import plan_workload
@@ -260,13 +261,13 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
     training = config.training
     rows = parallelism.pipeline_parallel_microbatch_size
     shard = shard_degree(parallelism)
+    words = ("waves", "chunks", "slices", "split")
+    shape = {word: getattr(options, word) for word in words}
     schedule = ScheduleConfig(
-        options.schedule,
+        write_shape(
+            options.schedule, {word: one for word, one in shape.items() if one}
+        ),
         microbatches=training.local_batch_size // rows,
-        waves=options.waves,
-        chunks=options.chunks,
-        slices=options.slices,
-        split=options.split,
     )
     asked = Config(
         model=model_config_of(config),

@@ -20,7 +20,14 @@ from dataclasses import dataclass, replace
 from errno import EACCES, EEXIST, ENOSPC
 from pathlib import Path
 
-from penstock.config import AUTO, DEFAULT_PRESET, Config, DataConfig, ModelConfig
+from penstock.config import (
+    AUTO,
+    DEFAULT_PRESET,
+    Config,
+    DataConfig,
+    ModelConfig,
+    is_plan_file,
+)
 from penstock.cost import RowProfiles
 from penstock.cost.profile import enlarge, tile_of
 from penstock.errors import ConfigError, FileError
@@ -206,7 +213,11 @@ def check_training(config: Config, sizes: Sizes) -> None:
             f"run.recompute = {config.run.recompute} is for our own llama and gpt, not for a {model_name(sizes)}\n"
             "  run.recompute=full recomputes whole stages of any model"
         )
-    if config.model.config and isinstance(sizes, DecoderConfig):
+    if (
+        config.model.path
+        and not config.model.weights
+        and isinstance(sizes, DecoderConfig)
+    ):
         initial_constants(sizes)
     if config.lora.rank:
         check_adapters(sizes, config.lora)
@@ -262,8 +273,8 @@ def prepare_run(
     if resume and not under_launcher():  # Its ranks first find out who sees the folder.
         fetch_checkpoint(config, folder)
         check_resumable(config, folder, corpus)
-    if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
-        schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
+    if is_plan_file(config.schedule.name):  # The run keeps its own copy of it.
+        schedule = config.schedule.at(str(folder / PLAN_FILE))
         config = replace(config, schedule=schedule)
     config = with_absolute_paths(config)
     text = dump_config(config, f"penstock train {folder} --resume")
@@ -450,7 +461,7 @@ def kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | No
     """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
     file = folder / PLAN_FILE
     changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
-    if config.schedule.name != AUTO or changed or not file.is_file():
+    if config.schedule.kind != AUTO or changed or not file.is_file():
         return None
     return read_plan(file)
 

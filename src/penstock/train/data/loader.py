@@ -313,5 +313,5 @@ def check_same_data(state: LoaderState, corpus: Corpus, seed: int) -> None:
                 f"the checkpoint was trained on other data: its {key} is "
                 f"{state.get(key)}, here it is {ours}\n"
                 "  give the same text, run.seed and data.seq_len; to train these weights on "
-                "other text, export them and start from them with model.weights"
+                "other text, export them and start from them with model.path"
             )
