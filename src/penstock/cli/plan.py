@@ -17,6 +17,7 @@ from penstock.cli.landscape import (
     landscape_facts,
     note_unused,
     planning,
+    print_comparison,
     print_landscape,
 )
 from penstock.cli.sources import (
@@ -279,7 +280,7 @@ def plan_command(
         refuse(needing, NEEDS_A_MODEL)
         question = pipeline_question(pipeline, devices, limits)
     yardsticks = _yardsticks(question, baseline)
-    with planning(searching.seconds) as watch:
+    with planning(searching.seconds, question.units) as watch:
         landscape = search(
             question,
             watch,
@@ -292,6 +293,8 @@ def plan_command(
         write(result.page, shown.html(), quiet=result.json)
     if framework is not None:
         _show_advice(landscape, question, framework, result.output, result.json)
+        if not result.json:
+            print_comparison(landscape, question, yardsticks)
         return
     if result.output is not None:
         plan = chosen_plan(landscape, question.facts)
