@@ -83,7 +83,7 @@ from penstock.train.placement import Placement
 from penstock.view.numbers import name_size, name_time, write_size
 
 if TYPE_CHECKING:
-    from penstock.models.family import AnyModelConfig  # loads torch
+    from penstock.train.weights import Sizes  # loads torch
 
 DEFAULT_STEM = Path("plan")  # of the files that advice would be in
 MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
@@ -475,7 +475,7 @@ def config_question(
 def _gpu_workload(
     options: ModelOptions,
     config: Config,
-    sizes: AnyModelConfig,
+    sizes: Sizes,
     settings: Collection[str],
 ) -> Workload:
     """Return what is planned on GPUs of a known kind."""
