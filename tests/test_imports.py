@@ -64,7 +64,7 @@ ROOMS = {
             "training",
             "version",
         ),
-        *("layout", "models", "shaped", "errors"),
+        *("layout", "shaped", "errors"),
     },
     "__main__": {"cli"},
 }

@@ -277,5 +277,5 @@ def test_a_log_has_lines_of_progress(monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert (
         shown
-        == "planning ████······ 40%: pp=2 (best so far 2, optimality gap at most 100.0%)\n"
+        == "planning ████······ 40%: pp=2 (best so far 2 s, optimality gap at most 100.0%)\n"
     )

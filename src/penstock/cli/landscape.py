@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from math import inf, isfinite, nan
 
 from penstock.cli.terminal import bar, console, print_table, progress
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import REAL_UNITS, Timeline, Units
 from penstock.layout import Layout, write_layout
 from penstock.plan.baseline import step_parts
 from penstock.plan.candidates import ORDER_KINDS, Candidate, title
@@ -73,7 +73,7 @@ MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
 @contextmanager
 def planning(
-    seconds: float | None = None,
+    seconds: float | None = None, units: Units = REAL_UNITS
 ) -> Iterator[Callable[[SearchProgress], None]]:
     """Show the progress of a search for a plan, and end it with the best so far after this long."""
     end = inf if seconds is None else time.monotonic() + seconds
@@ -86,7 +86,7 @@ def planning(
                 gap = ""
                 if found.bound:
                     gap = f", optimality gap at most {found.best / found.bound - 1:.1%}"
-                text += f" (best so far {found.best:.4g}{gap})"
+                text += f" (best so far {name_time(found.best, units)}{gap})"
             show_text(text)
             if has_plan and time.monotonic() > end:
                 raise KeyboardInterrupt
@@ -331,9 +331,16 @@ def print_landscape(
         "\n".join(notes),
         spare=("gap %", "MFU %", table.heads[-4 + (not table.has_model)], "mb"),
     )
+    print_comparison(landscape, question, yardsticks)
+
+
+def print_comparison(
+    landscape: Landscape, question: Question, yardsticks: Sequence[Yardstick]
+) -> None:
+    """Compare the best plan with the last of the yardsticks, if there is one."""
     for one in yardsticks[-1:]:
         text = compare_with(landscape.best, one, question)
-        screen.print(text, highlight=False, markup=False)
+        console().print(text, highlight=False, markup=False)
 
 
 def compare_with(best: Candidate, other: Yardstick, question: Question) -> str:

@@ -75,7 +75,7 @@ from penstock.train.placement import decide_placement
 from penstock.view.numbers import write_time
 
 if TYPE_CHECKING:
-    from penstock.models.family import AnyModelConfig  # loads torch
+    from penstock.train.weights import Sizes  # loads torch
 
 SYNTHETIC_KINDS = {
     "F": float,
@@ -454,7 +454,7 @@ def _profile_of(
     gpu_name: str | None,
     cost: str | None,
     config: Config,
-    sizes: AnyModelConfig,
+    sizes: Sizes,
     rows: int,
 ) -> tuple[Profile, str]:
     """Return the profile of a config's model for micro-batches of `rows` rows, and where it comes from."""

@@ -17,6 +17,7 @@ from penstock.cli.landscape import (
     landscape_facts,
     note_unused,
     planning,
+    print_comparison,
     print_landscape,
 )
 from penstock.cli.sources import (
@@ -82,7 +83,7 @@ from penstock.train.placement import Placement
 from penstock.view.numbers import name_size, name_time, write_size
 
 if TYPE_CHECKING:
-    from penstock.models.family import AnyModelConfig  # loads torch
+    from penstock.train.weights import Sizes  # loads torch
 
 DEFAULT_STEM = Path("plan")  # of the files that advice would be in
 MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
@@ -279,7 +280,7 @@ def plan_command(
         refuse(needing, NEEDS_A_MODEL)
         question = pipeline_question(pipeline, devices, limits)
     yardsticks = _yardsticks(question, baseline)
-    with planning(searching.seconds) as watch:
+    with planning(searching.seconds, question.units) as watch:
         landscape = search(
             question,
             watch,
@@ -292,6 +293,8 @@ def plan_command(
         write(result.page, shown.html(), quiet=result.json)
     if framework is not None:
         _show_advice(landscape, question, framework, result.output, result.json)
+        if not result.json:
+            print_comparison(landscape, question, yardsticks)
         return
     if result.output is not None:
         plan = chosen_plan(landscape, question.facts)
@@ -472,7 +475,7 @@ def config_question(
 def _gpu_workload(
     options: ModelOptions,
     config: Config,
-    sizes: AnyModelConfig,
+    sizes: Sizes,
     settings: Collection[str],
 ) -> Workload:
     """Return what is planned on GPUs of a known kind."""

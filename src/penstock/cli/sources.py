@@ -44,7 +44,7 @@ from penstock.train.own_models import folder_sizes, settled_sizes
 from penstock.view.numbers import count_of
 
 if TYPE_CHECKING:
-    from penstock.models.family import AnyModelConfig  # loads torch
+    from penstock.train.weights import Sizes  # loads torch
 
 DEFAULT_PP, DEFAULT_MICROBATCHES = 4, 8
 MAX_ACTION_TIME = 1e12  # sums of longer times would overflow
@@ -171,7 +171,7 @@ def config_file(source: Path | None) -> Path | None:
 
 def read_model(
     source: Path | None, changes: Sequence[str]
-) -> tuple[Config, AnyModelConfig]:
+) -> tuple[Config, Sizes]:
     """Return the config of a model, and its sizes; neither torch nor a tokenizer is needed for most models."""
     found = find_model(source, changes)
     config = read_source(found.file, found.preset, found.changes)

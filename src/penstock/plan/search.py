@@ -51,6 +51,7 @@ from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts
 from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import (
+    LISTED,
     ROUNDING,
     Candidate,
     ShapeWords,
@@ -224,7 +225,9 @@ def weigh_pipeline(pipeline: PipelineShape) -> list[tuple[str, float]]:
                 except ShapeError:  # the cost has no such shape
                     continue
                 shape = sliced_shape(placement.shape, cuts)
-                rows.append((title("one micro-batch after the other,", shape), peak))
+                rows.append(
+                    (f"one micro-batch after the other, {title(LISTED, shape)}", peak)
+                )
     return rows
 
 
@@ -638,7 +641,8 @@ class _Search:
         """
         order = sorted(range(len(self.results)), key=self.promise_of)
         for number, place in enumerate(order):
-            self.share = 0.5 + number / len(order) / 2
+            done = max(number / len(order), min(1.0, self.work / RANKING_WORK))
+            self.share = (1 + done) / 2
             if self.cannot_win(self.results[place]):
                 continue
             if self.work >= RANKING_WORK:
