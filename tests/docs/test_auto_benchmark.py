@@ -1,4 +1,4 @@
-"""The benchmark of `auto` against fixed schedules, tried on threads; and its page is made of its results."""
+"""The benchmark of `auto` against fixed schedules, tried on threads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,3 @@ def test_candidates_that_do_not_fit_together_run_in_groups_with_auto(auto):
         "ac",
         "ad",
     ]
-
-
-def test_the_page_of_auto_is_made_of_its_results(auto):
-    assert auto.page() == (auto.RESULTS / "auto.md").read_text()

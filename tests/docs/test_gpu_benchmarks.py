@@ -1,10 +1,9 @@
-"""The benchmarks for a GPU, tried without one; and the page of their results is made of these results."""
+"""The benchmarks for a GPU, tried without one."""
 
 from __future__ import annotations
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -39,21 +38,6 @@ def test_both_runtimes_run_the_same_schedules_and_find_the_same_loss(tmp_path):
         assert sum(parts) + sum(row["work"]) == pytest.approx(
             2 * row["makespan"], rel=1e-6
         )
-
-
-def test_both_pages_are_made_of_the_results(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import page  # noqa: PLC0415
-
-    texts, _ = page.pages()
-    assert texts == [file.read_text() for file in page.PAGES.values()]
-
-
-@pytest.mark.parametrize("name", ["compiled_page", "transports_page"])
-def test_other_pages_are_made_of_their_results(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    script = import_module(name)
-    assert script.page() == script.PAGE.read_text()
 
 
 def test_transports_are_compared_with_what_the_simulator_says(tmp_path):
