@@ -38,7 +38,7 @@ $(VENV)/.ready: $(VENV)/.users pyproject.toml constraints.txt
 $(VENV)/.users: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH).*/; /^setuptools==/d; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip $(PIP_INSTALL) --editable ".[hf]"
+	$(BIN)/pip $(PIP_INSTALL) --editable ".[lora,tensorboard]"
 	touch $@
 
 # Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
@@ -93,7 +93,7 @@ test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and
 	$(INTEGRATIONS)/bin/pytest --most-skips 0 $(INTEGRATION_TESTS)
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt) --editable ".[dev,datasets,lora,ray,titan]" wandb
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt) --editable ".[dev,datasets,lora,ray,titan,wandb]"
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps $(FRAMEWORKS)
 	touch $@
 
