@@ -40,6 +40,7 @@ DOCS = ROOT / "docs"
 PACKAGE = ROOT / "src" / "penstock"
 SCHEDULES = DOCS / "schedules.md"
 COLUMNS = 92  # width of the terminal in which commands are shown
+CUT = "...\n"  # in an output that is shown: lines are left out here
 NORM = {"ranks": 8, "microbatches": 16}  # the size at which all schedules are compared
 COMPARED = {
     "chunks": 4,
@@ -91,7 +92,9 @@ def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
             flags=re.S,
         )
         if found != 1:
-            raise SystemExit(f"the page needs <!-- {name} --> and <!-- /{name} --> once")
+            raise SystemExit(
+                f"the page needs <!-- {name} --> and <!-- /{name} --> once"
+            )
     return text
 
 
@@ -252,9 +255,11 @@ def first_sentence(file: Path) -> str:
 def with_output(text: str) -> str:
     """The page with fresh output below each `$ penstock ...` of its console blocks.
 
-    All commands of a page run in one folder, which is empty at first.
+    All commands of a page run in one folder, which has the examples. A line `...` in what is shown stands for
+    lines that are left out: as many lines as now stay above and below it.
     """
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").symlink_to(ROOT / "examples")
         return re.sub(
             r"(?<=^```console\n).*?(?=^```$)",
             lambda block: _ran(block[0], Path(folder)),
@@ -267,26 +272,45 @@ def _ran(block: str, folder: Path) -> str:
     parts = re.split(r"^\$ (.+)\n", block, flags=re.M)
     shown = parts[0]
     for line, output in zip(parts[1::2], parts[2::2], strict=True):
-        printed = run(line, folder) if line.startswith("penstock ") else output
+        printed = output
+        if line.startswith("penstock "):
+            printed = shortened(output, run(line, folder))
         shown += f"$ {line}\n{printed}"
     return shown
 
 
+def shortened(shown: str, printed: str) -> str:
+    """What a command printed, with as many lines around a line `...` as are shown.
+
+    >>> shortened("a\\n...\\n", "1\\n2\\n3\\n4\\n")
+    '1\\n...\\n'
+    """
+    lines = shown.splitlines(keepends=True)
+    if CUT not in lines:
+        return printed
+    above = lines.index(CUT)
+    below = len(lines) - above - 1
+    fresh = printed.splitlines(keepends=True)
+    return "".join([*fresh[:above], CUT, *fresh[len(fresh) - below :]])
+
+
 def run(line: str, folder: Path) -> str:
-    """The output of a command, without trailing spaces and without empty lines around it.
+    """What a command prints to stdout, without trailing spaces and without empty lines around it.
 
     The command runs in a fork of this process, which has most of penstock loaded.
     """
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            become(shlex.split(line, comments=True)[1:], folder, output.fileno())
+            words = shlex.split(line, comments=True)[1:]
+            become(words, folder, output.fileno(), errors.fileno())
         _, status = os.waitpid(pid, 0)
-        output.seek(0)
-        printed = output.read().decode("utf-8")
+        for file in (output, errors):
+            file.seek(0)
+        printed, told = (file.read().decode("utf-8") for file in (output, errors))
     if status != 0:
-        raise SystemExit(f"{line}\n{printed}")
+        raise SystemExit(f"{line}\n{printed}{told}")
     lines = [text.rstrip() for text in printed.splitlines()]
     while lines and not lines[0]:
         del lines[0]
@@ -295,14 +319,14 @@ def run(line: str, folder: Path) -> str:
     return "".join(f"{text}\n" for text in lines)
 
 
-def become(words: list[str], folder: Path, output: int) -> NoReturn:
+def become(words: list[str], folder: Path, output: int, errors: int) -> NoReturn:
     """Run a command line, given without `penstock`, in this process, and end the process."""
     code = 1
     try:
         os.chdir(folder)
         os.environ.update({"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"})
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-            os.dup2(output, number)
+            os.dup2((output, errors)[number - 1], number)
             stream.reconfigure(encoding="utf-8")
         sys.argv = ["penstock", *words]
         cli = importlib.import_module("penstock.cli.app")  # it reads the environment

@@ -24,10 +24,9 @@ import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
-TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notes/log.md")
 COPIED = (".md", ".svg", ".json")  # kinds of files in docs/ that belong to the site
 EXTRAS = ("website.css", "iframe-worker.js")
-NOT_COPIED = "prose"  # its text is part of the pages of the schedules
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
 LINK = re.compile(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.S | re.M)
@@ -55,8 +54,7 @@ def site_files() -> list[Path]:
     """Every file of the repository that goes into the site as it is."""
     pages = [ROOT / name for name in TOP_PAGES]
     found = sorted((ROOT / "docs").rglob("*"))
-    copied = [file for file in found if file.suffix in COPIED]
-    return pages + [file for file in copied if file.parent.name != NOT_COPIED]
+    return pages + [file for file in found if file.suffix in COPIED]
 
 
 def with_source_links(text: str, page: Path) -> str:

@@ -24,7 +24,9 @@ def test_a_page_of_results_names_its_scripts_and_says_when_they_ran(page: Path) 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_table_that_a_script_writes_stands_between_two_comments(page: Path) -> None:
+def test_every_table_that_a_script_writes_stands_between_two_comments(
+    page: Path,
+) -> None:
     text = page.read_text(encoding="utf-8")
     comments = re.findall(r"^<!-- (.+) -->$", text, re.M)
     assert comments
