@@ -4,7 +4,8 @@ FACTS, make, simulate ─────► docs/schedules.md: its table, and the f
 svg ───────────────────────► docs/images/<schedule>.svg, docs/images/overview.svg
 the settings of a config ──► docs/config.md
 the command line ──────────► the output below each `$ penstock ...` in a `console` block of a hand-written page
-docstrings of the files ───► docs/files.md, in the site only (docs/website.py writes it)
+docstrings of the files ───► docs/files.md   ┐ in the site only
+the help of the commands ──► docs/options.md ┘ (docs/website.py writes them)
 
 python docs/build.py            write all files
 python docs/build.py --check    write nothing; exit with 1 if a file is out of date
@@ -27,7 +28,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
+from click import Parameter
+
 from penstock import REGISTRY, UnitCost, make, simulate
+from penstock.cli.app import COMMANDS, load
 from penstock.config import Config
 from penstock.formats.toml_text import value_text
 from penstock.schedules import shape_of
@@ -233,6 +237,23 @@ def file_tables() -> str:
         heading = f"## {name}\n\n{first_sentence(folder / '__init__.py')}"
         sections.append(f"{heading}\n\n{table(['file', 'content'], rows)}")
     return "\n\n".join(["# All files", *sections])
+
+
+def options() -> str:
+    """The page of all commands, with the options of each."""
+    commands = {name: load(name) for name in COMMANDS}
+    sections = [
+        f"## penstock {name}\n\n{command.help}\n\n"
+        + table(["option", "meaning"], list(map(option_row, command.params)))
+        for name, command in commands.items()
+    ]
+    return "\n\n".join(["# All options", *sections])
+
+
+def option_row(one: Parameter) -> list[str]:
+    """How an option is written, and its help."""
+    names = ", ".join(f"`{word}`" for word in [*one.opts, *one.secondary_opts])
+    return [names, " ".join((getattr(one, "help", "") or "").split())]
 
 
 def file_row(file: Path) -> list[str]:

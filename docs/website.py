@@ -45,9 +45,11 @@ def lay_out() -> None:
             shutil.copyfile(file, target)
     for name in EXTRAS:
         shutil.copyfile(ROOT / "docs" / name, PAGES / name)
-    every_file = ROOT / "docs" / "files.md"  # in the site only
-    text = with_source_links(build.file_tables(), every_file)
-    (PAGES / "docs" / every_file.name).write_text(text + "\n", encoding="utf-8")
+    for name, text in (("files", build.file_tables()), ("options", build.options())):
+        page = ROOT / "docs" / f"{name}.md"  # in the site only
+        (PAGES / "docs" / page.name).write_text(
+            with_source_links(text, page) + "\n", encoding="utf-8"
+        )
 
 
 def site_files() -> list[Path]:

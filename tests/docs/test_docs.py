@@ -14,7 +14,7 @@ import pytest
 from commands import called, environment
 from forked import Command
 from penstock import REGISTRY
-from penstock.cli.app import app
+from penstock.cli.app import COMMANDS
 from test_imports import LIBRARIES, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,9 +163,7 @@ def test_the_schedule_of_the_readme_is_that_of_the_example() -> None:
 
 def test_every_command_is_on_the_page_of_commands() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"`penstock (\w+)", page))
-    commands = {one.name for one in app.registered_commands if not one.hidden}
-    assert commands <= shown
+    assert [name for name in COMMANDS if f"`penstock {name}" not in page] == []
 
 
 def test_every_result_of_the_readme_names_its_script_and_its_page() -> None:
