@@ -189,9 +189,7 @@ def broken(tmp_path, monkeypatch):
         else ""
     ),
 )
-def test_a_mistake_gives_its_message(
-    line, message, broken, monkeypatch, capsys
-):
+def test_a_mistake_gives_its_message(line, message, broken, monkeypatch, capsys):
     code, out, err = called(monkeypatch, capsys, line.removeprefix("penstock "))
     assert code == 2, out + err
     assert [one.rstrip() for one in err.splitlines() if one.strip()] == [
