@@ -122,9 +122,9 @@ def settings() -> str:
 
 
 SETTINGS = """\
-<!-- written by docs/build.py -->
-
 # Settings
+
+<!-- written by docs/build.py -->
 
 A config is a TOML file with these sections. Every key has a default, so a config only has what you change: `penstock
 init config.toml` writes a short one, `penstock init --all` all keys. `--set SECTION.KEY=VALUE` changes a key for one
