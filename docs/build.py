@@ -128,7 +128,7 @@ SETTINGS = """\
 
 A config is a TOML file with these sections. Every key has a default, so a config only has what you change: `penstock
 init config.toml` writes a short one, `penstock init --all` all keys. `--set SECTION.KEY=VALUE` changes a key for one
-command. A preset (`--set preset=NAME`, or the first line of a config) changes the defaults of model, data and run. A
+command. A preset (`preset = "NAME"` in the first line of a config) changes the defaults of model, data and run. A
 wrong key is refused with the one that was probably meant."""
 
 
