@@ -6,12 +6,11 @@
 
 `overhead`: a stage sleeps instead of computing, so a rank does not need its own core. The tensors are real, either
 small or of 4 MiB. All machines run the same order of actions. `bare` is a plain loop of isend, irecv and sleep without
-autograd: the limit of gloo and this machine. `floor` is that loop with the autograd of the sleeping stage and a loss,
-and nothing else: no runtime can avoid this. Many short rounds of bare, floor, ours and torch take turns, and ratios are
-taken within a round, so noise that affects all of them cancels. CPU time is less sensitive to noise. Real-time priority
-(chrt) keeps wake-ups from queueing behind those of other processes. It must be round-robin (-r), not
-first-in-first-out (-f): a thread of gloo keeps asking for a lock that another thread holds, and under -f it would keep
-that thread off its core forever.
+autograd: the limit of gloo and this machine. Many short rounds of bare, ours and torch take turns, and ratios are taken
+within a round, so noise that affects all of them cancels. CPU time is less sensitive to noise. Real-time priority
+(chrt) keeps wake-ups from queueing behind those of other processes. It must be round-robin (-r), not first-in-first-out
+(-f): a thread of gloo keeps asking for a lock that another thread holds, and under -f it would keep that thread off its
+core forever.
 
 `llama`: a 7 M-parameter Llama on two ranks with one thread each, and 8 micro-batches of one sequence of 128 tokens.
 Both runtimes run the same schedules on the same parts with the same weights. Before timing, the losses and gradient
@@ -31,7 +30,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,14 +50,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
-from penstock.ir import Action, Op, Schedule, lower
+from penstock.ir import Schedule, lower
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
-from penstock.runtime import Comm, Executor, Ledger, batch_of, cut_batch, spawn
-from penstock.runtime.backward import record_in
+from penstock.runtime import Comm, Executor, batch_of, cut_batch, spawn
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.sim.simulate import own_cost
-from penstock.torch_internals import schedule_runtime, walk_back
+from penstock.torch_internals import schedule_runtime
 
 PARTS = ("overhead", "llama", "scale")
 SMALL, LARGE = 16, 1 << 20  # floats in a message
@@ -155,116 +153,43 @@ def ideal_cost(schedule: Schedule, seconds: float) -> ModelCost:
     return ModelCost(tuple(parts))
 
 
-class Lane(NamedTuple):
-    """What a bare loop knows of a rank: its instructions, buffers for what arrives, and what each action needs."""
-
-    instructions: list[RunAction | Send | Receive]
-    buffers: dict[Action, tuple[int, Tensor]]  # with the rank that sends it
-    needs: dict[Action, list[Action]]
-    out: Tensor
-
-
-def lane_of(schedule: Schedule, rank: int, size: int) -> Lane:
-    lane = lower(schedule).lanes[rank]
-    mine = [one for one in lane if isinstance(one, RunAction | Send | Receive)]
-    rows = schedule.table
-    number = {rows.action(n): n for n in range(len(rows))}
-    return Lane(
-        mine,
-        {
-            one.action: (one.peer, torch.zeros(1, 1, size))
-            for one in mine
-            if isinstance(one, Receive)
-        },
-        {
-            one.action: [
-                rows.action(int(n)) for n in rows.needs[number[one.action]] if n >= 0
-            ]
-            for one in mine
-        },
-        torch.zeros(1, 1, size),
-    )
-
-
-def sleeping_stages(
-    schedule: Schedule, rank: int, seconds: float
-) -> dict[int, nn.Module]:
-    parts = ideal_cost(schedule, seconds).parts
-    return {
-        number: Sleeping(parts[stage.part])
-        for number, stage in enumerate(schedule.stages)
-        if stage.rank == rank
-    }
-
-
 def bare(schedule: Schedule, comm: Comm, seconds: float, size: int) -> Machine:
-    lane = lane_of(schedule, comm.rank, size)
+    rows, lane = schedule.table, lower(schedule).lanes[comm.rank]
+    number = {rows.action(n): n for n in range(len(rows))}
+    needs = {
+        one.action: [rows.action(n) for n in rows.needs[number[one.action]] if n >= 0]
+        for one in lane
+        if isinstance(one, RunAction)
+    }
+    buffers = {
+        one.action: (one.peer, torch.zeros(1, 1, size))
+        for one in lane
+        if isinstance(one, Receive)
+    }
+    out = torch.zeros(1, 1, size)
     cost = ideal_cost(schedule, seconds)
     nap = {
         one.action: cost.seconds(schedule, one.action)
-        for one in lane.instructions
+        for one in lane
         if isinstance(one, RunAction)
     }
 
     def step() -> None:
         due = {
             action: dist.irecv(buffer, peer)
-            for action, (peer, buffer) in lane.buffers.items()
+            for action, (peer, buffer) in buffers.items()
         }
         sent = []
-        for one in lane.instructions:
+        for one in lane:
             if isinstance(one, RunAction):
-                for needed in lane.needs[one.action]:
+                for needed in needs[one.action]:
                     work = due.pop(needed, None)
                     if work is not None:
                         work.wait()
                 if nap[one.action]:
                     time.sleep(nap[one.action])
             elif isinstance(one, Send):
-                sent.append(dist.isend(lane.out, one.peer))
-        for work in sent:
-            work.wait()
-
-    return step
-
-
-def floor(schedule: Schedule, comm: Comm, seconds: float, size: int) -> Machine:
-    lane = lane_of(schedule, comm.rank, size)
-    stages = sleeping_stages(schedule, comm.rank, seconds)
-    unit, last = torch.ones(()), len(schedule.stages) - 1
-
-    def step() -> None:
-        due = {
-            action: (dist.irecv(buffer, peer), buffer)
-            for action, (peer, buffer) in lane.buffers.items()
-        }
-        sent, value, kept = [], {}, {}
-        for one in lane.instructions:
-            action = one.action
-            if isinstance(one, RunAction):
-                given = None
-                for needed in lane.needs[action]:
-                    if needed in due:
-                        work, value[needed] = due.pop(needed)
-                        work.wait()
-                    given = value[needed] if needed.stage != action.stage else given
-                where = (action.stage, action.microbatch)
-                if action.op is Op.F:
-                    x = lane.out if given is None else given.detach().requires_grad_()
-                    ledger = Ledger()
-                    record_in(ledger)
-                    y = stages[action.stage](x)
-                    y = Total.apply(y) if action.stage == last else y
-                    kept[where], value[action] = (x, y, ledger), y.detach()
-                elif action.op is Op.W:
-                    kept[where][2].settle()
-                else:
-                    x, y, ledger = kept[where]
-                    ledger.open = action.op is Op.I
-                    walk_back((y,), (unit if action.stage == last else given,))
-                    value[action] = x.grad
-            elif isinstance(one, Send):
-                sent.append(dist.isend(value[action], one.peer))
+                sent.append(dist.isend(out, one.peer))
         for work in sent:
             work.wait()
 
@@ -272,7 +197,12 @@ def floor(schedule: Schedule, comm: Comm, seconds: float, size: int) -> Machine:
 
 
 def ours(schedule: Schedule, comm: Comm, seconds: float, size: int) -> Machine:
-    stages = sleeping_stages(schedule, comm.rank, seconds)
+    parts = ideal_cost(schedule, seconds).parts
+    stages: dict[int, nn.Module] = {
+        number: Sleeping(parts[stage.part])
+        for number, stage in enumerate(schedule.stages)
+        if stage.rank == comm.rank
+    }
     executor = Executor(lower(schedule), stages, comm, lambda y, _: Total.apply(y))
     count = len(schedule.microbatches)
     batch = batch_of(
@@ -300,7 +230,7 @@ def torchs(schedule: Schedule, comm: Comm, seconds: float, size: int) -> Machine
     return step
 
 
-MACHINES = {"bare": bare, "floor": floor, "ours": ours, "torch": torchs}
+MACHINES = {"bare": bare, "ours": ours, "torch": torchs}
 
 
 def cells(quick: bool) -> dict[int, list[Row]]:
@@ -543,7 +473,7 @@ def measure(given: argparse.Namespace) -> Found:
     if "overhead" in given.parts:
         found["overhead"] = [
             row
-            for ranks, some in cells(given.quick).items()
+            for ranks, some in cells(False).items()
             for row in spawn(ranks, run_cells, some)[0]
         ]
     if "llama" in given.parts:
@@ -573,10 +503,9 @@ def tables(found: Found) -> dict[str, str]:
             "M": "{microbatches}",
             "forward of a chunk, ms": "{chunk:.3g}",
             "message": lambda row: "4 MiB" if row["size"] == LARGE else "64 B",
-            "floor / bare": "{over_bare[floor]:.3f}",
             "ours / bare": "{over_bare[ours]:.3f}",
             "torch / bare": "{over_bare[torch]:.3f}",
-            "efficiency: bare, floor, ours, torch": listed("efficiency", ".3f"),
+            "efficiency: bare, ours, torch": listed("efficiency", ".3f"),
             "µs per action over ideal": listed("late", ".0f"),
             "CPU µs per action": listed("cpu", ".0f"),
         },
