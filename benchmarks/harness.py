@@ -127,10 +127,10 @@ def table(rows: Iterable[Row], columns: Mapping[str, Column]) -> str:
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Whether most cells that say something begin with a number."""
+    """Whether at least half of the cells that say something begin with a number."""
     said = [cell for cell in cells if cell not in ("", "-")]
     numbers = [cell for cell in said if re.match(r"[-+]?\d[\d.,]*%?(?!\w| \d)", cell)]
-    return 2 * len(numbers) > len(said)
+    return 2 * len(numbers) >= len(said)
 
 
 # ---------------------------------------------------------------- pages

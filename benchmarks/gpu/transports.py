@@ -1,6 +1,9 @@
 """Times a pipeline over both transports of one GPU: its memory (penstock_ipc), and NCCL through sockets.
 
     penstock testbed --workers 8 --backend nccl -- python benchmarks/gpu/transports.py --out transports.json
+    penstock testbed --workers 8 -- python benchmarks/gpu/transports.py --part chunks --out transport.json
+    python benchmarks/gpu/transports.py --kept     puts the tables of docs/results/h200 into docs/results/nccl.md
+    python benchmarks/gpu/transports.py --quick    all once on two CPU workers over gloo; writes nothing
 
 Eight workers, each a share of one GPU, run the same recorded steps over `penstock_ipc` and over NCCL, with messages in
 float32 and in bfloat16. Weights are float32 and products bfloat16 (autocast), as `penstock train` has them. NCCL is
@@ -13,39 +16,54 @@ tried with three layouts of communicators:
 A step is compared with simulated ones: the mean times of its own actions, and the network as a profile measures it.
 `simulated` lets every message leave at once, and `in_order` lets the messages of a rank wait for each other, with the
 buffers between ranks (`penstock.sim.simulate`). `hop` is the time of a message on these links. For comparison, `lone`
-is the mean of many messages of this size between two ranks, `crowded` between all ranks, `busy` while all compute, too,
-and `summing` while all sum gradients.
+is the mean of many messages of this size between two ranks, and `summing` between all ranks while all sum gradients.
 
 These are the ends of the last actions. Replicas then still sum gradients, so the whole step is compared with
 `simulated_with_sums` and `in_order_with_sums`: the ends of the last sums, which send with the bandwidth that sums had
 while all ranks summed.
+
+`chunks` sends small chunks, chains of matrix products, through all workers over `penstock_ipc`. The ideal time of M
+chunks over P workers is M + P - 1 chunks, each as long as on the slowest worker when all workers compute side by side
+without messages. Both are measured in turns.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isinf
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench import (
-    DRY,
-    REAL,
     Size,
-    arguments,
     clocked,
     data,
     free_memory,
+    gathered,
     note,
+    on_ranks,
+    size_of,
     stages_of,
+)
+from harness import (
+    RESULTS,
+    Found,
+    Row,
+    Script,
+    alternate,
+    kept,
+    quartiles,
+    read,
+    table,
+    words,
     write,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import Schedule, lower, make, simulate
 from penstock.cost.network import Network
@@ -58,7 +76,7 @@ from penstock.measure.links import (
     settle,
 )
 from penstock.models import token_loss
-from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
+from penstock.runtime import Comm, CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
 from penstock.runtime.executor import RunOptions
 from penstock.sim.simulate import own_cost, simulate_in_order
@@ -76,13 +94,11 @@ BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
 TIMED_STEPS = 5
 HOP_ROUNDS = 20
-# Work that lasts longer than the messages that are timed beside it: about 0.15 ms for two products on an eighth of
-# an H200.
-WORK_PRODUCTS = 100
-WORK_REPLAYS = 20
 # A sum that lasts longer than the messages beside it: about 0.2 s on eight workers.
 SUM_BYTES = 1 << 28
 DRY_SUM_BYTES = 1 << 20
+CHUNK_ROWS, CHUNKS, CHUNK_ROUNDS = 512, 200, 5
+HOP_BYTES = (1 << 10, 1 << 20, 16 << 20)
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,7 @@ def use_layout(comm: ProcessComm, layout: str) -> None:
         comm.downward = other
 
 
-def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any]]:
+def work(comm: ProcessComm, setting: Setting, layout: str) -> list[Row]:
     """A rank: schedule after schedule, over one transport."""
     begin = time.perf_counter()
     use_layout(comm, layout)
@@ -141,37 +157,14 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
             row = one(comm, setting, network, label, dtype)
             free_memory(setting.size.device)
             rows.append({"transport": layout, **row})
-            note(comm, f"  {describe(row)}  [{time.perf_counter() - begin:.0f} s]")
+            step, wanted = 1e3 * row["step"], 1e3 * row["in_order_with_sums"]
+            note(comm, f"  {label}, {dtype}: {step:.1f} ms, in order {wanted:.1f}")
     return rows
-
-
-def describe(row: dict[str, Any]) -> str:
-    """A line about a row."""
-    times = ", ".join(
-        f"{key} {1e3 * row[key]:.1f}"
-        for key in (
-            "step",
-            "makespan",
-            "simulated",
-            "in_order",
-            "simulated_with_sums",
-            "in_order_with_sums",
-            "free",
-        )
-    )
-    hops = ", ".join(
-        f"{key} {1e3 * row[key]:.2f}"
-        for key in ("hop", "lone_hop", "crowded_hop", "busy_hop", "summing_hop")
-    )
-    return (
-        f"{row['name']}, {row['messages']}: {times} ms; "
-        f"a message: {hops} ms; idle {row['bubble']:.1%}"
-    )
 
 
 def one(
     comm: ProcessComm, setting: Setting, network: Network, label: str, dtype: str
-) -> dict[str, Any]:
+) -> Row:
     """Steps of a schedule, and what the simulator makes of their actions."""
     size = setting.size
     name, shape = SCHEDULES[label]
@@ -200,8 +193,6 @@ def one(
     hops = {
         "hop": float(network.latency) + message / float(network.bandwidth),  # type: ignore[arg-type]
         "lone_hop": mean_hop(comm, message, device, None, talking=2),
-        "crowded_hop": mean_hop(comm, message, device, None),
-        "busy_hop": mean_hop(comm, message, device, busy_work(device)),
         "summing_hop": mean_hop(comm, message, device, sum_work(comm, device)),
     }
     gradients = gradient_bytes(comm, schedule, stages)
@@ -330,28 +321,6 @@ def mean_hop(
     return float(total / count)
 
 
-def busy_work(device: torch.device) -> Callable[[], None] | None:
-    """A function that gives a GPU work for a while: products of the size of a layer's."""
-    if device.type != "cuda":
-        return None
-    x = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
-    up = torch.randn(1024, 2816, device=device, dtype=torch.bfloat16) / 32
-    down = torch.randn(2816, 1024, device=device, dtype=torch.bfloat16) / 53
-    for _ in range(2):
-        x @ up @ down
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(WORK_PRODUCTS):
-            x = x @ up @ down
-
-    def work() -> None:
-        for _ in range(WORK_REPLAYS):
-            graph.replay()
-
-    return work
-
-
 def sum_work(comm: ProcessComm, device: torch.device) -> Callable[[], Pending]:
     """A function that begins a sum of this rank with another one, and returns it."""
     groups = groups_that_sum(comm.ranks)
@@ -375,44 +344,229 @@ def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
             comm.receive((len(payload),), payload.dtype, peer).wait()
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--only", default="", help="comma-separated schedules")
-    parser.add_argument("--layouts", default="ipc,one,direction,link")
-    parser.add_argument(
-        "--dtypes", default="", help="of messages: float32, bfloat16, or both"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of a transport, at most"
-    )
-    parser.add_argument(
-        "--timelines", action="store_true", help="write the times of all actions, too"
-    )
-    given = parser.parse_args()
-    ranks = 2 if given.dry else given.ranks
-    size = DRY if given.dry else replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
-    names = tuple(filter(None, given.only.split(","))) or tuple(SCHEDULES)
-    layouts = tuple(filter(None, given.layouts.split(",")))
-    dtypes = tuple(filter(None, given.dtypes.split(",")))
-    setting = Setting(
-        size,
-        2 * ranks,
-        given.rounds,
-        names,
-        layouts,
-        dtypes,
-        given.seconds,
-        given.timelines,
-    )
-    out: Path | None = given.out.absolute() if given.out else None
-    rows: list[dict[str, Any]] = []
-    for layout in ("ipc",) if given.dry else layouts:
-        backend = "gloo" if given.dry else BACKENDS.get(layout, "nccl")
-        rows += spawn(ranks, work, setting, layout, patience=90.0, backend=backend)[0]
-        write(out, {"ranks": ranks, "tokens": size.tokens, "rows": rows})
+# ---------------------------------------------------------------- chunks
+def run_chunks(comm: Comm, size: Size) -> Found:
+    """A rank: hops, chunks of several lengths, and the cost of a waiting host."""
+    found: Found = {"ranks": comm.ranks, "hops": hops(comm, size)}
+    products = (2, 4, 8, 16, 64) if size.device == "cuda" else (1,)
+    found["chunks"] = [chunks(comm, size, count) for count in products]
+    return found | {"waiting": waiting(comm, size)}
+
+
+def hops(comm: Comm, size: Size) -> dict[int, float]:
+    """Seconds of one way, by bytes: half of there and back."""
+    found = {}
+    for count in HOP_BYTES if size.device == "cuda" else HOP_BYTES[:1]:
+        x = torch.zeros(count // 4, device=size.device)
+        took = []
+        for _ in range(3):
+            settle(size.device)
+            comm.barrier()
+            begin = time.perf_counter()
+            for _ in range(50):
+                if comm.rank == 0:
+                    comm.send(x, 1).wait()
+                    comm.receive((count // 4,), torch.float32, 1).wait()
+                elif comm.rank == 1:
+                    came = comm.receive((count // 4,), torch.float32, 0).wait()
+                    comm.send(came, 0).wait()
+            settle(size.device)
+            took.append((time.perf_counter() - begin) / 100)
+        found[count] = min(took)
+    return found
+
+
+def chunk(x: Tensor, weight: Tensor, products: int) -> Tensor:
+    for _ in range(products):
+        x = x @ weight
+    return x
+
+
+def chunks(comm: Comm, size: Size, products: int) -> Row:
+    """Chunks through all workers, against as many without messages."""
+    kind = torch.bfloat16 if size.device == "cuda" else torch.float32
+    width = size.config.width
+    weight = torch.randn(width, width, device=size.device, dtype=kind) * 0.03
+    x = torch.randn(CHUNK_ROWS, width, device=size.device, dtype=kind)
+    count = CHUNKS if size.device == "cuda" else 5
+    rank, ranks = comm.rank, comm.ranks
+    chunk(x, weight, products)
+    share: list[float] = []
+
+    def timed(send: bool) -> float:
+        settle(size.device)
+        comm.barrier()
+        begin, used = time.perf_counter(), time.process_time()
+        out = []
+        for _ in range(count):
+            came = x
+            if send and rank:
+                came = comm.receive((CHUNK_ROWS, width), kind, rank - 1).wait()
+            y = chunk(came, weight, products)
+            if send and rank < ranks - 1:
+                out.append(comm.send(y, rank + 1))
+                if len(out) > 16:
+                    out.pop(0).wait()
+        settle(size.device)
+        took = time.perf_counter() - begin
+        if send:
+            used = time.process_time() - used
+            share.append(max(gathered(comm, used / took, size)))
+        return max(gathered(comm, took, size))
+
+    turns = {"alone": partial(timed, False), "through": partial(timed, True)}
+    times = alternate(turns, CHUNK_ROUNDS)
+    pairs = zip(times["alone"], times["through"], strict=True)
+    found = quartiles([(count + ranks - 1) / count * a / t for a, t in pairs])
+    return {
+        "seconds": statistics.median(times["alone"]) / count,
+        "efficiency": found.middle,
+        "spread": [found.low, found.high],
+        "host": statistics.median(share[1:]),
+    }
+
+
+def waiting(comm: Comm, size: Size) -> float:
+    """The share of a core that a rank takes while it waits a second for a message."""
+    settle(size.device)
+    comm.barrier()
+    used, begin = time.process_time(), time.perf_counter()
+    if comm.rank == 0:
+        time.sleep(1.0)
+        comm.send(torch.zeros(1, device=size.device), 1).wait()
+    elif comm.rank == 1:
+        comm.receive((1,), torch.float32, 0).wait()
+    settle(size.device)
+    share = (time.process_time() - used) / (time.perf_counter() - begin)
+    return gathered(comm, share, size)[1]
+
+
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--part", choices=("steps", "chunks"), default="steps")
+    flag("--ranks", type=int, default=8)
+    flag("--only", type=words, default=tuple(SCHEDULES), help="schedules")
+    flag("--layouts", type=words, default=("ipc", "one", "direction", "link"))
+    flag("--dtypes", type=words, default=(), help="of messages: float32, bfloat16")
+    flag("--rounds", type=int, default=7)
+    flag("--seconds", type=float, default=60.0, help="of a transport, at most")
+    flag("--timelines", action="store_true", help="keep the times of all actions")
+
+
+def measure(given: argparse.Namespace) -> Found:
+    size = size_of(given, DEPTH * given.ranks)
+    if given.quick:
+        chosen = setting(given, size, ("1f1b", "chimera"), 1)
+        return on_ranks(given, run_quickly, chosen)  # type: ignore[no-any-return]
+    if given.part == "chunks":
+        return on_ranks(given, run_chunks, size)  # type: ignore[no-any-return]
+    rows: list[Row] = []
+    found: Found = {"ranks": given.ranks, "tokens": size.tokens, "rows": rows}
+    chosen = setting(given, size, given.only, given.rounds)
+    for layout in given.layouts:
+        backend = BACKENDS.get(layout, "nccl")
+        rows += spawn(
+            given.ranks, work, chosen, layout, patience=90.0, backend=backend
+        )[0]
+        write(given.out, found)
+    return found
+
+
+def setting(
+    given: argparse.Namespace, size: Size, names: tuple[str, ...], rounds: int
+) -> Setting:
+    count = 2 * (2 if given.quick else given.ranks)
+    limits = (given.layouts, given.dtypes, given.seconds, given.timelines)
+    return Setting(size, count, rounds, names, *limits)
+
+
+def run_quickly(comm: ProcessComm, setting: Setting) -> Found:
+    """A rank: all parts with tiny sizes."""
+    return {"rows": work(comm, setting, "ipc")} | run_chunks(comm, setting.size)
+
+
+def committed() -> Found:
+    """The runs on one H200; the rows with a star are from an earlier one on another machine."""
+    latest = kept("h200/transports-8.json")
+    one = [row for row in latest if row["transport"] == "one"]
+    known = [_key(row) for row in one]
+    starred = [
+        {**row, "name": f"{row['name']} *"}
+        for row in kept("h200/transports-8-earlier.json")
+        if _key(row) not in known
+    ]
+    return {
+        "rows": sorted(one + starred, key=_key),
+        "four": sorted(kept("h200/transports-4.json"), key=_key),
+        "chunks": read(RESULTS / "h200" / "transport.json")["chunks"],
+    }
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    """What a row is about: in this order, those of a schedule stand together."""
+    return row["name"], row["transport"], row["messages"]
+
+
+def tables(found: Found) -> dict[str, str]:
+    names = {"ipc": "penstock_ipc", "one": "nccl", "direction": "nccl, two ways"}
+
+    def predicted(row: Row) -> float:
+        """Only over NCCL messages wait for each other."""
+        rule = "simulated" if row["transport"] == "ipc" else "in_order"
+        return float(row[f"{rule}_with_sums"])
+
+    columns = {
+        "schedule": "{name}",
+        "transport": lambda row: names.get(row["transport"], row["transport"]),
+        "messages": "{messages}",
+        "step, ms": "{step!m:.0f}",
+        "free": "{free!m:.0f}",
+        "simulated": "{simulated_with_sums!m:.0f}",
+        "in order": "{in_order_with_sums!m:.0f}",
+        "error": lambda row: f"{row['step'] / predicted(row) - 1:+.1%}",
+        "idle": "{bubble:.1%}",
+    }
+    made = {}
+    for key, name in (("rows", "nccl-steps"), ("four", "nccl-four")):
+        if key in found:
+            made[name] = table(found[key], columns)
+    nccl = [row for row in found.get("rows", ()) if row["transport"] == "one"]
+    for row in [row for row in nccl if _key(row)[::2] == ("chimera", "float32")]:
+        made["nccl-buffers"] = buffers(row)
+    if "chunks" in found:
+        columns = {
+            "chunk, ms": "{seconds!m:.2f}",
+            "ideal / measured": "{efficiency:.3f}",
+            "quartiles": "{spread[0]:.3f}-{spread[1]:.3f}",
+        }
+        made["transport"] = table(found["chunks"], columns)
+    return made
+
+
+def buffers(row: Row) -> str:
+    """How long messages of each size keep their ranks busy."""
+
+    def sender(row: Row) -> str:
+        return "until it arrives" if row["send"] is None else f"{1e3 * row['send']:.2f}"
+
+    rows = [
+        {
+            "KiB": size / 1024,
+            "way": row["latency"] + size / row["bandwidth"],
+            "send": send,
+            "receive": receive,
+        }
+        for size, send, receive in row["buffers"]
+    ]
+    columns = {
+        "message, KiB": "{KiB:,.0f}",
+        "way, ms": "{way!m:.2f}",
+        "sender, ms": sender,
+        "late receiver, ms": "{receive!m:.2f}",
+    }
+    return table(rows, columns)
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, "nccl", measure, tables, committed, True, options).main()
