@@ -127,9 +127,10 @@ def table(rows: Iterable[Row], columns: Mapping[str, Column]) -> str:
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Whether at least half of the cells that say something begin with a number."""
+    """Whether at least half of the cells that say something are numbers."""
     said = [cell for cell in cells if cell not in ("", "-")]
-    numbers = [cell for cell in said if re.match(r"[-+]?\d[\d.,]*%?(?!\w| \d)", cell)]
+    number = re.compile(r"[-+]?[\d.,]+%?( \(.*)?(, .*)?")
+    numbers = [cell for cell in said if number.fullmatch(cell)]
     return 2 * len(numbers) >= len(said)
 
 
