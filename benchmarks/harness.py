@@ -4,6 +4,7 @@
     python benchmarks/NAME.py --quick      tries everything once with tiny sizes; writes nothing
     python benchmarks/NAME.py --out FILE   also keeps what was measured, as JSON
     python benchmarks/NAME.py --kept       measures nothing: the tables are those of the committed measurements
+    python benchmarks/NAME.py --kept DIR   the same, of measurements in another folder
     python benchmarks/NAME.py --json       prints what was measured as JSON, instead of tables
 
 A script has two functions: `measure(given)` returns what it found as JSON, and `tables(found)` returns Markdown by
@@ -170,9 +171,9 @@ def put(page: Path, tables: Mapping[str, str]) -> None:
 
 
 # ---------------------------------------------------------------- files
-def kept(*names: str) -> list[Row]:
-    """The rows of committed measurements, of several files one after the other."""
-    return [row for name in names for row in read(RESULTS / name)["rows"]]
+def kept(folder: Path, *names: str) -> list[Row]:
+    """The rows of measurements, of several files one after the other."""
+    return [row for name in names for row in read(folder / name)["rows"]]
 
 
 def read(file: Path) -> Found:
@@ -212,7 +213,7 @@ def numbers(text: str) -> tuple[int, ...]:
 class Script:
     """A benchmark: how it measures, how it shows what it found, and the page that has its tables.
 
-    Without `keep` there are no committed measurements. A run with other options than the usual ones writes no page, nor
+    `keep` reads measurements from a folder. A run with other options than the usual ones writes no page, nor
     does one on a GPU: its measurements are first brought to where the page is.
     """
 
@@ -220,10 +221,11 @@ class Script:
     page: str
     measure: Callable[[argparse.Namespace], Found]
     tables: Callable[[Found], dict[str, str]]
-    keep: Callable[[], Found] | None = None
+    keep: Callable[[Path], Found] | None = None
     on_gpu: bool = False
     options: Callable[[argparse.ArgumentParser], object] | None = None
     pictures: Callable[[Found], dict[str, str]] | None = None  # by path below docs
+    folder: Path = RESULTS / "h200"  # of kept measurements
 
     def main(self, words: Sequence[str] | None = None) -> None:
         parser = argparse.ArgumentParser(
@@ -235,7 +237,11 @@ class Script:
         flag("--json", action="store_true", help="print JSON instead of tables")
         flag("--out", type=Path, help="keep what was measured in this file, as JSON")
         if self.keep is not None:
-            flag("--kept", action="store_true", help="tables of what is committed")
+            about = "only tables, of committed measurements or those in a folder"
+            folder = self.folder
+            flag(
+                "--kept", type=Path, nargs="?", const=folder, metavar="DIR", help=about
+            )
         shared = set(vars(parser.parse_args([])))
         if self.options is not None:
             self.options(parser)
@@ -245,9 +251,11 @@ class Script:
             key for key in usual.keys() - shared if vars(given)[key] != usual[key]
         ]
         given.out = given.out and given.out.absolute()
-        is_kept = self.keep is not None and given.kept
-        found = self.keep() if self.keep and is_kept else self.measure(given)
-        if not is_kept:
+        is_kept = self.keep is not None and given.kept is not None
+        if self.keep is not None and is_kept:
+            found = self.keep(given.kept)
+        else:
+            found = self.measure(given)
             write(given.out, found)
         tables = self.tables(found)
         text = json.dumps(found) if given.json else "\n\n".join(tables.values())

@@ -480,14 +480,14 @@ def measure(given: argparse.Namespace) -> Found:
     return found
 
 
-def committed() -> Found:
+def committed(folder: Path) -> Found:
     """By table: the rows of the runs on one H200."""
     sizes = ("200m", "1b", "wide")
     return {
-        "alone": kept(*(f"h200/compiled-{size}.json" for size in sizes)),
-        "pipeline": kept("h200/compiled-pipeline.json"),
-        "deep": kept("h200/compiled-deep.json"),
-        "single": kept("h200/compiled-single.json"),
+        "alone": kept(folder, *(f"compiled-{size}.json" for size in sizes)),
+        "pipeline": kept(folder, "compiled-pipeline.json"),
+        "deep": kept(folder, "compiled-deep.json"),
+        "single": kept(folder, "compiled-single.json"),
     }
 
 

@@ -143,8 +143,8 @@ def tables(found: Found) -> dict[str, str]:
     return {"profiles": table(rows, columns)} if rows else {}
 
 
-def committed() -> Found:
-    return {"rows": kept("h200/profiles.json")}
+def committed(folder: Path) -> Found:
+    return {"rows": kept(folder, "profiles.json")}
 
 
 if __name__ == "__main__":

@@ -321,8 +321,8 @@ def predicted(row: Row) -> Row:
     return {"predicted": seconds, "error": seconds / row["makespan"] - 1}
 
 
-def committed() -> Found:
-    return {"rows": kept("h200/slices.json")}
+def committed(folder: Path) -> Found:
+    return {"rows": kept(folder, "slices.json")}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isinf
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,6 @@ from bench import (
     stages_of,
 )
 from harness import (
-    RESULTS,
     Found,
     Row,
     Script,
@@ -486,20 +486,20 @@ def run_quickly(comm: ProcessComm, setting: Setting) -> Found:
     return {"rows": work(comm, setting, "ipc")} | run_chunks(comm, setting.size)
 
 
-def committed() -> Found:
+def committed(folder: Path) -> Found:
     """The runs on one H200; the rows with a star are from an earlier one on another machine."""
-    latest = kept("h200/transports-8.json")
+    latest = kept(folder, "transports-8.json")
     one = [row for row in latest if row["transport"] == "one"]
     known = [_key(row) for row in one]
     starred = [
         {**row, "name": f"{row['name']} *"}
-        for row in kept("h200/transports-8-earlier.json")
+        for row in kept(folder, "transports-8-earlier.json")
         if _key(row) not in known
     ]
     return {
         "rows": sorted(one + starred, key=_key),
-        "four": sorted(kept("h200/transports-4.json"), key=_key),
-        "chunks": read(RESULTS / "h200" / "transport.json")["chunks"],
+        "four": sorted(kept(folder, "transports-4.json"), key=_key),
+        "chunks": read(folder / "transport.json")["chunks"],
     }
 
 

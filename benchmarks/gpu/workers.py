@@ -182,8 +182,8 @@ def tables(found: Found) -> dict[str, str]:
     return {"workers": table(lines, columns)}
 
 
-def committed() -> Found:
-    return {"rows": kept("h200/workers.json")}
+def committed(folder: Path) -> Found:
+    return {"rows": kept(folder, "workers.json")}
 
 
 if __name__ == "__main__":
