@@ -1,7 +1,7 @@
 """Measures what leaving out parts costs a Llama that learns Python source, each micro-batch along its own path.
 
     python benchmarks/convergence.py                    one core, ten minutes: docs/results/convergence.md
-    python benchmarks/convergence.py --scale gpu-100m --out F  100 M parameters on a GPU; a JSON file per run in folder F
+    python benchmarks/convergence.py --scale gpu-100m --out F  100 M parameters on a GPU; a JSON file per run in F
     python benchmarks/convergence.py --kept F           the tables of all runs in such a folder
     python benchmarks/convergence.py --quick            a few steps of a tiny model; writes nothing
 
