@@ -25,12 +25,13 @@ import os
 import platform
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu.bench import (
@@ -80,7 +81,7 @@ from penstock.plan.workload import (
     Workload,
     divisions_of,
 )
-from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
+from penstock.runtime import Comm, CudaTape, Executor, batch_of, run_threads, spawn
 from penstock.runtime.proof import warm_up
 from penstock.torch_internals import recording_bytes
 from penstock.train.before.profile import (
@@ -575,16 +576,22 @@ def measure_cases(cases: Sequence[Case], run: Run) -> Row:
             continue
         contests = plan_group(group, run)
         left = run.seconds - (time.perf_counter() - begin)
-        rows += spawn(
+        rows += on_ranks(
             group[0].ranks,
+            run,
             run_contests,
             contests,
             replace(run, seconds=left),
             rows,
-            patience=PATIENCE,
-            backend=run.backend,
-        )[0]
+        )
     return found_of(run, rows)
+
+
+def on_ranks(ranks: int, run: Run, work: Callable[..., Any], *args: Any) -> Any:
+    """Run all ranks, and return what the first one found."""
+    if run.backend == "threads":
+        return run_threads(ranks, lambda comm: work(comm, *args))[0]
+    return spawn(ranks, work, *args, patience=PATIENCE, backend=run.backend)[0]
 
 
 def plan_group(group: Sequence[Case], run: Run) -> list[Contest]:
@@ -592,9 +599,7 @@ def plan_group(group: Sequence[Case], run: Run) -> list[Contest]:
     ranks = group[0].ranks
     if run.device == "cpu":  # Those that cannot compute at once would only disturb.
         ranks = min(ranks, len(os.sched_getaffinity(0)))
-    profiles = spawn(
-        ranks, profile_cases, group, run, patience=PATIENCE, backend=run.backend
-    )[0]
+    profiles = on_ranks(ranks, run, profile_cases, group, run)
     if len(group) == 1:
         contests = [plan_case(group[0], profiles[0], run)]
     else:
@@ -645,7 +650,7 @@ def measure(given: argparse.Namespace) -> Found:
         1 if on_gpu or given.quick else 4,
         given.seconds or (420.0 if on_gpu else 3600.0),
         given.out,
-        given.backend if on_gpu else "gloo",
+        "threads" if given.quick else given.backend if on_gpu else "gloo",
     )
     return measure_cases([cases[n] for n in given.only] or cases, run)
 

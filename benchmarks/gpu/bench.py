@@ -30,7 +30,15 @@ from penstock.cost import Profile
 from penstock.measure.links import gather_rows as rows_of_all
 from penstock.measure.links import settle
 from penstock.models import LlamaConfig, even_partition, token_loss
-from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of, spawn
+from penstock.runtime import (
+    Batch,
+    Comm,
+    CudaTape,
+    Executor,
+    batch_of,
+    run_threads,
+    spawn,
+)
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.torch_internals import recording_bytes, schedule_runtime
 from penstock.train.before.profile import ProfileRequest, measure_request
@@ -70,8 +78,15 @@ def size_of(given: Namespace, layers: int, tokens: int = 1024) -> Size:
     return DRY if given.quick else replace(REAL.with_layers(layers), tokens=tokens)
 
 
-def on_ranks(given: Namespace, work: Callable[..., Any], *args: Any) -> Any:
-    """Run all ranks, and return what the first one found; on two CPU workers if it is to be quick."""
+def on_ranks(
+    given: Namespace, work: Callable[..., Any], *args: Any, threads: bool = True
+) -> Any:
+    """Run all ranks, and return what the first one found.
+
+    If it is to be quick, there are two on a CPU: threads, or processes where torch's own runtime needs them.
+    """
+    if given.quick and threads:
+        return run_threads(2, lambda comm: work(comm, *args))[0]
     ranks, backend = (2, "gloo") if given.quick else (given.ranks, "penstock_ipc")
     return spawn(ranks, work, *args, patience=400.0, backend=backend)[0]
 

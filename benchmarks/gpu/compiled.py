@@ -475,7 +475,7 @@ def measure(given: argparse.Namespace) -> Found:
         found = {"alone": alone["rows"], **alone}
     if given.quick or given.part == "pipeline":
         size = size_of(given, given.depth * given.ranks)
-        some = on_ranks(given, run_pipeline, size, count, chosen)
+        some = on_ranks(given, run_pipeline, size, count, chosen, threads=False)
         found |= {"pipeline": some["rows"], **some}
     return found
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from bench import DRY, Size, note, on_ranks, profile_of
@@ -128,8 +129,10 @@ def measure(given: argparse.Namespace) -> Found:
     if given.part == "whole":
         return {"rows": measure_whole(given.out)}
     sizes = tuple(wide(width, given.tokens) for width in given.widths)
-    sizes = (DRY,) if given.quick else sizes
-    rows = on_ranks(given, measure_fits, sizes, given.rounds, given.out)
+    rounds = given.rounds
+    if given.quick:
+        sizes, rounds = (replace(DRY, tokens=16),), 1
+    rows = on_ranks(given, measure_fits, sizes, rounds, given.out)
     return {"ranks": given.ranks, "rows": rows}
 
 

@@ -246,7 +246,7 @@ def measure(given: argparse.Namespace) -> Found:
         plans = given.plans and given.plans.absolute()
         return measure_in(given, size, given.profile, given.plan, plans)
     with tempfile.TemporaryDirectory() as name:
-        given.lengths, given.sequences, given.rounds = (64,), (1,), 1
+        given.lengths, given.sequences, given.rounds = (16,), (1,), 1
         profile, plans = Path(name) / "profile.json", Path(name)
         measure_in(given, size, profile, None, plans)
         measure_in(given, size, None, profile, plans)

@@ -458,7 +458,7 @@ def measure(given: argparse.Namespace) -> Found:
     size = size_of(given, DEPTH * given.ranks)
     if given.quick:
         chosen = setting(given, size, ("1f1b", "chimera"), 1)
-        return on_ranks(given, run_quickly, chosen)  # type: ignore[no-any-return]
+        return on_ranks(given, run_quickly, chosen, threads=False)  # type: ignore[no-any-return]
     if given.part == "chunks":
         return on_ranks(given, run_chunks, size)  # type: ignore[no-any-return]
     rows: list[Row] = []
