@@ -15,6 +15,7 @@ ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
     "version": {"errors"},
+    "shaped": {"errors"},
     "partition": {"errors"},
     "families": {"errors"},
     "torch_internals": set(),
@@ -23,7 +24,7 @@ ROOMS = {
     "cost": {"ir", "partition", "errors"},
     "formats": {"ir", "cost", "config", "errors"},
     "sim": {"ir", "cost", "errors"},
-    "schedules": {"ir", "cost", "sim", "errors"},
+    "schedules": {"ir", "cost", "sim", "shaped", "errors"},
     "plan": {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
         "errors",
@@ -69,6 +70,7 @@ ROOMS = {
 LIBRARIES = {
     "errors": set(),
     "version": set(),
+    "shaped": set(),
     "partition": set(),
     "families": set(),
     "torch_internals": {"torch"},
