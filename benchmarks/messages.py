@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from harness import Found, Row, Script, extremes, ratios, say, table
+from harness import ROOT, Found, Row, Script, extremes, ratios, say, table
 from shaped import ShapedComm
 
 from penstock import Plan, make
@@ -112,7 +112,7 @@ class Scale:
 
 
 FULL = Scale(steps=200, passes=300, seeds=3, timed_steps=8, rounds=5, tensors=64)
-QUICK = Scale(steps=2, passes=8, seeds=1, timed_steps=3, rounds=1, tensors=2)
+QUICK = Scale(steps=1, passes=4, seeds=1, timed_steps=3, rounds=1, tensors=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,8 @@ def measure(given: argparse.Namespace) -> Found:
     scale = QUICK if given.quick else FULL
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as cache:
-        corpus = open_corpus(DATA, Path(cache))
+        text = {"sources": (str(ROOT / "benchmarks"),)} if given.quick else {}
+        corpus = open_corpus(replace(DATA, **text), Path(cache))
         messages = {
             kind: lambda folder, seed, kind=kind: message_job(
                 corpus, folder, kind, seed, scale.steps
