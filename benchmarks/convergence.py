@@ -629,7 +629,8 @@ def measure(given: argparse.Namespace) -> Found:
         seed=given.seed,
     )
     runs = all_runs(scale, given)
-    given.out = None  # each run has a file already
+    if not given.quick:
+        given.out = None  # a folder, in which each run has a file already
     return {"runs": runs}
 
 

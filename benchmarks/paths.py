@@ -62,7 +62,7 @@ GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_fir
 PLACES = list(CITIES)[:42]
 CLOCK = time.process_time
 # Moves of a search.
-QUICK, DEFAULT, LONG = (300, DEFAULT_SEARCH_MOVES, 65_500)
+QUICK, DEFAULT, LONG = (60, DEFAULT_SEARCH_MOVES, 65_500)
 # Moves for each number of nodes.
 GROWTH = {20: DEFAULT, 42: 165_500, 200: 645_500, 1000: 645_500}
 

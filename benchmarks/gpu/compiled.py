@@ -465,7 +465,7 @@ def measure(given: argparse.Namespace) -> Found:
         "eager" if given.quick else given.compiler,
         given.out,
         "cpu" if given.quick else "cuda",
-        ("1f1b", "zb-v") if given.quick else given.only,
+        ("hanayo W=2", "zb-v") if given.quick else given.only,
         given.candidates,
     )
     count = 2 if given.quick else given.microbatches or 2 * given.ranks
