@@ -686,8 +686,6 @@ def tables(found: Found) -> dict[str, str]:
         "its step, ms": "{rival_seconds[0]!m:.2f}",
         "auto / best": "{over:.3f}{same}",
         "auto / 1f1b": "{over_1f1b:.3f}",
-        "bound / predicted": "{bound:.3f}",
-        "planning, s": "{planning:.0f}",
     }
     made = {}
     for name, file in found.get("files", {found.get("device"): found}).items():
@@ -706,16 +704,13 @@ def tables(found: Found) -> dict[str, str]:
                     "over": best["auto_over"],
                     "same": " same" if best["same"] else "",
                     "over_1f1b": first.get("auto_over"),
-                    "bound": row["bound"] / auto["predicted"],
                 }
             )
         where = f"{file['machine']}, torch {file['torch']}, {rows[0]['rounds']} rounds"
-        made[f"auto-{name}"] = f"{table(rows, columns)}\n\nOn {where}."
+        made[f"auto: {name}"] = f"{table(rows, columns)}\n\nOn {where}."
     return made
 
 
 if __name__ == "__main__":
     folder = RESULTS / "auto"
-    Script(
-        __doc__, "planner", measure, tables, committed, True, options, folder=folder
-    ).main()
+    Script(__doc__, measure, tables, committed, True, options, folder=folder).main()

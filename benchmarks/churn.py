@@ -214,4 +214,4 @@ def tables(found: Found) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    Script(__doc__, "churn", measure, tables, options=options).main()
+    Script(__doc__, measure, tables, options=options).main()

@@ -645,7 +645,7 @@ def tables(found: Found) -> dict[str, str]:
     done = [run for run in found["runs"] if "work" in run]
     for name in dict.fromkeys(run["scale"] for run in done):
         runs = [run for run in done if run["scale"] == name]
-        made[f"convergence-{name}"] = table(
+        made[name] = table(
             perplexities(runs),
             {
                 "run": "`{name}`",
@@ -657,7 +657,7 @@ def tables(found: Found) -> dict[str, str]:
                 "over full, at equal time": "{time_over}",
             },
         )
-        made[f"convergence-{name}-pairs"] = table(
+        made[f"{name}: pairs"] = table(
             pairs(runs),
             {
                 "run": "`{one}`",
@@ -671,6 +671,4 @@ def tables(found: Found) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    Script(
-        __doc__, "convergence", measure, tables, committed, options=options, folder=OUT
-    ).main()
+    Script(__doc__, measure, tables, committed, options=options, folder=OUT).main()

@@ -528,8 +528,8 @@ def tables(found: Found) -> dict[str, str]:
     }
     made = {key: table(found[key], columns[key]) for key in PARTS if key in found}
     where = f"With {found['where']}, torch {torch.__version__}."
-    return {f"cpu-{key}": f"{text}\n\n{where}" for key, text in made.items()}
+    return {key: f"{text}\n\n{where}" for key, text in made.items()}
 
 
 if __name__ == "__main__":
-    Script(__doc__, "cpu", measure, tables, options=options).main()
+    Script(__doc__, measure, tables, options=options).main()

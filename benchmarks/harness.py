@@ -146,28 +146,30 @@ def replaced(page: str, name: str, text: str) -> str | None:
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
-def stale(page: Path, tables: Mapping[str, str]) -> list[str]:
-    """The markers of a page between which other tables stand than these."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+def stale(pages: Path, tables: Mapping[str, str]) -> list[str]:
+    """The names of tables for which a page in this folder shows something else."""
+    texts = [page.read_text(encoding="utf-8") for page in pages.glob("*.md")]
     return [
         name
-        for name in tables
-        if replaced(text, name, tables[name]) not in (None, text)
+        for name, table in tables.items()
+        for text in texts
+        if replaced(text, name, table) not in (None, text)
     ]
 
 
-def put(page: Path, tables: Mapping[str, str]) -> None:
-    """Put all tables between their markers."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else ""
-    for name, table in tables.items():
-        changed = replaced(text, name, table)
-        if changed is None:
-            say(
-                f"{page.name} has no place for a table: <!-- {name} --> <!-- /{name} -->"
-            )
-        text = changed or text
-    if text:
+def put(pages: Path, tables: Mapping[str, str]) -> None:
+    """Put all tables between their markers, on whichever page of this folder has them."""
+    places = dict.fromkeys(tables, 0)
+    for page in pages.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        for name, table in tables.items():
+            changed = replaced(text, name, table)
+            if changed is not None:
+                text = changed
+                places[name] += 1
         page.write_text(text, encoding="utf-8")
+    for name in [name for name, count in places.items() if not count]:
+        say(f"no page has a place for this table: <!-- {name} --> <!-- /{name} -->")
 
 
 # ---------------------------------------------------------------- files
@@ -211,14 +213,13 @@ def numbers(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Script:
-    """A benchmark: how it measures, how it shows what it found, and the page that has its tables.
+    """A benchmark: how it measures, and how it shows what it found.
 
     `keep` reads measurements from a folder. A run with other options than the usual ones writes no page, nor
     does one on a GPU: its measurements are first brought to where the page is.
     """
 
     about: str | None
-    page: str
     measure: Callable[[argparse.Namespace], Found]
     tables: Callable[[Found], dict[str, str]]
     keep: Callable[[Path], Found] | None = None
@@ -262,6 +263,6 @@ class Script:
         sys.stdout.write(text + "\n")
         if given.quick or narrowed or (self.on_gpu and not is_kept):
             return
-        put(RESULTS / f"{self.page}.md", tables)
+        put(RESULTS, tables)
         for name, drawn in (self.pictures(found) if self.pictures else {}).items():
             (ROOT / "docs" / name).write_text(drawn, encoding="utf-8")

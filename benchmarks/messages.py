@@ -372,11 +372,11 @@ def tables(found: Found) -> dict[str, str]:
     made = {
         "messages": table(with_differences(found["messages"]), messages | losses),
         "sums": table(kinds, sums | losses),
-        "message-steps": table(found["steps"], steps),
-        "links": table(found["links"], links),
+        "messages: links": table(found["steps"], steps),
+        "messages: encryption": table(found["links"], links),
     }
     return {name: f"{text}\n\nWith {found['where']}." for name, text in made.items()}
 
 
 if __name__ == "__main__":
-    Script(__doc__, "networks", measure, tables).main()
+    Script(__doc__, measure, tables).main()

@@ -454,17 +454,6 @@ def runs(lengths: list[int]) -> str:
     )
 
 
-def equal_rows(known: Calibration) -> list[Row]:
-    rows = []
-    for number, published in TERAPIPE["equal"].items():
-        setting = next(one for one in SETTINGS if one.number == number)
-        for length, seconds in published.items():
-            ours = equal(setting, known, int(length))
-            row = {"setting": number, "length": length, "published": seconds}
-            rows.append(row | {"ours": ours, "off": ours / seconds - 1})
-    return rows
-
-
 # ---------------------------------------------------------------- the script
 def measure(given: argparse.Namespace) -> Found:
     known = calibrated()
@@ -472,7 +461,6 @@ def measure(given: argparse.Namespace) -> Found:
     found: Found = {
         "calibration": vars(known),
         "terapipe": [predict(setting, known) for setting in settings],
-        "equal": equal_rows(known),
     }
     if given.quick:
         return found | {"9": figure_9(["FC"])}
@@ -519,21 +507,15 @@ def tables(found: Found) -> dict[str, str]:
             "slices, published": "{slices}",
             "slices, ours": "{our_slices}",
         },
-        "equal": {
-            "setting": "{setting}",
-            "tokens per slice": "{length}",
-            "published s": "{published:.3f}",
-            "ours": "{ours:.3f}",
-            "off": "{off:+.0%}",
-        },
     }
+    names = {"8": "hanayo: memory", "9": "hanayo: gains", "11": "hanayo: scaling"}
     made = {
-        f"hanayo-{key}" if key.isdigit() else key: table(found[key], columns[key])
+        names.get(key, key): table(found[key], columns[key])
         for key in columns
         if key in found
     }
     off = [abs(r["over_gpipe"] / r["published_over_gpipe"] - 1) for r in found["9"]]
-    made["hanayo-9"] += (
+    made["hanayo: gains"] += (
         f"\n\nThe gains over GPipe differ from the published ones by {median(off):.0%} in the median and "
         f"{max(off):.0%} at worst, over {len(off)} cells."
     )
@@ -548,4 +530,4 @@ def tables(found: Found) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    Script(__doc__, "papers", measure, tables).main()
+    Script(__doc__, measure, tables).main()

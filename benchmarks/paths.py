@@ -1,4 +1,4 @@
-"""Compares planned paths with SkipPipe's published plans, fair baselines and a bound; sums, growth and losses.
+"""Compares planned paths with SkipPipe's published plans, fair baselines and a bound; slices, growth and losses.
 
     python benchmarks/paths.py            all tables of docs/results/networks.md but those of wan.py (three minutes)
     python benchmarks/paths.py --quick    searches of a few moves; writes nothing
@@ -16,18 +16,14 @@ import os
 import statistics
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from harness import Found, Row, Script, table
 from instances import (
     CITED,
-    GRADIENTS,
-    MESSAGE,
     QUEUES,
     cited_cluster,
     search_sides,
-    with_bandwidth,
 )
 
 from penstock.cost import Cluster
@@ -66,12 +62,6 @@ QUICK, DEFAULT, LONG = (60, DEFAULT_SEARCH_MOVES, 65_500)
 # Moves for each number of nodes.
 GROWTH = {20: DEFAULT, 42: 165_500, 200: 645_500, 1000: 645_500}
 
-SUM_LEVERS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "rings": {"gradients": GRADIENTS, "planned_sums": False},
-    "planned": {"gradients": GRADIENTS},
-}
-
 
 def published(
     name: str, policy: Policy, given: bool, iterations: int, slots: int = 3
@@ -94,8 +84,8 @@ def work(iterations: int) -> Budget:
     return Budget(iterations, clock=CLOCK)
 
 
-def places(count: int) -> Cluster:
-    return Cluster.geo([PLACES[n % len(PLACES)] for n in range(count)])
+def places(count: int, serial: bool = False) -> Cluster:
+    return Cluster.geo([PLACES[n % len(PLACES)] for n in range(count)], serial=serial)
 
 
 def row(plan: PathPlan, **more: object) -> Row:
@@ -213,27 +203,13 @@ def best_full_pipelines(iterations: int) -> list[Row]:
     return rows
 
 
-def summed(iterations: int) -> list[Row]:
-    """Paths and the full pipeline of the same search, without sums and with two kinds of sums."""
-    rows: list[Row] = []
-    for name in "AB":
-        parts = even_parts(6, CITED["instances"][name]["forward"], message=MESSAGE)
-        for what, how in SUM_LEVERS.items():
-            full, paths = search_sides(
-                with_bandwidth(name), parts, iterations, data_nodes=5, **how
-            )
-            rows.append(
-                {
-                    "instance": name,
-                    "sums": what,
-                    "full_last": float(full.timeline.end.max()),
-                    "full": full.makespan,
-                    "last": float(paths.timeline.end.max()),
-                    "paths": paths.makespan,
-                    "bound": paths.bound,
-                    "saved": 1 - paths.makespan / full.makespan,
-                }
-            )
+def sliced(iterations: int) -> list[Row]:
+    """Slices overlap transfers with work: links carry one message at a time, a micro-batch has 33 MB."""
+    parts = even_parts(6, 0.5, tokens=1024, message=33e6)
+    rows = []
+    for slices in (1, 2, 4, 8):
+        problem = Problem(places(20, True), parts, 6, tokens=1024, slices=slices)
+        rows.append(row(plan_paths(problem, work(iterations)), slices=slices))
     return rows
 
 
@@ -279,11 +255,11 @@ def measure(given: argparse.Namespace) -> Found:
         published("A", reserved, False, 100)
     usual, long = (QUICK, QUICK) if given.quick else (DEFAULT, LONG)
     return {
-        "same": same_rules(usual),
-        "ours": our_rules(long),
+        "published": same_rules(usual),
+        "rules": our_rules(long),
         "baselines": baselines(usual),
-        "full": best_full_pipelines(usual),
-        "summed": summed(usual),
+        "default": best_full_pipelines(usual),
+        "slices": sliced(usual),
         "growth": growth({20: QUICK} if given.quick else GROWTH),
         "losses": losses(usual, QUICK if given.quick else DEFAULT_RECOVERY_MOVES),
     }
@@ -299,11 +275,11 @@ def tables(found: Found) -> dict[str, str]:
         "moves": "{simulations:,}",
     }
     columns = {
-        "same": instance
+        "published": instance
         | {"arrangement": "{arrangement}", "theirs, s": "{theirs:.2f}"}
         | {"their search, s": "{wall:.2f}"}
         | bounded,
-        "ours": instance | {"rules": "{rules}"} | bounded,
+        "rules": instance | {"rules": "{rules}"} | bounded,
         "baselines": instance
         | {
             "paths": "{what}",
@@ -311,22 +287,13 @@ def tables(found: Found) -> dict[str, str]:
             "of planned": "{ratio:.2f}",
             "theirs, s": "{theirs:.2f}",
         },
-        "full": instance
+        "default": instance
         | {
             "full pipeline, s": "{full:.2f}",
             "planned paths, s": "{paths:.2f}",
             "less by": "{saved:.1%}",
         },
-        "summed": instance
-        | {
-            "gradient all-reduce": "{sums}",
-            "full: last backward, s": "{full_last:.2f}",
-            "full: step, s": "{full:.2f}",
-            "paths: last backward, s": "{last:.2f}",
-            "paths: step, s": "{paths:.2f}",
-            "bound, s": "{bound:.2f}",
-            "less by": "{saved:.1%}",
-        },
+        "slices": {"slices": "{slices}"} | bounded,
         "growth": {"nodes": "{nodes:,}"} | bounded,
         "losses": {
             "lost": "{lost}",
@@ -335,8 +302,8 @@ def tables(found: Found) -> dict[str, str]:
             "search, s": "{search:.2f}",
         },
     }
-    return {f"paths-{name}": table(found[name], columns[name]) for name in columns}
+    return {f"paths: {name}": table(found[name], columns[name]) for name in columns}
 
 
 if __name__ == "__main__":
-    Script(__doc__, "networks", measure, tables).main()
+    Script(__doc__, measure, tables).main()

@@ -142,7 +142,7 @@ def measure_target(memory: float, slices: int, target: float) -> Row:
     )
     best = found.best
     return {
-        "memory": memory,
+        "portfolio: memory": memory,
         "slices": slices,
         "target": target,
         "planned": title(best.name, best.shape),
@@ -168,7 +168,6 @@ def measure_case(case: Case, is_quick: bool) -> Row:
             "step": row.step,
             "idle": row.bubble,
             "peak": row.peak,
-            "recomputed": len(row.recompute),
             "partition": row.partition,
             "cuts": row.schedule.microbatches[0].cuts,
             "picture": picture(case, who, row),
@@ -251,31 +250,28 @@ def tables(found: Found) -> dict[str, str]:
             "optimality gap": "{gap:.1%}",
         },
     )
-    choices = [
-        {**row[who], "case": row["case"], "who": who, "bound": row["bound"]}
-        | {"gain": row["usual"]["step"] / row[who]["step"]}
-        for row in found["surprises"]
-        for who in ("usual", "planned")
-    ]
-    surprises = table(
-        choices,
-        {
-            "workload": "{case}",
-            "choice": "{who}",
-            "plan": "{plan}",
-            "step, ms": "{step!m:,.0f}",
-            "no plan below, ms": "{bound!m:,.0f}",
-            "times as fast": "{gain:.2f}",
-            "idle": "{idle:.1%}",
-            "recomputed parts": "{recomputed}",
-            "peak memory, GiB": lambda row: f"{row['peak'] / GIB:.1f}",
-        },
-    )
-    return {
-        "portfolio": f"{cells}\n\nThe mean ratio over all rows is {mean:.3f}.",
-        "memory": memory,
-        "surprises": surprises,
+    columns = {
+        "choice": "{who}",
+        "plan": "{plan}",
+        "step, ms": "{step!m:,.0f}",
+        "no plan below, ms": "{bound!m:,.0f}",
+        "times as fast": "{gain:.2f}",
+        "idle": "{idle:.1%}",
+        "peak memory, GiB": lambda row: f"{row['peak'] / GIB:.1f}",
     }
+    made = {
+        "portfolio": f"{cells}\n\nThe mean ratio over all rows is {mean:.3f}.",
+        "portfolio: memory": memory,
+    }
+    for row in found["surprises"]:
+        usual = row["usual"]["step"]
+        rows = [
+            {**row[who], "who": who, "bound": row["bound"]}
+            | {"gain": usual / row[who]["step"]}
+            for who in ("usual", "planned")
+        ]
+        made[f"surprises: {row['case']}"] = table(rows, columns)
+    return made
 
 
 def pictures(found: Found) -> dict[str, str]:
@@ -287,4 +283,4 @@ def pictures(found: Found) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    Script(__doc__, "planner", measure, tables, pictures=pictures).main()
+    Script(__doc__, measure, tables, pictures=pictures).main()

@@ -255,9 +255,9 @@ def tables(found: Found) -> dict[str, str]:
     )
     return {
         "prediction": f"{table(rows, columns)}\n\n{summary}",
-        "prediction-fits": table(found["fits"], fits),
+        "prediction: curves": table(found["fits"], fits),
     }
 
 
 if __name__ == "__main__":
-    Script(__doc__, "prediction", measure, tables).main()
+    Script(__doc__, measure, tables).main()

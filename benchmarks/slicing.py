@@ -21,8 +21,7 @@ import numpy as np
 from batches import best_batch
 from harness import ROOT, Found, Row, Script, read, table
 
-from penstock.cost import Seconds
-from penstock.plan.slices import SliceTimes, best_cuts, times_from_curves
+from penstock.plan.slices import SliceTimes, best_cuts
 from penstock.plan.slices.curves import tabulated_times
 
 DATA = read(ROOT / "tests" / "data" / "terapipe.json")
@@ -175,26 +174,6 @@ def scaled(row: Row) -> Row:
     }
 
 
-def curves(tokens: int, grain: int) -> Row:
-    """No table at all: forwards and backwards as curves."""
-    forward, backward = (
-        Seconds(4e-4, 3e-7, 1e-9, 1e-11),
-        Seconds(7e-4, 6e-7, 2e-9, 2.5e-11),
-    )
-    times = times_from_curves(
-        tokens // grain, grain, [forward, backward], [forward, backward]
-    )
-    seconds, found = timed(lambda: best_cuts(times, 16), 2)
-    return {
-        "tokens": tokens,
-        "granularity": grain,
-        "points": tokens // grain,
-        "cpu": seconds,
-        "passes": found.passes,
-        "slices": len(found.lengths),
-    }
-
-
 # ---------------------------------------------------------------- the script
 def measure(given: argparse.Namespace) -> Found:
     if given.quick:
@@ -202,12 +181,10 @@ def measure(given: argparse.Namespace) -> Found:
         return {
             "cases": [official(DATA["official"][0])],
             "long": [scaled(small)],
-            "fine": [curves(8_192, 128)],
         }
     return {
         "cases": [official(case) for case in [*DATA["official"], *DATA["refitted"]]],
         "long": [scaled(row) for row in DATA["long"]],
-        "fine": [curves(131_072, grain) for grain in (128, 64, 32)],
     }
 
 
@@ -244,11 +221,10 @@ def tables(found: Found) -> dict[str, str]:
         "latency, s": "{latency:.6g}",
     }
     return {
-        "slicing-cases": table(found["cases"], columns),
-        "slicing-long": table(found["long"], sizes | ours | long),
-        "slicing-fine": table(found["fine"], sizes | ours),
+        "slicing": table(found["cases"], columns),
+        "slicing: long": table(found["long"], sizes | ours | long),
     }
 
 
 if __name__ == "__main__":
-    Script(__doc__, "slices", measure, tables).main()
+    Script(__doc__, measure, tables).main()

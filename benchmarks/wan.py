@@ -53,7 +53,7 @@ from shaped import ShapedComm
 from sleeping import Sleeping
 from torch import Tensor, nn
 
-from penstock import Cost, ModelCost, Timeline, lower
+from penstock import Cost, ModelCost, PartCost, Timeline, lower
 from penstock.cost.profile import sum_as
 from penstock.cost.sums import link_matrices, ring_plan
 from penstock.formats import dump_plan, load_plan
@@ -147,13 +147,13 @@ def rings_of(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
 
 # ---------------------------------------------------------------- processes
 class Weighted(Sleeping):
-    """A sleeping stage with gradients to sum; a head has none."""
+    """A sleeping stage with gradients to sum; if there are sums, a head has none."""
 
-    def __init__(self, cost: ModelCost, part: int, scale: float) -> None:
-        super().__init__(cost.parts[part], scale=scale)
-        has_gradients = cost.parts[part].gradients > 0
-        numbers = NUMBERS if has_gradients else 1
-        self.weight = nn.Parameter(torch.zeros(numbers), requires_grad=has_gradients)
+    def __init__(self, part: PartCost, scale: float, sums: bool) -> None:
+        super().__init__(part, scale=scale)
+        numbers = NUMBERS if part.gradients > 0 else 1
+        trains = part.gradients > 0 or not sums
+        self.weight = nn.Parameter(torch.zeros(numbers), requires_grad=trains)
 
 
 class ShapedMessages(ShapedComm):
@@ -180,8 +180,8 @@ def work(
     executors = []
     for text, cost, lever in zip(texts, costs, levers, strict=True):
         plan = load_plan(text, "a plan")
-        mine: dict[int, nn.Module] = {
-            number: Weighted(cost, stage.part, scale)
+        mine = {
+            number: Weighted(cost.parts[stage.part], scale, lever.sums)
             for number, stage in enumerate(plan.schedule.stages)
             if stage.rank == comm.rank
         }
@@ -222,7 +222,7 @@ def finishes(timeline: Timeline, scale: float = 1.0) -> list[float]:
 def measure_instance(name: str, given: argparse.Namespace) -> list[Row]:
     """Plan and run all levers of an instance; return a row for each side of each."""
     cases: list[tuple[Lever, str, PathPlan]] = []
-    levers = (LEVERS[2],) if given.quick else LEVERS
+    levers = (LEVERS[0], LEVERS[2]) if given.quick else LEVERS
     moves, seeds = (200, 1) if given.quick else (given.iterations, given.seeds)
     with ordinary():
         for lever in levers:
@@ -303,8 +303,12 @@ def tables(found: Found) -> dict[str, str]:
         "of predicted": "{over:.3f}",
         "paths take less by (range)": less,
     }
-    made = table(found["rows"], columns)
-    return {"wan": f"{made}\n\nMeasured on {found['where']}."}
+    plain = [row for row in found["rows"] if row["lever"] == LEVERS[0].name]
+    sums = [row for row in found["rows"] if row not in plain]
+    made = {"wan": table(plain, columns), "wan: sums": table(sums, columns)}
+    return {
+        name: f"{text}\n\nMeasured on {found['where']}." for name, text in made.items()
+    }
 
 
 def pictures(found: Found) -> dict[str, str]:
@@ -328,6 +332,4 @@ def pictures(found: Found) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    Script(
-        __doc__, "networks", measure, tables, options=options, pictures=pictures
-    ).main()
+    Script(__doc__, measure, tables, options=options, pictures=pictures).main()

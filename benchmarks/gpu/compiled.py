@@ -495,7 +495,7 @@ def tables(found: Found) -> dict[str, str]:
     made = {}
     if "alone" in found:
         rows = found["alone"]
-        made["compiled-alone"] = table(
+        made["compiled: one process"] = table(
             [
                 {**row, **row["candidates"][who], "who": who}
                 for row in rows
@@ -520,9 +520,9 @@ def tables(found: Found) -> dict[str, str]:
         "memory, GB": "{held!G:.2f}",
         "with graphs, GB": "{held_recorded!G:.2f}",
     }
-    for key in ("pipeline", "deep"):
+    for key, name in (("pipeline", "eight workers"), ("deep", "deep")):
         if key in found:
-            made[f"compiled-{key}"] = table(map(pipeline_row, found[key]), columns)
+            made[f"compiled: {name}"] = table(map(pipeline_row, found[key]), columns)
     return made
 
 
@@ -555,4 +555,4 @@ def pipeline_row(row: Row) -> Row:
 
 
 if __name__ == "__main__":
-    Script(__doc__, "gpu", measure, tables, committed, True, options).main()
+    Script(__doc__, measure, tables, committed, True, options).main()

@@ -151,4 +151,4 @@ def committed(folder: Path) -> Found:
 
 
 if __name__ == "__main__":
-    Script(__doc__, "gpu", measure, tables, committed, True, options).main()
+    Script(__doc__, measure, tables, committed, True, options).main()

@@ -494,7 +494,7 @@ def committed(folder: Path) -> Found:
     starred = [
         {**row, "name": f"{row['name']} *"}
         for row in kept(folder, "transports-8-earlier.json")
-        if _key(row) not in known
+        if _key(row) not in known and row["transport"] == "one"
     ]
     return {
         "rows": sorted(one + starred, key=_key),
@@ -528,12 +528,12 @@ def tables(found: Found) -> dict[str, str]:
         "idle": "{bubble:.1%}",
     }
     made = {}
-    for key, name in (("rows", "nccl-steps"), ("four", "nccl-four")):
+    for key, name in (("rows", "transports: eight"), ("four", "transports: four")):
         if key in found:
             made[name] = table(found[key], columns)
     nccl = [row for row in found.get("rows", ()) if row["transport"] == "one"]
     for row in [row for row in nccl if _key(row)[::2] == ("chimera", "float32")]:
-        made["nccl-buffers"] = buffers(row)
+        made["transports: messages"] = buffers(row)
     if "chunks" in found:
         columns = {
             "chunk, ms": "{seconds!m:.2f}",
@@ -569,4 +569,4 @@ def buffers(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    Script(__doc__, "nccl", measure, tables, committed, True, options).main()
+    Script(__doc__, measure, tables, committed, True, options).main()
