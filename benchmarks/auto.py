@@ -27,7 +27,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from multiprocessing import get_context
 from pathlib import Path
@@ -39,7 +39,6 @@ from gpu.bench import (
     clocked,
     free_memory,
     gathered,
-    memory,
     note,
     stages_of,
 )
@@ -48,6 +47,7 @@ from harness import (
     Found,
     Row,
     Script,
+    alternate,
     numbers,
     quartiles,
     ratios,
@@ -83,7 +83,6 @@ from penstock.plan.workload import (
 )
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, run_threads, spawn
 from penstock.runtime.proof import warm_up
-from penstock.torch_internals import recording_bytes
 from penstock.train.before.profile import (
     ProfileRequest,
     affordable,
@@ -371,7 +370,6 @@ class Runner:
     def __init__(self, comm: Comm, contest: Contest, one: Contender, run: Run) -> None:
         plan = one.plan
         case = contest.case
-        self.held = 0  # bytes between steps
         self.size = Size(case.config, case.tokens, run.device)
         self.stages: dict[int, nn.Module] = stages_of(
             plan.schedule, comm, self.size, plan.partition
@@ -395,8 +393,11 @@ class Runner:
             tape=CudaTape() if run.device == "cuda" else None,
         )
 
-    def __call__(self) -> float:
-        return self.executor.step(self.batch).loss
+    def clocked(self, comm: Comm) -> tuple[float, float]:
+        """Seconds of a step, and its loss."""
+        return clocked(
+            comm, lambda: self.executor.step(self.batch).loss, self.stages, self.size
+        )
 
 
 def run_contests(
@@ -425,50 +426,25 @@ def run_contest(comm: Comm, contest: Contest, run: Run) -> Row:
     times: dict[str, list[float]] = {}
     over: dict[str, list[float]] = {}
     losses: dict[str, float] = {}
-    peaks: dict[str, float] = {}
     for sitting, group in sittings_of(contest, run):
-        runners: dict[str, Runner] = {}
+        turns: dict[str, Callable[[], float]] = {}
         for one in group:
-            before = held_bytes(run)
-            runner = runners[one.label] = Runner(comm, contest, one, run)
+            runner = Runner(comm, contest, one, run)
             warm_up(runner.executor, runner.batch, evaluates=False)
             comm.barrier()
-            losses[one.label] = clocked(comm, runner, runner.stages, runner.size)[1]
+            losses[one.label] = runner.clocked(comm)[1]
             if run.device == "cuda":  # the first recorded step
-                clocked(comm, runner, runner.stages, runner.size)
-            runner.held = held_bytes(run) - before
-        measured = alternate(comm, runners, run, peaks, sitting)
+                runner.clocked(comm)
+            turns[one.label] = lambda runner=runner: runner.clocked(comm)[0]
+        rounds = run.rounds // run.sittings
+        measured = alternate(turns, rounds, cold=0, dice=random.Random(sitting))
         for label, values in measured.items():
             times.setdefault(label, []).extend(values)
             over.setdefault(label, []).extend(ratios(measured[AUTO], values))
-        runners.clear()
+        turns.clear()
         del runner
         free_memory(run.device)
-    return row_of(contest, run, times, over, losses, peaks)
-
-
-def alternate(
-    comm: Comm,
-    runners: dict[str, Runner],
-    run: Run,
-    peaks: dict[str, float],
-    sitting: int,
-) -> dict[str, list[float]]:
-    """Seconds of each runner in each round. Every round has another order."""
-    labels = list(runners)
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    dice = random.Random(sitting)  # the same on all ranks
-    for _ in range(run.rounds // run.sittings):
-        for label in dice.sample(labels, len(labels)):
-            runner = runners[label]
-            memory(comm, runner.size)
-            before = torch.cuda.memory_allocated() if run.device == "cuda" else 0
-            took, _ = clocked(comm, runner, runner.stages, runner.size)
-            times[label].append(took)
-            own = runner.held - before
-            peak = memory(comm, runner.size)[comm.rank] + own
-            peaks[label] = max(gathered(comm, peak, runner.size))
-    return times
+    return row_of(contest, run, times, over, losses)
 
 
 def sittings_of(
@@ -483,13 +459,6 @@ def sittings_of(
     for sitting in range(run.sittings):
         for group in groups_of(contest, run):
             yield sitting, dice.sample(group, len(group))
-
-
-def held_bytes(run: Run) -> int:
-    """Bytes that this process holds on its GPU between steps, with all recordings."""
-    if run.device == "cpu":
-        return 0
-    return torch.cuda.memory_allocated() + recording_bytes()
 
 
 def groups_of(contest: Contest, run: Run) -> list[list[Contender]]:
@@ -515,7 +484,6 @@ def row_of(
     times: dict[str, list[float]],
     over: dict[str, list[float]],
     losses: dict[str, float],
-    peaks: dict[str, float],
 ) -> Row:
     """What one case found, as JSON."""
     case = contest.case
@@ -523,34 +491,24 @@ def row_of(
     rows = {}
     for one in contest.contenders:
         candidate = one.candidate
-        cuts = candidate.schedule.microbatches[0].cuts
         rows[one.label] = {
             "plan": title(candidate.name, candidate.shape),
-            "order": candidate.order_kind,
-            "cell": one.cell.name,
             "rows": one.cell.rows,
             "microbatches": one.cell.microbatches,
             "recompute": candidate.recompute,
             "partition": candidate.partition,
-            "cuts": cuts if candidate.slices > 1 else (),
-            "actions": candidate.schedule.actions,
             "predicted": candidate.makespan,
-            "predicted_peak": candidate.peak,
             "seconds": quartiles(times[one.label]),
             "auto_over": quartiles(over[one.label]),
-            "peak": peaks[one.label],
             "loss": losses[one.label],
             "same": one is not auto and is_same(one, auto),
         }
     return {
         "name": case.name,
-        "config": asdict(case.config),
         "tokens": case.tokens,
         "batch": case.batch,
         "ranks": case.ranks,
         "microbatches": case.microbatches,
-        "memory": contest.workload.memory,
-        "processors": contest.workload.processors,
         "rounds": run.rounds,
         "bound": contest.bound,
         "planning": contest.planning,

@@ -5,15 +5,12 @@
     python benchmarks/convergence.py --kept F           the tables of all runs in such a folder
     python benchmarks/convergence.py --quick            a few steps of a tiny model; writes nothing
 
-The name of a run is the percentage of parts left out, followed by its special features: 50-fixed, 33-swaps-full10.
+The name of a run is the percentage of parts left out, and perhaps what is special: 33, 33-recipe, 25-rate. Paths
+rotate, parts run in order, gradients are means over all micro-batches, and the optimizer is AdamW.
 
-    fixed      every micro-batch, and with it its shard of the text, keeps its path; otherwise paths rotate
-    swaps      up to two pairs of neighbors change places on a path; otherwise parts run in order
-    visitors   the gradient of a part is the mean over the micro-batches that visited it; otherwise over all of them
-    full10     every tenth step runs all parts
-    recipe     visitors and full10, as in SkipPipe's later scripts, and all parts while the learning rate rises
+    recipe     as in SkipPipe's later scripts: the gradient of a part is the mean over the micro-batches that visited
+               it, every tenth step runs all parts, and all parts run while the learning rate rises
     rate       a part that was left out gets a higher learning rate: times (all micro-batches) / (its visitors)
-    sgd        SGD with momentum; otherwise AdamW
 
 One process holds one model, and the micro-batches go through its parts along their paths. The gradients are those of
 a pipeline with these paths: tests/train/test_convergence.py compares them with the executor's. No pipeline is timed
@@ -29,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import statistics
 import sysconfig
 import time
@@ -48,13 +44,13 @@ from torch import Tensor, nn
 from penstock.errors import ShapeError
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
-from penstock.runtime.gradients import Mean, scale_gradients, visit_scales
+from penstock.runtime.gradients import scale_gradients, visit_scales
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.skip import Paths, skipping_paths
 from penstock.train.after.evaluate import perplexity, skips_of
 
 BEGAN = time.monotonic()
-SPECIAL = ("50-fixed", "50-swaps", "50-visitors", "50-full10", "50-visitors-full10")
+FULL_EVERY = 10  # steps of the recipe run all parts
 OUT = ROOT / "out" / "convergence"
 PLAIN = ("0", "25", "33", "50")
 # Student's, two-sided, by degrees of freedom.
@@ -65,53 +61,24 @@ T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}
 class Variant:
     """What a run does, by its name."""
 
-    name: str
-    share: float
-    fixed: bool
-    swaps: int
-    mean: Mean
-    full: int  # every so many steps all parts; 0: never
-    sgd: bool
-    recipe: bool = False
-    rate: bool = False  # whether the learning rate of a part follows its visits
+    share: float  # of the parts left out
+    special: str
+
+    @property
+    def recipe(self) -> bool:
+        return self.special == "recipe"
 
     @property
     def on(self) -> bool:
         """Whether it goes on to equal time. The others take as long a step as the one they are compared with."""
-        special = (
-            self.fixed
-            or self.swaps
-            or self.sgd
-            or self.rate
-            or self.mean is Mean.VISITS
-        )
-        return self.recipe or not special
+        return self.special != "rate"
 
 
 def variant(name: str) -> Variant:
-    found = re.fullmatch(
-        r"(\d+)((?:-(?:fixed|swaps|visitors|full\d+|sgd|recipe|rate))*)", name
-    )
-    if found is None:
-        raise SystemExit(
-            f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -recipe -rate -sgd"
-        )
-    words = set(found[2].split("-"))
-    if "recipe" in words:
-        words |= {"visitors", "full10"}
-    full = next((int(word[4:]) for word in words if word.startswith("full")), 0)
-    mean = Mean.VISITS if "visitors" in words else Mean.ALL
-    return Variant(
-        name,
-        int(found[1]) / 100,
-        "fixed" in words,
-        2 * ("swaps" in words),
-        mean,
-        full,
-        "sgd" in words,
-        "recipe" in words,
-        "rate" in words,
-    )
+    percent, _, special = name.partition("-")
+    if not percent.isdigit() or special not in ("", "recipe", "rate"):
+        raise SystemExit(f"{name!r} is no run: a percentage, then -recipe or -rate")
+    return Variant(int(percent) / 100, special)
 
 
 @dataclass(frozen=True)
@@ -124,7 +91,6 @@ class Scale:
     tokens: int  # of a row
     steps: int  # at equal tokens
     rate: float
-    sgd_rate: float
     runs: tuple[str, ...]
     seeds: int
     points: int = 12  # of a curve, up to equal tokens
@@ -160,8 +126,7 @@ QUICK = Scale(
     tokens=16,
     steps=6,
     rate=3e-3,
-    sgd_rate=0.3,
-    runs=("0", "50", "50-swaps", "50-visitors-full10"),
+    runs=("0", "50", "50-recipe", "50-rate"),
     seeds=1,
     points=3,
     held=4,
@@ -174,8 +139,7 @@ CPU = Scale(
     tokens=64,
     steps=300,
     rate=3e-3,
-    sgd_rate=1.0,
-    runs=(*PLAIN, *SPECIAL, "50-sgd", "50-visitors-sgd"),
+    runs=PLAIN,
     seeds=3,
     points=10,
     held=48,
@@ -187,8 +151,7 @@ GPU = Scale(
     tokens=1024,
     steps=800,
     rate=5e-4,
-    sgd_rate=0.1,
-    runs=(*PLAIN, *SPECIAL),
+    runs=PLAIN,
     seeds=1,
     points=16,
     device="cuda",
@@ -273,22 +236,6 @@ def held_out(text: Tensor, scale: Scale) -> list[Batch]:
 
 
 # ---------------------------------------------------------------- a run
-def fixed_paths(
-    parts: int,
-    microbatches: int,
-    skips: int,
-    swaps: int = 0,
-    seed: int = 0,
-    ahead: int | None = None,
-) -> Iterator[Paths]:
-    """Yield the first step of `skipping_paths` for ever.
-
-    So each micro-batch, and thus each shard of the data, keeps its path.
-    """
-    steps = skipping_paths(parts, microbatches, skips, swaps, seed, ahead)
-    return repeat(next(steps))
-
-
 def with_full(steps: Iterable[Paths], parts: int, every: int) -> Iterator[Paths]:
     """Insert steps that run all parts in order, so that every `every`-th step is such a step.
 
@@ -305,28 +252,13 @@ def with_full(steps: Iterable[Paths], parts: int, every: int) -> Iterator[Paths]
 
 
 def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
-    choose = fixed_paths if v.fixed else skipping_paths
-    steps = choose(
-        scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed
-    )
-    if v.full:
-        steps = with_full(steps, scale.parts, v.full)
+    skips = skips_of(scale.parts, v.share)
+    steps = skipping_paths(scale.parts, scale.microbatches, skips, seed=seed)
     if not v.recipe:
         return steps
     whole: Paths = (tuple(range(scale.parts)),) * scale.microbatches
-    return chain(repeat(whole, scale.warmup), steps)
-
-
-def optimizer_of(
-    v: Variant, scale: Scale, parts: Sequence[nn.Module]
-) -> torch.optim.Optimizer:
-    """The optimizer, with a group of parameters for each part."""
-    groups = [{"params": list(part.parameters())} for part in parts]
-    if v.sgd:
-        return torch.optim.SGD(groups, scale.sgd_rate, momentum=0.9)
-    return torch.optim.AdamW(
-        groups, scale.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    later = with_full(steps, scale.parts, FULL_EVERY)
+    return chain(repeat(whole, scale.warmup), later)
 
 
 def numbers(scale: Scale) -> AbstractContextManager[Any]:
@@ -342,24 +274,28 @@ class Run:
 
     def __init__(
         self,
-        v: Variant,
+        name: str,
         scale: Scale,
         seed: int,
         text: Tensor,
         held: list[Batch],
     ):
         torch.manual_seed(seed)
+        v = variant(name)
         self.v, self.scale, self.held = v, scale, held
         self.model = Llama(scale.config).to(scale.device)
         self.parts = split(self.model, [1] * scale.parts + [0])
-        self.optimizer = optimizer_of(v, scale, self.parts)
+        groups = [{"params": list(part.parameters())} for part in self.parts]
+        self.optimizer = torch.optim.AdamW(
+            groups, scale.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.feed, self.paths = batches(text, scale, seed), paths_of(v, scale, seed)
         self.step = 0
         self.losses: list[Tensor] = []
         self.record: dict[str, Any] = {
             "scale": scale.name,
-            "name": v.name,
+            "name": name,
             "seed": seed,
             "torch": torch.__version__,
             "parts": scale.parts,
@@ -384,7 +320,7 @@ class Run:
         # Adam forgets the scale of gradients, so only the rate can make up for few visitors.
         visits = visit_scales(len(self.parts), paths, [1] * len(paths))
         for number, group in enumerate(self.optimizer.param_groups):
-            rise = visits[number] if self.v.rate else 1.0
+            rise = visits[number] if self.v.special == "rate" else 1.0
             group["lr"] = self.rates[number] * warm * rise
         with numbers(self.scale):
             loss = token_loss(
@@ -392,7 +328,7 @@ class Run:
                 torch.cat(batch.labels),
             )
         (loss / batch.valid).backward()  # type: ignore[no-untyped-call]
-        if self.v.mean is Mean.VISITS:
+        if self.v.recipe:
             scale_gradients(
                 self.parts,
                 visit_scales(len(self.parts), paths, [y.numel() for y in batch.labels]),
@@ -497,12 +433,11 @@ def all_runs(scale: Scale, given: argparse.Namespace) -> list[Row]:
             if file and file.exists() and read(file)["finished"]:
                 found.append(read(file))
                 continue
-            skipped = v.share * (1.0 - (1 / v.full if v.full else 0.0))
-            cost = 1.0 if v.on else 1.0 - skipped
+            cost = 1.0 if v.on else 1.0 - v.share
             if pace and time.monotonic() + cost * max(pace) > deadline:
                 say(f"{name}, seed {seed}: not begun, it would not end in time")
                 continue
-            record = Run(v, scale, seed, text, measured).whole(deadline, times)
+            record = Run(name, scale, seed, text, measured).whole(deadline, times)
             found.append(record)
             if record["finished"]:
                 pace.append(record["seconds"] / cost)
@@ -515,15 +450,7 @@ def all_runs(scale: Scale, given: argparse.Namespace) -> list[Row]:
 # ---------------------------------------------------------------- figures
 def by_name(runs: Sequence[Row]) -> dict[str, list[Row]]:
     """Plain shares first, then what is special."""
-    names = sorted(
-        {run["name"] for run in runs},
-        key=lambda name: (
-            name not in PLAIN,
-            int(name.split("-")[0]),
-            "sgd" in name,
-            name,
-        ),
-    )
+    names = sorted({run["name"] for run in runs}, key=lambda name: ("-" in name, name))
     return {name: [run for run in runs if run["name"] == name] for name in names}
 
 
@@ -565,26 +492,17 @@ def perplexities(runs: Sequence[Row]) -> list[Row]:
 
 
 def pairs(runs: Sequence[Row]) -> list[Row]:
-    """Each run with a special word against the same without it, and shares against none, within each seed."""
-    named = by_name(runs)
+    """Each special run against the plain one with this share, and all against none, within each seed."""
     losses = {
         name: {run["seed"]: at_tokens(run) for run in some}
-        for name, some in named.items()
+        for name, some in by_name(runs).items()
     }
     rows = []
-    for name in named:
-        percent, *special = name.split("-")
-        others = [
-            "-".join([percent, *(w for w in special if w != word)])
-            for word in special
-            if word != "sgd"
-        ]
-        if name != "0" and (not special or {"recipe", "rate"} & set(special)):
-            others.append("0")
-        for other in others:
-            seeds = losses[name].keys() & losses.get(other, {}).keys()
-            apart = [losses[name][seed] - losses[other][seed] for seed in seeds]
-            if apart:
+    for name, own in losses.items():
+        for other in dict.fromkeys((name.partition("-")[0], "0")):
+            seeds = own.keys() & losses.get(other, {}).keys()
+            apart = [own[seed] - losses[other][seed] for seed in seeds]
+            if apart and name != other:
                 rows.append({"one": name, "other": other, **difference(apart)})
     return rows
 
@@ -607,7 +525,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     flag("--scale", choices=tuple(SCALES), default="cpu")
     flag("--data", type=Path, help="text: all *.py below it")
-    flag("--only", type=words, default=(), help="runs, such as 0,50,50-fixed")
+    flag("--only", type=words, default=(), help="runs, such as 0,50,50-recipe")
     flag("--seeds", type=int, help="how many")
     flag("--seed", type=int, default=0, help="the first of them")
     flag("--steps", type=int, help="at equal tokens; the same for a whole folder")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import statistics
 import sys
@@ -70,13 +71,20 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 
 def alternate(
-    machines: Mapping[str, Callable[[], float]], rounds: int, cold: int = 1
+    machines: Mapping[str, Callable[[], float]],
+    rounds: int,
+    cold: int = 1,
+    dice: random.Random | None = None,
 ) -> dict[str, list[float]]:
-    """Let machines take turns, and return the seconds that each one says it took; cold rounds do not count."""
+    """Let machines take turns, and return the seconds that each one says it took; cold rounds do not count.
+
+    With dice, which must be the same on all ranks, every round has another order.
+    """
     times: dict[str, list[float]] = {who: [] for who in machines}
+    names = list(machines)
     for turn in range(cold + rounds):
-        for who, machine in machines.items():
-            seconds = machine()
+        for who in dice.sample(names, len(names)) if dice else names:
+            seconds = machines[who]()
             if turn >= cold:
                 times[who].append(seconds)
     return times

@@ -3,7 +3,7 @@
     python benchmarks/papers.py            all tables of docs/results/papers.md (about two minutes)
     python benchmarks/papers.py --quick    one cluster and three settings; writes nothing
 
-`hanayo`: Figures 8, 9 and 11 of the paper (SC'23), with analytic profiles of its devices. It states neither the tokens
+`hanayo`: Figures 8 and 9 of the paper (SC'23), with analytic profiles of its devices. It states neither the tokens
 of a sequence, nor the precision, nor the micro-batches of a step. We take float32, because V100 and A100 differ as in
 float32 (0.76 in the paper, 0.81 in the data sheets, 0.40 in half precision); 2,048 tokens, with which GPipe's
 throughput and memory come out near the published ones; and as many micro-batches as ranks, for which the paper defines
@@ -44,7 +44,7 @@ from penstock.partition import even_partition
 from penstock.plan.slices.curves import SliceTimes, tabulated_times
 
 PUBLISHED = read(Path(__file__).parent / "published.json")
-FIGURES = dict(zip((8, 9, 11), PUBLISHED["hanayo"].values(), strict=True))
+FIGURES = dict(zip((8, 9), PUBLISHED["hanayo"].values(), strict=True))
 TERAPIPE = PUBLISHED["terapipe"]
 
 # ---------------------------------------------------------------- Hanayo
@@ -217,23 +217,6 @@ def figure_9(sites: Sequence[str] = tuple(SITES)) -> list[Row]:
             row = {"site": site, "D": int(copies), "P": int(ranks), "scheme": scheme}
             row |= {"speed": speed, "over_gpipe": speed / base, "published": theirs}
             rows.append(row | {"published_over_gpipe": theirs / published["GPipe"]})
-    return rows
-
-
-def figure_11() -> list[Row]:
-    """Weak scaling: pipelines of 8 ranks, up to 4,096 devices."""
-    rows = []
-    for scheme, published in FIGURES[11].items():
-        first = None
-        for devices in (8, 16, 32, 128, 512, 4096):
-            found = run(BERT, SITES["TACC"], scheme, 8, devices // 8)
-            assert found is not None
-            speed = found.sequences_per_second
-            first = first or speed
-            known = dict(zip((8, 16, 32), published, strict=True)).get(devices)
-            row = {"scheme": scheme, "devices": devices, "speed": speed}
-            row |= {"efficiency": 8 * speed / first / devices}
-            rows.append(row | {"published": known})
     return rows
 
 
@@ -467,7 +450,6 @@ def measure(given: argparse.Namespace) -> Found:
     return found | {
         "8": figure_8(),
         "9": figure_9(),
-        "11": figure_11(),
     }
 
 
@@ -485,9 +467,6 @@ def tables(found: Found) -> dict[str, str]:
             "over GPipe": "{over_gpipe:.2f}",
             "in the paper": "{published_over_gpipe:.2f}",
         },
-        "11": {"scheme": "{scheme}", "devices": "{devices:,}"}
-        | speed
-        | {"efficiency": "{efficiency:.1%}", "paper": "{published:g}"},
         "terapipe": {
             "setting": "{setting}",
             "model": "{model}",
@@ -508,7 +487,7 @@ def tables(found: Found) -> dict[str, str]:
             "slices, ours": "{our_slices}",
         },
     }
-    names = {"8": "hanayo: memory", "9": "hanayo: gains", "11": "hanayo: scaling"}
+    names = {"8": "hanayo: memory", "9": "hanayo: gains"}
     made = {
         names.get(key, key): table(found[key], columns[key])
         for key in columns

@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -108,34 +108,21 @@ DEPTH = 4  # layers of a rank
 COLD = 3  # steps of each candidate that are not counted
 
 
-@dataclass(frozen=True)
-class Options:
-    """What one run does."""
-
-    rounds: int
-    seconds: float  # nothing new is begun after so many
-    compiler: str
-    out: Path | None
-    device: str
-    names: tuple[str, ...]
-    candidates: tuple[str, ...]
-
-
 # ---------------------------------------------------------------- one process
 class Alone:
     """A model with its own weights and optimizer, one of the candidates for one process."""
 
     def __init__(
-        self, config: LlamaConfig, tokens: Tensor, count: int, options: Options
+        self, config: LlamaConfig, tokens: Tensor, count: int, given: argparse.Namespace
     ) -> None:
         torch.manual_seed(0)
-        with torch.device(options.device):
+        with torch.device(given.device):
             self.model = Llama(config)
-        on_gpu = options.device == "cuda"
+        on_gpu = given.device == "cuda"
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-4, fused=on_gpu
         )
-        self.options = options
+        self.given = given
         self.microbatches = list(tokens.chunk(count))
         self.step: Callable[[], float] = self.loop
 
@@ -157,13 +144,13 @@ class Alone:
         def loss(x: Tensor) -> Tensor:
             return token_loss(model(x), x)
 
-        self.loss = torch.compile(loss, backend=self.options.compiler)
+        self.loss = torch.compile(loss, backend=self.given.compiler)
 
     def loop(self) -> float:
-        total = torch.zeros((), device=self.options.device)
+        total = torch.zeros((), device=self.given.device)
         valid = sum(x.numel() for x in self.microbatches)
         for x in self.microbatches:
-            with torch.autocast(self.options.device, torch.bfloat16):
+            with torch.autocast(self.given.device, torch.bfloat16):
                 loss = self.loss(x) / valid
             loss.backward()
             total += loss.detach()
@@ -175,7 +162,7 @@ class Alone:
 
         A step casts the weights once, or without `casts` autocast does so for every micro-batch.
         """
-        compiler = self.options.compiler
+        compiler = self.given.compiler
         config = self.model.config
         stage = compile_stage(split(self.model, [config.layers])[0], compiler)
         schedule = make("1f1b", ranks=1, microbatches=len(self.microbatches))
@@ -185,7 +172,7 @@ class Alone:
             comm,
             ChunkedLoss(CompiledLoss(token_loss, compiler), compiler=compiler),
             autocast=torch.bfloat16,
-            tape=CudaTape() if recorded and self.options.device == "cuda" else None,
+            tape=CudaTape() if recorded and self.given.device == "cuda" else None,
         )
         if not casts:
             executor.casts = None
@@ -193,25 +180,25 @@ class Alone:
         self.step = lambda: executor.step(batch).loss
 
 
-def run_alone(comm: Comm, name: str, options: Options) -> Found:
+def run_alone(comm: Comm, name: str, given: argparse.Namespace) -> Found:
     """All candidates of one model, for each number of micro-batches."""
     begin = time.perf_counter()
     config, counts, sequences, length = *MODELS[name], SEQUENCES, 1024
-    if options.device == "cpu":
+    if given.device == "cpu":
         small = DRY.with_layers(1)
         config, counts, sequences, length = small.config, (1,), 2, small.tokens
     dice = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, config.vocab, (sequences, length), generator=dice)
-    tokens = tokens.to(options.device)
+    tokens = tokens.to(given.device)
     parameters = count_parameters(config)
     rows: list[Row] = []
     for count in counts:
-        if time.perf_counter() - begin > options.seconds:
+        if time.perf_counter() - begin > given.seconds:
             say(f"no time for {count} micro-batches")
             continue
-        row = compare_alone(comm, config, tokens, count, options)
+        row = compare_alone(comm, config, tokens, count, given)
         rows.append({"model": name, "parameters": parameters, **row})
-        write(options.out, {"part": "alone", "rows": rows})
+        write(given.out, {"part": "alone", "rows": rows})
         say(f"{name}, {count} micro-batches  [{time.perf_counter() - begin:.0f} s]")
     return {"part": "alone", "rows": rows}
 
@@ -222,7 +209,11 @@ def count_parameters(config: LlamaConfig) -> int:
 
 
 def compare_alone(
-    comm: Comm, config: LlamaConfig, tokens: Tensor, count: int, options: Options
+    comm: Comm,
+    config: LlamaConfig,
+    tokens: Tensor,
+    count: int,
+    given: argparse.Namespace,
 ) -> Row:
     """Steps of the candidates by turns, and the peak memory of each while the others are idle."""
     # Otherwise a second shape would be compiled for any shape, which is slower.
@@ -231,8 +222,8 @@ def compare_alone(
     held: dict[str, int] = {}  # bytes that a candidate holds between steps
     losses: dict[str, float] = {}
     for who in ("plain", "autocast", "ours", "recorded"):
-        before = allocated(options)
-        one = Alone(config, tokens, count, options)
+        before = allocated(given)
+        one = Alone(config, tokens, count, given)
         if who == "plain":
             one.compile_loop()
         else:
@@ -240,28 +231,28 @@ def compare_alone(
         began = time.perf_counter()
         for _ in range(COLD):
             losses[who] = one.run()
-        settle(options.device)
+        settle(given.device)
         say(f"  {who} runs, after {time.perf_counter() - began:.0f} s")
         candidates[who] = one
-        held[who] = allocated(options) - before
+        held[who] = allocated(given) - before
     peaks: dict[str, int] = {}
 
     def turn(who: str) -> float:
-        settle(options.device)
-        base = allocated(options)
-        if options.device == "cuda":
+        settle(given.device)
+        base = allocated(given)
+        if given.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         candidates[who].run()
-        settle(options.device)
+        settle(given.device)
         took = time.perf_counter() - began
-        most = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+        most = torch.cuda.max_memory_allocated() if given.device == "cuda" else 0
         peaks[who] = most - base + held[who]
         return took
 
     turns = {who: partial(turn, who) for who in candidates}
-    times = alternate(turns, options.rounds, cold=0)
-    if options.device == "cuda":
+    times = alternate(turns, given.rounds, cold=0)
+    if given.device == "cuda":
         peaks["recorded"] += recording_bytes()
     figures = {}
     for who, one in candidates.items():
@@ -272,24 +263,24 @@ def compare_alone(
             "peak_bytes": peaks[who],
             "loss": losses[who],
             "over_plain": quartiles(ratios(times["plain"], times[who])),
-            "kernel_seconds": kernel_seconds(one, options),
+            "kernel_seconds": kernel_seconds(one, given),
         }
     candidates.clear()
     del one
-    free_memory(options.device)
+    free_memory(given.device)
     return {"microbatches": count, "tokens": tokens.numel(), "candidates": figures}
 
 
-def kernel_seconds(one: Alone, options: Options) -> float:
+def kernel_seconds(one: Alone, given: argparse.Namespace) -> float:
     """The seconds in which the GPU runs a kernel during a step; 0 on a CPU.
 
     Kernels that overlap count once. The marks that torch's optimizers leave around their kernels do not count.
     """
-    if options.device != "cuda":
+    if given.device != "cuda":
         return 0.0
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         one.run()
-        settle(options.device)
+        settle(given.device)
     total = 0.0
     end = 0.0
     spans = sorted(
@@ -303,19 +294,21 @@ def kernel_seconds(one: Alone, options: Options) -> float:
     return total / 1e6
 
 
-def allocated(options: Options) -> int:
-    return int(torch.cuda.memory_allocated()) if options.device == "cuda" else 0
+def allocated(given: argparse.Namespace) -> int:
+    return int(torch.cuda.memory_allocated()) if given.device == "cuda" else 0
 
 
 # ---------------------------------------------------------------- a pipeline
-def run_pipeline(comm: Comm, size: Size, microbatches: int, options: Options) -> Found:
+def run_pipeline(
+    comm: Comm, size: Size, microbatches: int, given: argparse.Namespace
+) -> Found:
     """A rank: schedule after schedule."""
     begin = time.perf_counter()
     if size.device == "cpu":
         torch.set_num_threads(1)
     rows: list[Row] = []
-    for label in options.names or tuple(PIPELINES):
-        if time.perf_counter() - begin > options.seconds:
+    for label in given.only or tuple(PIPELINES):
+        if time.perf_counter() - begin > given.seconds:
             note(comm, f"no time for {label}")
             continue
         name, shape = PIPELINES[label]
@@ -324,12 +317,12 @@ def run_pipeline(comm: Comm, size: Size, microbatches: int, options: Options) ->
         schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
         if schedule.parts > size.config.layers:
             continue  # too few layers for so many parts
-        row = compare_pipelines(comm, size, label, schedule, options)
+        row = compare_pipelines(comm, size, label, schedule, given)
         free_memory(size.device)
         rows.append(row)
         if comm.rank == 0:
             write(
-                options.out,
+                given.out,
                 {"part": "pipeline", "size": asdict(size.config), "rows": rows},
             )
         times = ", ".join(
@@ -340,27 +333,27 @@ def run_pipeline(comm: Comm, size: Size, microbatches: int, options: Options) ->
 
 
 def compare_pipelines(
-    comm: Comm, size: Size, label: str, schedule: Schedule, options: Options
+    comm: Comm, size: Size, label: str, schedule: Schedule, given: argparse.Namespace
 ) -> Row:
     """Steps of torch's runtime and of ours by turns, on separate copies of the same weights."""
     machines: dict[str, Step] = {}
-    stages = {who: stages_of(schedule, comm, size) for who in options.candidates}
+    stages = {who: stages_of(schedule, comm, size) for who in given.candidates}
     ours: dict[str, Ours] = {}
-    for who in options.candidates:
+    for who in given.candidates:
         if who == "torch":
             continue
         for part in stages[who].values():
-            compile_stage(part, options.compiler)
+            compile_stage(part, given.compiler)
         one = Ours(schedule, stages[who], comm, size, recorded=who == "recorded")
         machines[who] = ours[who] = one
     # torch's runtime refuses compiled layers in split backwards.
     splits = any(action.op is Op.W for action in schedule.lanes[0])
     # Nor does it let micro-batches take different paths.
     paths = {microbatch.path for microbatch in schedule.microbatches}
-    if "torch" in options.candidates and not splits and len(paths) == 1:
+    if "torch" in given.candidates and not splits and len(paths) == 1:
         for part in stages["torch"].values():
             for layer in part.pieces_to_compile:  # type: ignore[union-attr]
-                layer.compile(backend=options.compiler)
+                layer.compile(backend=given.compiler)
         native = label == "1f1b"
         machines["torch"] = Torchs(schedule, stages["torch"], size, native=native)
     losses: dict[str, float] = {}
@@ -377,9 +370,9 @@ def compare_pipelines(
         who: lambda who=who: clocked(comm, machines[who], stages[who], size)[0]
         for who in machines
     }
-    times = alternate(turns, options.rounds, cold=0)
+    times = alternate(turns, given.rounds, cold=0)
     peaks, reserved = measure_memory(comm, machines, stages, size)
-    last = options.candidates[-1]
+    last = given.candidates[-1]
     timeline = ours[last].timeline()
     row = {
         "name": label,
@@ -459,23 +452,18 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace) -> Found:
-    chosen = Options(
-        1 if given.quick else given.rounds,
-        given.seconds,
-        "eager" if given.quick else given.compiler,
-        given.out,
-        "cpu" if given.quick else "cuda",
-        ("hanayo W=2", "zb-v") if given.quick else given.only,
-        given.candidates,
-    )
-    count = 2 if given.quick else given.microbatches or 2 * given.ranks
+    given.device = "cpu" if given.quick else "cuda"
+    count = given.microbatches or 2 * given.ranks
+    if given.quick:
+        given.rounds, given.compiler, count = 1, "eager", 2
+        given.only = ("hanayo W=2", "zb-v")
     found: Found = {}
     if given.quick or given.part == "alone":
-        alone = run_threads(1, lambda comm: run_alone(comm, given.model, chosen))[0]
+        alone = run_threads(1, lambda comm: run_alone(comm, given.model, given))[0]
         found = {"alone": alone["rows"], **alone}
     if given.quick or given.part == "pipeline":
         size = size_of(given, given.depth * given.ranks)
-        some = on_ranks(given, run_pipeline, size, count, chosen, threads=False)
+        some = on_ranks(given, run_pipeline, size, count, given, threads=False)
         found |= {"pipeline": some["rows"], **some}
     return found
 
@@ -487,7 +475,6 @@ def committed(folder: Path) -> Found:
         "alone": kept(folder, *(f"compiled-{size}.json" for size in sizes)),
         "pipeline": kept(folder, "compiled-pipeline.json"),
         "deep": kept(folder, "compiled-deep.json"),
-        "single": kept(folder, "compiled-single.json"),
     }
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,29 +66,15 @@ SLICES = 16  # at most
 SHORT = 16384  # longer ones take seconds a step: one round
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What one run does."""
-
-    size: Size
-    lengths: tuple[int, ...]
-    sequences: tuple[int, ...]
-    plans: Path | None
-    rounds: int
-    seconds: float
-    out: Path | None
-    recorded: bool = False
-
-
-def work(comm: Comm, setting: Setting) -> Row:
+def work(comm: Comm, given: argparse.Namespace) -> Row:
     """Length after length."""
     begin, rows = time.perf_counter(), []
-    for tokens in setting.lengths:
-        for count in setting.sequences:
+    for tokens in given.lengths:
+        for count in given.sequences:
             for label, schedule in variants(
-                comm.ranks, tokens, count, setting.plans
+                comm.ranks, tokens, count, given.plans
             ).items():
-                if time.perf_counter() - begin > setting.seconds:
+                if time.perf_counter() - begin > given.seconds:
                     continue
                 rows.append(
                     {
@@ -97,14 +83,14 @@ def work(comm: Comm, setting: Setting) -> Row:
                         "name": label,
                         **one(
                             comm,
-                            replace(setting.size, tokens=tokens),
+                            replace(given.size, tokens=tokens),
                             schedule,
-                            setting,
+                            given,
                         ),
                     }
                 )
                 if comm.rank == 0:
-                    write(setting.out, {"ranks": comm.ranks, "rows": rows})
+                    write(given.out, {"ranks": comm.ranks, "rows": rows})
                 row = rows[-1]
                 text = (
                     f"{1e3 * row['seconds']:.1f} ms, {max(row['memory']) / 1e9:.2f} GB"
@@ -134,19 +120,19 @@ def variants(
     return found
 
 
-def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> Row:
+def one(comm: Comm, size: Size, schedule: Schedule, given: argparse.Namespace) -> Row:
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
     # Such a step takes ten seconds, and an action half a second.
     long = size.tokens > 2 * SHORT and schedule.slices == 1
-    recorded = setting.recorded and not long
+    recorded = given.graphs and not long
     ours = Ours(schedule, stages, comm, size, recorded)
     memory(comm, size)
     first, loss = clocked(comm, ours, stages, size)
     if not long:
         memory(comm, size)
     before = allocations(size)
-    rounds = 0 if long else setting.rounds if size.tokens <= SHORT else 1
+    rounds = 0 if long else given.rounds if size.tokens <= SHORT else 1
     times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)] or [first]
     row: Row = {
         "seconds": quartiles(times)[0],
@@ -241,47 +227,33 @@ def options(parser: argparse.ArgumentParser) -> None:
 def measure(given: argparse.Namespace) -> Found:
     size = size_of(given, DEPTH * given.ranks)
     config = replace(size.config, vocab=min(size.config.vocab, 2048))
-    size = replace(size, config=config)
+    given.size = replace(size, config=config)
+    given.plans = given.plans and given.plans.absolute()
     if not given.quick:
-        plans = given.plans and given.plans.absolute()
-        return measure_in(given, size, given.profile, given.plan, plans)
+        return measure_part(given)
     with tempfile.TemporaryDirectory() as name:
         given.lengths, given.sequences, given.rounds = (16,), (1,), 1
-        profile, plans = Path(name) / "profile.json", Path(name)
-        measure_in(given, size, profile, None, plans)
-        measure_in(given, size, None, profile, plans)
-        return measure_in(given, size, None, None, plans)
+        given.plans, given.profile = Path(name), Path(name) / "profile.json"
+        measure_part(given)
+        given.profile, given.plan = None, given.profile
+        measure_part(given)
+        given.plan = None
+        return measure_part(given)
 
 
-def measure_in(
-    given: argparse.Namespace,
-    size: Size,
-    profile: Path | None,
-    plan: Path | None,
-    plans: Path | None,
-) -> Found:
+def measure_part(given: argparse.Namespace) -> Found:
     """Measure a layer, or plan, or run."""
-    if profile:
-        at = replace(size, tokens=64 if given.quick else 16384)
-        profile.write_text(on_ranks(given, profiled, at, 1))
-    elif plan:
-        assert plans, "give the folder --plans"
+    found: Found = {}
+    if given.profile:
+        at = replace(given.size, tokens=64 if given.quick else 16384)
+        given.profile.write_text(on_ranks(given, profiled, at, 1))
+    elif given.plan:
+        assert given.plans, "give the folder --plans"
         ranks = 2 if given.quick else given.ranks
-        plan_all(plan, plans, ranks, given.lengths, given.sequences)
+        plan_all(given.plan, given.plans, ranks, given.lengths, given.sequences)
     else:
-        setting = Setting(
-            size,
-            given.lengths,
-            given.sequences,
-            plans,
-            given.rounds,
-            given.seconds,
-            given.out,
-            given.graphs,
-        )
-        found: Found = on_ranks(given, work, setting)
-        return found
-    return {}
+        found = on_ranks(given, work, given)
+    return found
 
 
 def tables(found: Found) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Times a pipeline over both transports of one GPU: its memory (penstock_ipc), and NCCL through sockets.
 
     penstock testbed --workers 8 --backend nccl -- python benchmarks/gpu/transports.py --out transports.json
-    penstock testbed --workers 8 -- python benchmarks/gpu/transports.py --part chunks --out transport.json
     python benchmarks/gpu/transports.py --kept     puts the tables of docs/results/h200 into docs/results/nccl.md
     python benchmarks/gpu/transports.py --quick    all once on two CPU workers over gloo; writes nothing
 
@@ -21,10 +20,6 @@ is the mean of many messages of this size between two ranks, and `summing` betwe
 These are the ends of the last actions. Replicas then still sum gradients, so the whole step is compared with
 `simulated_with_sums` and `in_order_with_sums`: the ends of the last sums, which send with the bandwidth that sums had
 while all ranks summed.
-
-`chunks` sends small chunks, chains of matrix products, through all workers over `penstock_ipc`. The ideal time of M
-chunks over P workers is M + P - 1 chunks, each as long as on the slowest worker when all workers compute side by side
-without messages. Both are measured in turns.
 """
 
 from __future__ import annotations
@@ -33,19 +28,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from math import isinf
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bench import (
-    Size,
     clocked,
     data,
     free_memory,
-    gathered,
     note,
     on_ranks,
     size_of,
@@ -55,15 +47,12 @@ from harness import (
     Found,
     Row,
     Script,
-    alternate,
     kept,
-    quartiles,
-    read,
     table,
     words,
     write,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from penstock import Schedule, lower, make, simulate
 from penstock.cost.network import Network
@@ -76,7 +65,7 @@ from penstock.measure.links import (
     settle,
 )
 from penstock.models import token_loss
-from penstock.runtime import Comm, CudaTape, Executor, ProcessComm, batch_of, spawn
+from penstock.runtime import CudaTape, Executor, ProcessComm, batch_of, spawn
 from penstock.runtime.comm.comm import Pending
 from penstock.runtime.executor import RunOptions
 from penstock.sim.simulate import own_cost, simulate_in_order
@@ -97,28 +86,12 @@ HOP_ROUNDS = 20
 # A sum that lasts longer than the messages beside it: about 0.2 s on eight workers.
 SUM_BYTES = 1 << 28
 DRY_SUM_BYTES = 1 << 20
-CHUNK_ROWS, CHUNKS, CHUNK_ROUNDS = 512, 200, 5
-HOP_BYTES = (1 << 10, 1 << 20, 16 << 20)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What one run does."""
-
-    size: Size
-    microbatches: int
-    rounds: int
-    names: tuple[str, ...]
-    layouts: tuple[str, ...]
-    dtypes: tuple[str, ...]  # of messages; if empty, those of the layout
-    seconds: float
-    timelines: bool  # write the times of all actions
-
-    def types_of(self, layout: str) -> tuple[str, ...]:
-        """The types of messages to try with a layout."""
-        if self.dtypes:
-            return self.dtypes
-        return tuple(TYPES) if layout in ("ipc", "one") else ("float32",)
+def types_of(given: argparse.Namespace, layout: str) -> tuple[str, ...]:
+    """The types of messages to try with a layout."""
+    usual = tuple(TYPES) if layout in ("ipc", "one") else ("float32",)
+    return given.dtypes or usual
 
 
 def use_layout(comm: ProcessComm, layout: str) -> None:
@@ -138,24 +111,24 @@ def use_layout(comm: ProcessComm, layout: str) -> None:
         comm.downward = other
 
 
-def work(comm: ProcessComm, setting: Setting, layout: str) -> list[Row]:
+def work(comm: ProcessComm, given: argparse.Namespace, layout: str) -> list[Row]:
     """A rank: schedule after schedule, over one transport."""
     begin = time.perf_counter()
     use_layout(comm, layout)
-    device = torch.device(setting.size.device)
+    device = torch.device(given.size.device)
     network = measured_network(comm, every=False, device=device)
     took = 1e3 * float(network.latency)  # type: ignore[arg-type]
     rate = float(network.bandwidth) / 1e9  # type: ignore[arg-type]
     sums = float(network.sum_bandwidth) / 1e9  # type: ignore[arg-type]
     note(comm, f"{layout}: {took:.3f} ms, {rate:.2f} GB/s a link, {sums:.2f} in sums")
     rows = []
-    for label in setting.names:
-        for dtype in setting.types_of(layout):
-            if time.perf_counter() - begin > setting.seconds:
+    for label in given.only:
+        for dtype in types_of(given, layout):
+            if time.perf_counter() - begin > given.seconds:
                 note(comm, f"no time for {label}, {dtype}")
                 continue
-            row = one(comm, setting, network, label, dtype)
-            free_memory(setting.size.device)
+            row = one(comm, given, network, label, dtype)
+            free_memory(given.size.device)
             rows.append({"transport": layout, **row})
             step, wanted = 1e3 * row["step"], 1e3 * row["in_order_with_sums"]
             note(comm, f"  {label}, {dtype}: {step:.1f} ms, in order {wanted:.1f}")
@@ -163,12 +136,16 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[Row]:
 
 
 def one(
-    comm: ProcessComm, setting: Setting, network: Network, label: str, dtype: str
+    comm: ProcessComm,
+    given: argparse.Namespace,
+    network: Network,
+    label: str,
+    dtype: str,
 ) -> Row:
     """Steps of a schedule, and what the simulator makes of their actions."""
-    size = setting.size
+    size = given.size
     name, shape = SCHEDULES[label]
-    schedule = make(name, ranks=comm.ranks, microbatches=setting.microbatches, **shape)
+    schedule = make(name, ranks=comm.ranks, microbatches=given.microbatches, **shape)
     stages = stages_of(schedule, comm, size)
     for part in stages.values():
         part.float()
@@ -198,7 +175,7 @@ def one(
     gradients = gradient_bytes(comm, schedule, stages)
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
-    times = [clocked(comm, step, stages, size)[0] for _ in range(setting.rounds)]
+    times = [clocked(comm, step, stages, size)[0] for _ in range(given.rounds)]
     timelines: list[Timeline] = []
     for _ in range(TIMED_STEPS):
         measured = executor.step(batch, timed=True).timeline
@@ -226,7 +203,7 @@ def one(
             comm, executor.program, timeline, network, message, gradients, hops
         ),
     }
-    if setting.timelines:
+    if given.timelines:
         row["start"] = timeline.start.tolist()
         row["end"] = timeline.end.tolist()
     return row
@@ -344,107 +321,9 @@ def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
             comm.receive((len(payload),), payload.dtype, peer).wait()
 
 
-# ---------------------------------------------------------------- chunks
-def run_chunks(comm: Comm, size: Size) -> Found:
-    """A rank: hops, chunks of several lengths, and the cost of a waiting host."""
-    found: Found = {"ranks": comm.ranks, "hops": hops(comm, size)}
-    products = (2, 4, 8, 16, 64) if size.device == "cuda" else (1,)
-    found["chunks"] = [chunks(comm, size, count) for count in products]
-    return found | {"waiting": waiting(comm, size)}
-
-
-def hops(comm: Comm, size: Size) -> dict[int, float]:
-    """Seconds of one way, by bytes: half of there and back."""
-    found = {}
-    for count in HOP_BYTES if size.device == "cuda" else HOP_BYTES[:1]:
-        x = torch.zeros(count // 4, device=size.device)
-        took = []
-        for _ in range(3):
-            settle(size.device)
-            comm.barrier()
-            begin = time.perf_counter()
-            for _ in range(50):
-                if comm.rank == 0:
-                    comm.send(x, 1).wait()
-                    comm.receive((count // 4,), torch.float32, 1).wait()
-                elif comm.rank == 1:
-                    came = comm.receive((count // 4,), torch.float32, 0).wait()
-                    comm.send(came, 0).wait()
-            settle(size.device)
-            took.append((time.perf_counter() - begin) / 100)
-        found[count] = min(took)
-    return found
-
-
-def chunk(x: Tensor, weight: Tensor, products: int) -> Tensor:
-    for _ in range(products):
-        x = x @ weight
-    return x
-
-
-def chunks(comm: Comm, size: Size, products: int) -> Row:
-    """Chunks through all workers, against as many without messages."""
-    kind = torch.bfloat16 if size.device == "cuda" else torch.float32
-    width = size.config.width
-    weight = torch.randn(width, width, device=size.device, dtype=kind) * 0.03
-    x = torch.randn(CHUNK_ROWS, width, device=size.device, dtype=kind)
-    count = CHUNKS if size.device == "cuda" else 5
-    rank, ranks = comm.rank, comm.ranks
-    chunk(x, weight, products)
-    share: list[float] = []
-
-    def timed(send: bool) -> float:
-        settle(size.device)
-        comm.barrier()
-        begin, used = time.perf_counter(), time.process_time()
-        out = []
-        for _ in range(count):
-            came = x
-            if send and rank:
-                came = comm.receive((CHUNK_ROWS, width), kind, rank - 1).wait()
-            y = chunk(came, weight, products)
-            if send and rank < ranks - 1:
-                out.append(comm.send(y, rank + 1))
-                if len(out) > 16:
-                    out.pop(0).wait()
-        settle(size.device)
-        took = time.perf_counter() - begin
-        if send:
-            used = time.process_time() - used
-            share.append(max(gathered(comm, used / took, size)))
-        return max(gathered(comm, took, size))
-
-    turns = {"alone": partial(timed, False), "through": partial(timed, True)}
-    times = alternate(turns, CHUNK_ROUNDS)
-    pairs = zip(times["alone"], times["through"], strict=True)
-    found = quartiles([(count + ranks - 1) / count * a / t for a, t in pairs])
-    return {
-        "seconds": statistics.median(times["alone"]) / count,
-        "efficiency": found.middle,
-        "spread": [found.low, found.high],
-        "host": statistics.median(share[1:]),
-    }
-
-
-def waiting(comm: Comm, size: Size) -> float:
-    """The share of a core that a rank takes while it waits a second for a message."""
-    settle(size.device)
-    comm.barrier()
-    used, begin = time.process_time(), time.perf_counter()
-    if comm.rank == 0:
-        time.sleep(1.0)
-        comm.send(torch.zeros(1, device=size.device), 1).wait()
-    elif comm.rank == 1:
-        comm.receive((1,), torch.float32, 0).wait()
-    settle(size.device)
-    share = (time.process_time() - used) / (time.perf_counter() - begin)
-    return gathered(comm, share, size)[1]
-
-
 # ---------------------------------------------------------------- the script
 def options(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
-    flag("--part", choices=("steps", "chunks"), default="steps")
     flag("--ranks", type=int, default=8)
     flag("--only", type=words, default=tuple(SCHEDULES), help="schedules")
     flag("--layouts", type=words, default=("ipc", "one", "direction", "link"))
@@ -455,35 +334,20 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace) -> Found:
-    size = size_of(given, DEPTH * given.ranks)
+    given.size = size_of(given, DEPTH * given.ranks)
+    given.microbatches = 4 if given.quick else 2 * given.ranks
     if given.quick:
-        chosen = setting(given, size, ("1f1b", "chimera"), 1)
-        return on_ranks(given, run_quickly, chosen, threads=False)  # type: ignore[no-any-return]
-    if given.part == "chunks":
-        return on_ranks(given, run_chunks, size)  # type: ignore[no-any-return]
+        given.only, given.rounds = ("1f1b", "chimera"), 1
+        return {"rows": on_ranks(given, work, given, "ipc", threads=False)}
     rows: list[Row] = []
-    found: Found = {"ranks": given.ranks, "tokens": size.tokens, "rows": rows}
-    chosen = setting(given, size, given.only, given.rounds)
+    found: Found = {"ranks": given.ranks, "tokens": given.size.tokens, "rows": rows}
     for layout in given.layouts:
         backend = BACKENDS.get(layout, "nccl")
-        rows += spawn(
-            given.ranks, work, chosen, layout, patience=90.0, backend=backend
-        )[0]
+        rows += spawn(given.ranks, work, given, layout, patience=90.0, backend=backend)[
+            0
+        ]
         write(given.out, found)
     return found
-
-
-def setting(
-    given: argparse.Namespace, size: Size, names: tuple[str, ...], rounds: int
-) -> Setting:
-    count = 2 * (2 if given.quick else given.ranks)
-    limits = (given.layouts, given.dtypes, given.seconds, given.timelines)
-    return Setting(size, count, rounds, names, *limits)
-
-
-def run_quickly(comm: ProcessComm, setting: Setting) -> Found:
-    """A rank: all parts with tiny sizes."""
-    return {"rows": work(comm, setting, "ipc")} | run_chunks(comm, setting.size)
 
 
 def committed(folder: Path) -> Found:
@@ -499,7 +363,6 @@ def committed(folder: Path) -> Found:
     return {
         "rows": sorted(one + starred, key=_key),
         "four": sorted(kept(folder, "transports-4.json"), key=_key),
-        "chunks": read(folder / "transport.json")["chunks"],
     }
 
 
@@ -534,13 +397,6 @@ def tables(found: Found) -> dict[str, str]:
     nccl = [row for row in found.get("rows", ()) if row["transport"] == "one"]
     for row in [row for row in nccl if _key(row)[::2] == ("chimera", "float32")]:
         made["transports: messages"] = buffers(row)
-    if "chunks" in found:
-        columns = {
-            "chunk, ms": "{seconds!m:.2f}",
-            "ideal / measured": "{efficiency:.3f}",
-            "quartiles": "{spread[0]:.3f}-{spread[1]:.3f}",
-        }
-        made["transport"] = table(found["chunks"], columns)
     return made
 
 

@@ -101,7 +101,7 @@ def profiles_come_with_how_far_their_fits_are_off(found):
 
 def half_the_parts_make_twice_the_steps(found):
     names = [run["name"] for run in found["runs"]]
-    assert names == ["0", "50", "50-swaps", "50-visitors-full10"]
+    assert names == ["0", "50", "50-recipe", "50-rate"]
     assert found["runs"][1]["curve"][-1][0] == 2 * found["runs"][1]["steps"]
 
 
