@@ -23,12 +23,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 from batches import BatchCuts, best_batch
@@ -36,10 +37,9 @@ from harness import Found, Row, Script, read, table
 
 from penstock import make, simulate
 from penstock.config import ModelConfig
-from penstock.cost import Cost, Network, Profile, WrappedCost
-from penstock.cost.gpus import Gpu, Link, analytic_profile, gpu_of
+from penstock.cost import Network, Profile
+from penstock.cost.gpus import Link, analytic_profile, gpu_of
 from penstock.cost.memory import device_bytes
-from penstock.cost.sums import even_ring_seconds
 from penstock.partition import even_partition
 from penstock.plan.slices.curves import SliceTimes, tabulated_times
 
@@ -82,108 +82,52 @@ PCIE = Link(20e-6, 0.8 * 25e9)
 INFINIBAND = Link(25e-6, 0.8 * 12.5e9)
 
 
-@dataclass(frozen=True)
-class Site:
-    """Equal GPUs, and the link between any two of them."""
-
-    name: str
-    gpu: Gpu
-    link: Callable[[int, int], Link]
-
-
-def in_groups(size: int, inside: Link, between: Link) -> Callable[[int, int], Link]:
-    """Groups of `size` devices with one link inside and another one between."""
-    return lambda a, b: inside if a // size == b // size else between
-
-
+# Which GPU, how many of them have the first link among themselves, and the link between these groups.
 SITES = {
-    "PC": Site(
-        "8 A100-80, NVLink in pairs", gpu_of("a100"), in_groups(2, NVLINK_A100, PCIE)
-    ),
-    "FC": Site(
-        "8 A100-80, NVLink everywhere",
-        gpu_of("a100"),
-        in_groups(8, NVLINK_A100, INFINIBAND),
-    ),
-    "TACC": Site(
-        "A100-40, two a node, PCIe and InfiniBand",
-        gpu_of("a100-40"),
-        in_groups(2, PCIE, INFINIBAND),
-    ),
-    "TC": Site("8 V100-32, NVLink", gpu_of("v100"), in_groups(8, NVLINK_V100, PCIE)),
+    "PC": ("a100", 2, NVLINK_A100, PCIE),
+    "FC": ("a100", 8, NVLINK_A100, INFINIBAND),
+    "TACC": ("a100-40", 2, PCIE, INFINIBAND),
+    "TC": ("v100", 8, NVLINK_V100, PCIE),
 }
 
 
-def _everywhere(_: int, __: int) -> Link:
-    return PCIE
-
-
-@dataclass(frozen=True, slots=True)
-class OnSite(WrappedCost):
-    """A cost on the links of a site. Links are looked up, so that 4,096 ranks need no matrix."""
-
-    link: Callable[[int, int], Link] = _everywhere
-
-    def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte of a message arrives."""
-        return self.link(source, target).latency
-
-    def bandwidth(self, source: int, target: int) -> float:
-        """Bytes per second."""
-        return self.link(source, target).bandwidth
-
-    def sum_end(
-        self, ranks: Sequence[int], size: float, ready: Sequence[float]
-    ) -> float:
-        """A ring in the order of the ranks, at the pace of its slowest link, once the last rank is ready."""
-        ring = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-        links = [self.link(a, b) for a, b in ring]
-        slowest = min(one.bandwidth for one in links)
-        latency = max(one.latency for one in links)
-        seconds = even_ring_seconds(len(ranks), latency, slowest, size)
-        return max(ready) + seconds
-
-
 @cache
-def profile_of(model: ModelConfig, gpu: Gpu, rows: int = 1) -> Profile:
-    """The profile of a model, without links, which the sites have."""
-    profile = analytic_profile(model, TOKENS, rows, gpu, "float32", recorded=False)
-    return replace(profile, network=Network(serial=True))
+def profile_of(model: ModelConfig, site: str, devices: int) -> Profile:
+    """The profile of a model on the devices of a site."""
+    gpu, size, inside, between = SITES[site]
+    links = [
+        [inside if a // size == b // size else between for b in range(devices)]
+        for a in range(devices)
+    ]
+    latency, bandwidth = (
+        tuple(tuple(getattr(link, key) for link in row) for row in links)
+        for key in ("latency", "bandwidth")
+    )
+    found = analytic_profile(model, TOKENS, 1, gpu_of(gpu), "float32", recorded=False)
+    return replace(found, network=Network(latency, bandwidth, serial=True))
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One simulated step."""
 
-    sequences_per_second: float
+    speed: float  # sequences per second
     memory: np.ndarray  # bytes, by rank of one pipeline
-    idle: float
 
 
 def run(
-    model: ModelConfig,
-    site: Site,
-    scheme: str,
-    ranks: int,
-    copies: int,
-    rows: int = 1,
-    microbatches: int | None = None,
+    model: ModelConfig, site: str, scheme: str, ranks: int, copies: int
 ) -> Run | None:
     """Simulate a step with as many micro-batches a pipeline as ranks; None if there are too few layers."""
     name, shape = SCHEMES[scheme]
     parts = 2 * shape.get("waves", 0) * ranks or ranks
     if parts > model.layers:
         return None
-    count = microbatches or ranks
-    schedule = make(name, ranks=ranks, microbatches=count, copies=copies, **shape)
+    schedule = make(name, ranks=ranks, microbatches=ranks, copies=copies, **shape)
     partition = even_partition(model.layers, schedule.parts)
-    bare: Cost = profile_of(model, site.gpu, rows).cost(partition, tokens=TOKENS)
-    cost = OnSite(bare, site.link)
-    timeline = simulate(schedule, cost)
-    sequences = copies * count * rows
-    one = make(name, ranks=ranks, microbatches=count, copies=min(copies, 2), **shape)
-    memory = device_bytes(one, cost)[:ranks]
-    return Run(sequences / timeline.makespan, memory, timeline.bubble)
+    profile = profile_of(model, site, ranks * copies)
+    cost = profile.cost(partition, tokens=TOKENS)
+    memory = device_bytes(schedule, cost)[:ranks]
+    return Run(copies * ranks / simulate(schedule, cost).makespan, memory)
 
 
 def figure_8() -> list[Row]:
@@ -191,7 +135,7 @@ def figure_8() -> list[Row]:
     rows = []
     for name, published in FIGURES[8].items():
         for scheme, largest in published.items():
-            found = run(MODELS[name], SITES["TACC"], scheme, 8, 4)
+            found = run(MODELS[name], "TACC", scheme, 8, 4)
             assert found is not None
             size = found.memory / 1e9
             row = {"model": name, "scheme": scheme, "published": largest}
@@ -209,10 +153,10 @@ def figure_9(sites: Sequence[str] = tuple(SITES)) -> list[Row]:
             continue
         base = None
         for scheme, theirs in published.items():
-            found = run(BERT, SITES[site], scheme, int(ranks), int(copies))
+            found = run(BERT, site, scheme, int(ranks), int(copies))
             if found is None:
                 continue
-            speed = found.sequences_per_second
+            speed = found.speed
             base = base or speed
             row = {"site": site, "D": int(copies), "P": int(ranks), "scheme": scheme}
             row |= {"speed": speed, "over_gpipe": speed / base, "published": theirs}
@@ -266,66 +210,28 @@ class Calibration:
     gradients: float
 
 
-def work(
-    setting: Setting, rows: int, length: np.ndarray, prefix: np.ndarray
-) -> np.ndarray:
-    """Floating-point operations of a layer on one device, there and back."""
-    _, hidden, _ = SIZES[setting.model]
-    # Unfused attention also computes the scores that it then masks.
-    scores = rows * length * (length + prefix)
-    return 3 * (24 * rows * length * hidden**2 + 4 * hidden * scores) / setting.op
+def times(setting: Setting, known: Calibration) -> SliceTimes:
+    """All slices of one row, there and back.
 
-
-def traffic(
-    setting: Setting, rows: int, length: np.ndarray, prefix: np.ndarray
-) -> np.ndarray:
-    """Seconds of a layer beside its matrices: scores and weights through memory, sums between a stage's devices."""
-    _, hidden, heads = SIZES[setting.model]
-    scores = SCORES * rows * length * (length + prefix) * heads / setting.op / MEMORY
-    reduced = (
-        4 * 2 * (setting.op - 1) / setting.op * 2 * hidden * rows * length / NVLINK
-    )
-    weights = PASSES * 2 * 12 * hidden**2 / setting.op / MEMORY
-    return scores + reduced + weights
-
-
-def stage(
-    setting: Setting,
-    known: Calibration,
-    rows: int,
-    length: np.ndarray,
-    prefix: np.ndarray,
-) -> np.ndarray:
-    """Seconds of one stage, there and back, without its messages."""
-    layers = SIZES[setting.model][0] / setting.pipe
-    each = known.launch + work(setting, rows, length, prefix) / (known.share * PEAK)
-    return layers * (each + traffic(setting, rows, length, prefix))
-
-
-def message(setting: Setting, rows: int, length: np.ndarray) -> np.ndarray:
-    """Seconds on the wire of what a stage sends on, and of what comes back."""
-    return 2 * 2 * SIZES[setting.model][1] * rows * length / WIRE
-
-
-def crossings(setting: Setting) -> float:
-    """Of the hops between stages, the share that leaves a node."""
-    return min(setting.op / DEVICES, 1.0)
-
-
-def times(setting: Setting, known: Calibration, rows: int) -> SliceTimes:
-    """All slices. A rank waits for its messages, so those of a stage at a node's edge are part of its work; another
-    stage's count as often as hops leave a node. A third is there, two thirds back: one slice is longest both ways.
+    A rank waits for its messages, so those of a stage at a node's edge are part of its work; another stage's count as
+    often as hops leave a node. A third is there, two thirds back: one slice is longest both ways.
     """
-    points = setting.tokens // GRAIN
+    layers, hidden, heads = SIZES[setting.model]
+    op, points = setting.op, setting.tokens // GRAIN
     prefix, length = (
         GRAIN * axis.astype(float) for axis in np.indices((points, points))
     )
     length += GRAIN
-    seconds, wire = (
-        stage(setting, known, rows, length, prefix),
-        message(setting, rows, length),
-    )
-    peaks = seconds + crossings(setting) * wire
+    # Unfused attention also computes the scores that it then masks.
+    scores = length * (length + prefix)
+    work = 3 * (24 * length * hidden**2 + 4 * hidden * scores) / op
+    traffic = SCORES * scores * heads / op / MEMORY
+    reduced = 4 * 2 * (op - 1) / op * 2 * hidden * length / NVLINK
+    weights = PASSES * 2 * 12 * hidden**2 / op / MEMORY
+    each = known.launch + work / (known.share * PEAK) + traffic + reduced + weights
+    seconds = layers / setting.pipe * each
+    wire = 2 * 2 * hidden * length / WIRE
+    peaks = seconds + min(op / DEVICES, 1.0) * wire
     return tabulated_times(seconds + wire, peaks, np.zeros_like(peaks))
 
 
@@ -343,7 +249,7 @@ def step(setting: Setting, known: Calibration) -> float:
 
 def equal(setting: Setting, known: Calibration, length: int) -> float:
     """A step with all slices of one length, one row at a time."""
-    table = times(setting, known, 1)
+    table = times(setting, known)
     slices = setting.tokens // length
     at = np.arange(slices) * length // GRAIN, np.full(slices, length // GRAIN)
     sums, peaks = table.of(*at)
@@ -368,7 +274,7 @@ class Planned:
 def planned(setting: Setting, known: Calibration) -> Planned:
     """A step with the best cuts, and with whole sequences; one row at a time, as all published plans are."""
     sequences = setting.batch // setting.data
-    table = times(setting, known, 1)
+    table = times(setting, known)
     sums, peaks = table.of(np.array([0]), np.array([table.points]))
     slicing = best_batch({1: table}, sequences, setting.pipe)
     whole = sequences * float(sums[0]) + (setting.pipe - 1) * float(peaks[0, 0])
