@@ -13,8 +13,8 @@ within a round, so noise that affects all of them cancels. CPU time is less sens
 core forever.
 
 `llama`: a 7 M-parameter Llama on two ranks with one thread each, and 8 micro-batches of one sequence of 128 tokens.
-Both runtimes run the same schedules on the same parts with the same weights. Before timing, the losses and gradient
-norms of both are compared with those of the whole model. The last column is the time of our step over the time that a
+Both runtimes run the same schedules on the same parts with the same weights. Before timing, all of them must have the
+same loss and the same norm of the gradients. The last column is the time of our step over the time that a
 runtime without any cost would take for the same actions, each at its measured duration.
 
 `scale`: 1F1B over 64 to 256 ranks is built, checked and simulated, each size in its own process on one core, after a
@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from gpu.bench import Ours, Size, Step, Torchs, clocked, gathered, stages_of
 from harness import (
     Found,
     Row,
@@ -47,13 +48,13 @@ from harness import (
 )
 from sleeping import Sleeping
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
 
 from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
 from penstock.ir import Schedule, lower
 from penstock.ir.program import Receive, RunAction, Send
-from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
-from penstock.runtime import Comm, Executor, batch_of, cut_batch, spawn
+from penstock.models import LlamaConfig
+from penstock.runtime import Comm, Executor, batch_of, spawn
 from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.sim.simulate import own_cost
 from penstock.torch_internals import schedule_runtime
@@ -68,8 +69,9 @@ SLEEPING: dict[str, dict[str, int]] = {
     "hanayo": {"waves": 1},
 }
 CONFIG = LlamaConfig(vocab=2048, width=256, layers=8, heads=8, kv_heads=8, inner=672)
+SIZE = Size(CONFIG, 128, "cpu")
 COMPUTING = {**SLEEPING, "zb-h1": {}}
-MICROBATCHES, LENGTH = 8, 128
+MICROBATCHES = 8
 SIZES = ((64, 78), (256, 196), (256, 1954), (256, 19_532))  # ranks, micro-batches
 Machine = Callable[[], object]
 
@@ -312,126 +314,58 @@ def run_cells(comm: Comm, cells: list[Row]) -> list[Row]:
 
 
 # ---------------------------------------------------------------- stages that compute
-def data() -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    inputs, labels = (
-        torch.randint(0, CONFIG.vocab, (MICROBATCHES, LENGTH), generator=draw)
-        for _ in range(2)
-    )
-    return inputs, labels
-
-
-def whole() -> Llama:
-    torch.manual_seed(0)
-    return Llama(CONFIG)
-
-
-def parts_of(schedule: Schedule, rank: int, model: Llama) -> dict[int, nn.Module]:
-    parts = split(model, even_partition(CONFIG.layers, schedule.parts))
-    return {n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == rank}
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return token_loss(logits, labels) / labels.numel()
-
-
-def torch_step(schedule: Schedule, mine: dict[int, nn.Module]) -> Callable[[], float]:
-    """A step of torch's runtime; the loss, where it is known."""
-    total, cpu = len(schedule.stages), torch.device("cpu")
-    stages = [PipelineStage(part, n, total, cpu) for n, part in mine.items()]
-    runtime: Any
-    if total == schedule.ranks and "I" not in str(schedule.lanes):
-        runtime = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=mean_loss)
-    else:
-        rows = [list(map(str, lane)) for lane in schedule.lanes]
-        runtime = schedule_runtime(
-            stages, MICROBATCHES, mean_loss, rows, messages=False
-        )
-    inputs, labels = data()
-
-    def step() -> float:
-        losses: list[Tensor] = []
-        extra = {"target": labels, "losses": losses} if total - 1 in mine else {}
-        runtime.step(*((inputs,) if 0 in mine else ()), **extra)
-        if not losses:
-            return 0.0
-        return float(torch.stack([one.detach() for one in losses]).mean())
-
-    return step
-
-
-def norm(model: Llama) -> float:
-    """The norm of a model's gradients, over all ranks."""
-    squares = [p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None]
-    total = torch.stack([torch.zeros(()), *squares]).sum()
-    dist.all_reduce(total)
-    return float(total) ** 0.5
-
-
 def run_llama(comm: Comm, names: list[str], rounds: int) -> list[Row]:
-    """A rank: both runtimes with all schedules, by turns."""
+    """A rank: both runtimes with all schedules, by turns, on copies of the same weights."""
     torch.set_num_threads(1)
-    reference, (inputs, labels) = whole(), data()
-    loss = mean_loss(reference(inputs), labels)
-    loss.backward()  # on each rank, so the norm counts every gradient so many times
-    expected = (float(loss.detach()), norm(reference) / comm.ranks**0.5)
     turns: dict[str, Callable[[], float]] = {}
-    executors: dict[str, Executor] = {}
-    batch = cut_batch(inputs, labels, MICROBATCHES)
+    executors: dict[str, Ours] = {}
+    expected: tuple[float, float] | None = None
     for name in names:
         schedule = make(
             name, ranks=comm.ranks, microbatches=MICROBATCHES, **COMPUTING[name]
         )
         for who in ("ours", "torch"):
-            model = whole()
-            mine = parts_of(schedule, comm.rank, model)
+            stages = stages_of(schedule, comm, SIZE)
+            step: Step
             if who == "ours":
-                executor = Executor(lower(schedule), mine, comm, token_loss)
-                executors[name] = executor
-                step = lambda executor=executor: executor.step(batch).loss  # noqa: E731
+                step = executors[name] = Ours(schedule, stages, comm, SIZE)
             else:
-                step = torch_step(schedule, mine)
-            check_step(step, model, expected)
-            turns[f"{name} {who}"] = lambda step=step, model=model: timed(
-                comm, lambda: (model.zero_grad(set_to_none=True), step())
-            )
-    spans: dict[str, list[float]] = {name: [] for name in names}
-
-    def over_own_spans(name: str) -> float:
-        """Our step over what its own actions would take on a runtime that costs nothing."""
-        timeline = executors[name].step(batch, timed=True).timeline
-        assert timeline is not None
-        alone = simulate(timeline.schedule, own_cost(timeline, statistics.mean))
-        return timeline.makespan / alone.makespan
-
+                step = Torchs(schedule, stages, SIZE, native=name == "1f1b")
+            loss = max(gathered(comm, clocked(comm, step, stages, SIZE)[1], SIZE))
+            found = (loss, norm(comm, stages))
+            expected = expected or found
+            assert abs(loss - expected[0]) < 1e-4, (found, expected)
+            assert abs(found[1] / expected[1] - 1) < 1e-3, (found, expected)
+            turns[f"{name} {who}"] = lambda step=step, stages=stages: clocked(
+                comm, step, stages, SIZE
+            )[0]
     times = alternate(turns, rounds)
-    for _ in range(rounds):
-        for name in names:
-            spans[name].append(over_own_spans(name))
-    return [
-        {
-            "name": name,
-            "ours": statistics.median(times[f"{name} ours"]),
-            "torch": statistics.median(times[f"{name} torch"]),
-            "over_torch": quartiles(
-                ratios(times[f"{name} ours"], times[f"{name} torch"])
-            ),
-            "over_1f1b": quartiles(ratios(times[f"{name} ours"], times["1f1b ours"])),
-            "over_spans": quartiles(spans[name]),
-        }
-        for name in names
-    ]
+    spans = alternate(
+        {name: lambda one=one: over_own_spans(one) for name, one in executors.items()},
+        rounds,
+    )
+    rows = []
+    for name in names:
+        ours, theirs = (times[f"{name} {who}"] for who in ("ours", "torch"))
+        row = {"ours": statistics.median(ours), "torch": statistics.median(theirs)}
+        row["over_torch"] = quartiles(ratios(ours, theirs))
+        row["over_1f1b"] = quartiles(ratios(ours, times["1f1b ours"]))
+        rows.append({"name": name, **row, "over_spans": quartiles(spans[name])})
+    return rows
 
 
-def check_step(
-    step: Callable[[], float], model: Llama, expected: tuple[float, float]
-) -> None:
-    """A first step, which must have the loss and the gradients of the whole model."""
-    loss = torch.tensor([step()])
-    dist.all_reduce(loss, dist.ReduceOp.MAX)
-    size = norm(model)
-    assert abs(float(loss) - expected[0]) < 1e-4, (float(loss), expected)
-    assert abs(size - expected[1]) < 1e-3 * expected[1], (size, expected)
+def norm(comm: Comm, stages: dict[int, nn.Module]) -> float:
+    """The norm of the gradients of all ranks."""
+    gradients = [p.grad for part in stages.values() for p in part.parameters()]
+    squares = [float(one.pow(2).sum()) for one in gradients if one is not None]
+    return sum(gathered(comm, sum(squares), SIZE)) ** 0.5
+
+
+def over_own_spans(ours: Ours) -> float:
+    """A step over what its own actions would take on a runtime that costs nothing."""
+    timeline = ours.timeline()
+    alone = simulate(timeline.schedule, own_cost(timeline, statistics.mean))
+    return float(timeline.makespan / alone.makespan)
 
 
 # ---------------------------------------------------------------- schedules of many actions
