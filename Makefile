@@ -113,12 +113,7 @@ check: $(READY) ## run ruff, mypy and the test of the import graph
 	$(PY) -m pytest tests/test_imports.py
 
 bench: $(READY) ## run the benchmarks that need no quiet machine; tables go to docs/results
-	$(PY) benchmarks/scale.py
-	$(PY) benchmarks/portfolio.py
-	$(PY) benchmarks/surprises.py
-	$(PY) benchmarks/paths.py
-	$(PY) benchmarks/slicing.py
-	$(PY) benchmarks/terapipe.py
+	for name in planner paths slicing papers; do $(PY) benchmarks/$$name.py || exit 1; done
 
 docs: $(READY) $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html
 	$(PY) docs/build.py
