@@ -24,7 +24,8 @@ import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
-TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "notes/log.md")
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+OTHER_PAGES = ("benchmarks/README.md", "notes/log.md")
 COPIED = (".md", ".svg", ".json")  # kinds of files in docs/ that belong to the site
 EXTRAS = ("website.css", "iframe-worker.js")
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
@@ -54,7 +55,7 @@ def lay_out() -> None:
 
 def site_files() -> list[Path]:
     """Every file of the repository that goes into the site as it is."""
-    pages = [ROOT / name for name in TOP_PAGES]
+    pages = [ROOT / name for name in (*TOP_PAGES, *OTHER_PAGES)]
     found = sorted((ROOT / "docs").rglob("*"))
     return pages + [file for file in found if file.suffix in COPIED]
 

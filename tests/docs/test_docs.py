@@ -20,10 +20,12 @@ from test_imports import LIBRARIES, ROOMS
 ROOT = Path(__file__).resolve().parents[2]
 # Their commands are run by test_guides.py.
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-NOTES = ROOT / "notes"
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *NOTES.glob("*.md")]
+    page
+    for folder in (ROOT, ROOT / "benchmarks", ROOT / "notes")
+    for page in folder.glob("*.md")
 )
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 MOST_PAGES, MOST_WORDS = 45, 45_000  # of the README and docs/
 # What a page sets itself wins.
 SHORT = "--sample 8 --set data.tokens=32 --set run.evaluations=1"
