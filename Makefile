@@ -38,7 +38,7 @@ $(VENV)/.ready: $(VENV)/.users pyproject.toml constraints.txt
 $(VENV)/.users: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH).*/; /^setuptools==/d; /^triton==/d)' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip $(PIP_INSTALL) --editable ".[hf]"
+	$(BIN)/pip $(PIP_INSTALL) --editable ".[lora,tensorboard]"
 	touch $@
 
 # Numba compiles the loops of the planners when they first run, and keeps them beside the sources.
@@ -92,7 +92,7 @@ test-integrations: $(INTEGRATIONS)/.ready ## test with torchtitan, Ray, peft and
 	$(INTEGRATIONS)/bin/pytest --most-skips 0 $(INTEGRATION_TESTS)
 $(INTEGRATIONS)/.ready: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt) --editable ".[dev,datasets,lora,ray,titan]" wandb
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check $(if $(LATEST),,--constraint constraints.txt) --editable ".[dev,datasets,lora,ray,titan,wandb]"
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps $(FRAMEWORKS)
 	touch $@
 
@@ -112,12 +112,7 @@ check: $(READY) ## run ruff, mypy and the test of the import graph
 	$(PY) -m pytest tests/test_imports.py
 
 bench: $(READY) ## run the benchmarks that need no quiet machine; tables go to docs/results
-	$(PY) benchmarks/scale.py
-	$(PY) benchmarks/portfolio.py
-	$(PY) benchmarks/surprises.py
-	$(PY) benchmarks/paths.py
-	$(PY) benchmarks/slicing.py
-	$(PY) benchmarks/terapipe.py
+	for name in planner paths slicing papers; do $(PY) benchmarks/$$name.py || exit 1; done
 
 docs: $(READY) $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html
 	$(PY) docs/build.py

@@ -4,8 +4,8 @@
     penstock testbed --workers 8 -- python benchmarks/auto.py --device cuda --out docs/results/auto/h200.json
     penstock testbed --workers 8 --backend nccl -- python benchmarks/auto.py --device cuda --backend nccl \\
         --only 0,2 --out docs/results/auto/nccl.json
-    python benchmarks/auto.py --page                        writes docs/results/auto.md from the three files
-    python benchmarks/auto.py --dry --out found.json        one small case, which tries the script
+    python benchmarks/auto.py --kept             puts the tables of the three files into docs/results/planner.md
+    python benchmarks/auto.py --quick            one small case on ranks that are threads; writes nothing
 
 For each case the workers measure a profile, as `penstock train` does for schedule.name = auto. From this profile, and
 under the same limit of memory, come the plan of `auto` and the rivals: 1F1B, Interleaved-ZB, Hanayo with one and two
@@ -21,16 +21,13 @@ the forward and backward of a whole batch, without the optimizer. On a GPU, acti
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import platform
 import random
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import gcd
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,14 +37,25 @@ import torch
 from gpu.bench import (
     Size,
     clocked,
+    free_memory,
     gathered,
-    memory,
     note,
-    quartiles,
     stages_of,
+)
+from harness import (
+    RESULTS,
+    Found,
+    Row,
+    Script,
+    alternate,
+    numbers,
+    quartiles,
+    ratios,
+    read,
+    say,
+    table,
     write,
 )
-from tables import table
 from torch import nn
 
 from penstock import lower
@@ -73,9 +81,8 @@ from penstock.plan.workload import (
     Workload,
     divisions_of,
 )
-from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
+from penstock.runtime import Comm, CudaTape, Executor, batch_of, run_threads, spawn
 from penstock.runtime.proof import warm_up
-from penstock.torch_internals import recording_bytes
 from penstock.train.before.profile import (
     ProfileRequest,
     affordable,
@@ -84,8 +91,6 @@ from penstock.train.before.profile import (
 )
 from penstock.train.before.start import plan_workload, rows_to_measure
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
-TEMPLATE = Path(__file__).parent / "auto.md"
 RIVALS = ("1f1b", "interleaved-zb", "hanayo waves=1", "hanayo waves=2", "zb-v")
 AUTO = "auto"
 BEST_FIXED = "best fixed"
@@ -168,7 +173,7 @@ GPU_CASES = (
     Case("large vocabulary", llama(1024, 32, 65_536, 16), 1024, 16, 8, 16),
     Case("tight memory", llama(1024, 32, 8192, 16), 1024, 16, 8, 16, 0.7),
 )
-DRY_CASES = (Case("dry", llama(32, 4, 97, 2), 32, 2, 2),)
+QUICK_CASES = (Case("quick", llama(16, 4, 31, 2), 16, 2, 2, 2),)
 
 
 # ---------------------------------------------------------------- measuring
@@ -207,7 +212,7 @@ def profile_cases(comm: Comm, cases: Sequence[Case], run: Run) -> list[RowProfil
         begin = time.perf_counter()
         found.append(without_update(profile_case(comm, case, run)))
         note(comm, f"{case.name}: measured in {time.perf_counter() - begin:.0f} s")
-        release(run)
+        free_memory(run.device)
     return found
 
 
@@ -365,7 +370,6 @@ class Runner:
     def __init__(self, comm: Comm, contest: Contest, one: Contender, run: Run) -> None:
         plan = one.plan
         case = contest.case
-        self.held = 0  # bytes between steps
         self.size = Size(case.config, case.tokens, run.device)
         self.stages: dict[int, nn.Module] = stages_of(
             plan.schedule, comm, self.size, plan.partition
@@ -389,18 +393,21 @@ class Runner:
             tape=CudaTape() if run.device == "cuda" else None,
         )
 
-    def __call__(self) -> float:
-        return self.executor.step(self.batch).loss
+    def clocked(self, comm: Comm) -> tuple[float, float]:
+        """Seconds of a step, and its loss."""
+        return clocked(
+            comm, lambda: self.executor.step(self.batch).loss, self.stages, self.size
+        )
 
 
 def run_contests(
-    comm: Comm, contests: Sequence[Contest], run: Run, before: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+    comm: Comm, contests: Sequence[Contest], run: Run, before: list[Row]
+) -> list[Row]:
     """A rank: one case after the other."""
     if run.device == "cpu":
         torch.set_num_threads(1)
     begin = time.perf_counter()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for contest in contests:
         size = Size(contest.case.config, contest.case.tokens, run.device)
         passed = max(gathered(comm, time.perf_counter() - begin, size))
@@ -410,60 +417,34 @@ def run_contests(
         rows.append(run_contest(comm, contest, run))
         if comm.rank == 0:
             write(run.out, found_of(run, [*before, *rows]))
-            note(comm, line_of(rows[-1]) + f"  [{passed:.0f} s before]")
+            note(comm, f"{contest.case.name} ran  [{passed:.0f} s before]")
     return rows
 
 
-def run_contest(comm: Comm, contest: Contest, run: Run) -> dict[str, Any]:
+def run_contest(comm: Comm, contest: Contest, run: Run) -> Row:
     """All contenders by turns; in several groups, each with auto, if they need too much memory."""
     times: dict[str, list[float]] = {}
-    ratios: dict[str, list[float]] = {}
+    over: dict[str, list[float]] = {}
     losses: dict[str, float] = {}
-    peaks: dict[str, float] = {}
     for sitting, group in sittings_of(contest, run):
-        runners: dict[str, Runner] = {}
+        turns: dict[str, Callable[[], float]] = {}
         for one in group:
-            before = held_bytes(run)
-            runner = runners[one.label] = Runner(comm, contest, one, run)
+            runner = Runner(comm, contest, one, run)
             warm_up(runner.executor, runner.batch, evaluates=False)
             comm.barrier()
-            losses[one.label] = clocked(comm, runner, runner.stages, runner.size)[1]
+            losses[one.label] = runner.clocked(comm)[1]
             if run.device == "cuda":  # the first recorded step
-                clocked(comm, runner, runner.stages, runner.size)
-            runner.held = held_bytes(run) - before
-        measured = alternate(comm, runners, run, peaks, sitting)
+                runner.clocked(comm)
+            turns[one.label] = lambda runner=runner: runner.clocked(comm)[0]
+        rounds = run.rounds // run.sittings
+        measured = alternate(turns, rounds, cold=0, dice=random.Random(sitting))
         for label, values in measured.items():
             times.setdefault(label, []).extend(values)
-            pairs = zip(measured[AUTO], values, strict=True)
-            ratios.setdefault(label, []).extend(a / b for a, b in pairs)
-        runners.clear()
+            over.setdefault(label, []).extend(ratios(measured[AUTO], values))
+        turns.clear()
         del runner
-        release(run)
-    return row_of(contest, run, times, ratios, losses, peaks)
-
-
-def alternate(
-    comm: Comm,
-    runners: dict[str, Runner],
-    run: Run,
-    peaks: dict[str, float],
-    sitting: int,
-) -> dict[str, list[float]]:
-    """Seconds of each runner in each round. Every round has another order."""
-    labels = list(runners)
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    dice = random.Random(sitting)  # the same on all ranks
-    for _ in range(run.rounds // run.sittings):
-        for label in dice.sample(labels, len(labels)):
-            runner = runners[label]
-            memory(comm, runner.size)
-            before = torch.cuda.memory_allocated() if run.device == "cuda" else 0
-            took, _ = clocked(comm, runner, runner.stages, runner.size)
-            times[label].append(took)
-            own = runner.held - before
-            peak = memory(comm, runner.size)[comm.rank] + own
-            peaks[label] = max(gathered(comm, peak, runner.size))
-    return times
+        free_memory(run.device)
+    return row_of(contest, run, times, over, losses)
 
 
 def sittings_of(
@@ -478,13 +459,6 @@ def sittings_of(
     for sitting in range(run.sittings):
         for group in groups_of(contest, run):
             yield sitting, dice.sample(group, len(group))
-
-
-def held_bytes(run: Run) -> int:
-    """Bytes that this process holds on its GPU between steps, with all recordings."""
-    if run.device == "cpu":
-        return 0
-    return torch.cuda.memory_allocated() + recording_bytes()
 
 
 def groups_of(contest: Contest, run: Run) -> list[list[Contender]]:
@@ -504,55 +478,37 @@ def groups_of(contest: Contest, run: Run) -> list[list[Contender]]:
     return groups
 
 
-def release(run: Run) -> None:
-    gc.collect()
-    if run.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-
-
 def row_of(
     contest: Contest,
     run: Run,
     times: dict[str, list[float]],
-    ratios: dict[str, list[float]],
+    over: dict[str, list[float]],
     losses: dict[str, float],
-    peaks: dict[str, float],
-) -> dict[str, Any]:
+) -> Row:
     """What one case found, as JSON."""
     case = contest.case
     auto = contest.contenders[0]
     rows = {}
     for one in contest.contenders:
         candidate = one.candidate
-        cuts = candidate.schedule.microbatches[0].cuts
         rows[one.label] = {
             "plan": title(candidate.name, candidate.shape),
-            "order": candidate.order_kind,
-            "cell": one.cell.name,
             "rows": one.cell.rows,
             "microbatches": one.cell.microbatches,
             "recompute": candidate.recompute,
             "partition": candidate.partition,
-            "cuts": cuts if candidate.slices > 1 else (),
-            "actions": candidate.schedule.actions,
             "predicted": candidate.makespan,
-            "predicted_peak": candidate.peak,
             "seconds": quartiles(times[one.label]),
-            "auto_over": quartiles(ratios[one.label]),
-            "peak": peaks[one.label],
+            "auto_over": quartiles(over[one.label]),
             "loss": losses[one.label],
             "same": one is not auto and is_same(one, auto),
         }
     return {
         "name": case.name,
-        "config": asdict(case.config),
         "tokens": case.tokens,
         "batch": case.batch,
         "ranks": case.ranks,
         "microbatches": case.microbatches,
-        "memory": contest.workload.memory,
-        "processors": contest.workload.processors,
         "rounds": run.rounds,
         "bound": contest.bound,
         "planning": contest.planning,
@@ -562,13 +518,13 @@ def row_of(
 
 
 # ---------------------------------------------------------------- all cases
-def measure(cases: Sequence[Case], run: Run) -> dict[str, Any]:
+def measure_cases(cases: Sequence[Case], run: Run) -> Row:
     """Measure, plan and run all cases.
 
     A GPU starts slowly, so there all cases are measured first and run last, in two sets of
     processes. On a CPU, each case is measured just before it runs.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     begin = time.perf_counter()
     together = [list(cases)] if run.device == "cuda" else [[case] for case in cases]
     for group in together:
@@ -578,16 +534,22 @@ def measure(cases: Sequence[Case], run: Run) -> dict[str, Any]:
             continue
         contests = plan_group(group, run)
         left = run.seconds - (time.perf_counter() - begin)
-        rows += spawn(
+        rows += on_ranks(
             group[0].ranks,
+            run,
             run_contests,
             contests,
             replace(run, seconds=left),
             rows,
-            patience=PATIENCE,
-            backend=run.backend,
-        )[0]
+        )
     return found_of(run, rows)
+
+
+def on_ranks(ranks: int, run: Run, work: Callable[..., Any], *args: Any) -> Any:
+    """Run all ranks, and return what the first one found."""
+    if run.backend == "threads":
+        return run_threads(ranks, lambda comm: work(comm, *args))[0]
+    return spawn(ranks, work, *args, patience=PATIENCE, backend=run.backend)[0]
 
 
 def plan_group(group: Sequence[Case], run: Run) -> list[Contest]:
@@ -595,9 +557,7 @@ def plan_group(group: Sequence[Case], run: Run) -> list[Contest]:
     ranks = group[0].ranks
     if run.device == "cpu":  # Those that cannot compute at once would only disturb.
         ranks = min(ranks, len(os.sched_getaffinity(0)))
-    profiles = spawn(
-        ranks, profile_cases, group, run, patience=PATIENCE, backend=run.backend
-    )[0]
+    profiles = on_ranks(ranks, run, profile_cases, group, run)
     if len(group) == 1:
         contests = [plan_case(group[0], profiles[0], run)]
     else:
@@ -616,7 +576,7 @@ def plan_group(group: Sequence[Case], run: Run) -> list[Contest]:
     return contests
 
 
-def found_of(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def found_of(run: Run, rows: list[Row]) -> Row:
     cores = len(os.sched_getaffinity(0))
     machine = f"{cores} cores, {platform.machine()}"
     if run.device == "cuda":
@@ -629,58 +589,43 @@ def found_of(run: Run, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--device", choices=("cpu", "cuda"), default="cpu")
+    flag("--backend", choices=("penstock_ipc", "nccl"), default="penstock_ipc")
+    flag("--rounds", type=int, default=0, help="24 on a CPU, 7 on a GPU")
+    flag("--only", type=numbers, default=(), help="comma-separated numbers of cases")
+    flag("--seconds", type=float, default=0.0, help="begin no case after this many")
 
 
-# ---------------------------------------------------------------- the page
-def best_rival(row: dict[str, Any]) -> str:
+def measure(given: argparse.Namespace) -> Found:
+    on_gpu = given.device == "cuda"
+    cases = QUICK_CASES if given.quick else GPU_CASES if on_gpu else CPU_CASES
+    run = Run(
+        given.device,
+        2 if given.quick else given.rounds or (7 if on_gpu else 24),
+        1 if on_gpu or given.quick else 4,
+        given.seconds or (420.0 if on_gpu else 3600.0),
+        given.out,
+        "threads" if given.quick else given.backend if on_gpu else "gloo",
+    )
+    return measure_cases([cases[n] for n in given.only] or cases, run)
+
+
+def committed(folder: Path) -> Found:
+    files = sorted(folder.glob("*.json"))
+    return {"files": {file.stem: read(file) for file in files}}
+
+
+def best_rival(row: Row) -> str:
     """Return the rival with the least median."""
     rivals = [label for label in row["contenders"] if label != AUTO]
     return min(rivals, key=lambda label: row["contenders"][label]["seconds"][0])
 
 
-def line_of(row: dict[str, Any]) -> str:
-    auto = row["contenders"][AUTO]
-    label = best_rival(row)
-    middle, low, high = row["contenders"][label]["auto_over"]
-    return (
-        f"{row['name']}: auto {1e3 * auto['seconds'][0]:.2f} ms ({auto['plan']}), "
-        f"{middle:.3f} ({low:.3f}-{high:.3f}) times {label}, "
-        f"predicted {auto['predicted'] / auto['seconds'][0]:.3f} of measured"
-    )
-
-
-def results_table(found: dict[str, Any]) -> str:
-    heads = (
-        "case | auto's plan | step, ms | predicted / measured | "
-        "best of the others | its step, ms | auto / best | auto / 1f1b"
-    )
-    lines = []
-    for row in found["rows"]:
-        auto = row["contenders"][AUTO]
-        label = best_rival(row)
-        best = row["contenders"][label]
-        lines.append(
-            [
-                row["name"],
-                plan_words(row, auto),
-                f"{1e3 * auto['seconds'][0]:.2f}",
-                f"{auto['predicted'] / auto['seconds'][0]:.3f}",
-                plan_words(row, best),
-                f"{1e3 * best['seconds'][0]:.2f}",
-                spread(best["auto_over"]) + (" same" if best["same"] else ""),
-                spread(row["contenders"]["1f1b"]["auto_over"])
-                if "1f1b" in row["contenders"]
-                else "none",
-            ]
-        )
-    return table(heads, lines, ("case", "auto's plan", "best of the others"))
-
-
-def plan_words(row: dict[str, Any], one: dict[str, Any]) -> str:
-    words = one["plan"]
+def plan_words(row: Row, one: Row) -> str:
+    words: str = one["plan"]
     if not row["microbatches"]:
         words += f", {one['microbatches']} x {one['rows']}"
     if one["recompute"]:
@@ -688,151 +633,42 @@ def plan_words(row: dict[str, Any], one: dict[str, Any]) -> str:
     return words
 
 
-def spread(values: Sequence[float]) -> str:
-    middle, low, high = values
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
-
-
-def steps_table(found: dict[str, Any]) -> str:
-    """Each contender of each case: its step over its prediction, and over auto's."""
-    heads = ["case", AUTO, *RIVALS, BEST_FIXED]
-    lines = []
-    for row in found["rows"]:
-        cells = [row["name"]]
-        for label in heads[1:]:
-            one = row["contenders"].get(label)
-            if one is None:
-                cells.append("none" if label in row["missing"] else "-")
-                continue
-            error = one["predicted"] / one["seconds"][0] - 1
-            cells.append(f"{1e3 * one['seconds'][0]:.2f} ({error:+.1%})")
-        lines.append(cells)
-    return table(" | ".join(heads), lines, ("case",))
-
-
-def cases_table(found: dict[str, Any]) -> str:
-    heads = (
-        "case | P | layers | width | vocabulary | tokens | sequences | M | memory, MB | "
-        "auto's memory, predicted and measured | bound / predicted | planning, s"
-    )
-    lines = []
-    for row in found["rows"]:
-        auto = row["contenders"][AUTO]
-        limit = f"{row['memory'] / 1e6:,.0f}" if row["memory"] else "any"
-        lines.append(
-            [
-                row["name"],
-                str(row["ranks"]),
-                str(row["config"]["layers"]),
-                str(row["config"]["width"]),
-                f"{row['config']['vocab']:,}",
-                f"{row['tokens']:,}",
-                str(row["batch"]),
-                str(row["microbatches"] or "open"),
-                limit,
-                f"{auto['predicted_peak'] / 1e6:,.0f}, "
-                + (f"{auto['peak'] / 1e6:,.0f}" if auto["peak"] else "-"),
-                f"{row['bound'] / auto['predicted']:.3f}",
-                f"{row['planning']:.0f}",
-            ]
-        )
-    return table(heads, lines, ("case",))
-
-
-def surprises(files: dict[str, dict[str, Any]], count: int = 3) -> str:
-    """The plans that gain most over the best of the others, with all that they chose."""
-    rows = []
-    for name, found in files.items():
-        for row in found["rows"]:
-            gain = row["contenders"][best_rival(row)]["auto_over"][0]
-            rows.append((gain, name, row))
-    rows.sort(key=lambda one: one[0])
-    return "\n".join(surprise(*one) for one in rows[:count])
-
-
-def surprise(gain: float, name: str, row: dict[str, Any]) -> str:
-    """One plan in words."""
-    auto = row["contenders"][AUTO]
-    best = row["contenders"][best_rival(row)]
-    text = (
-        f"- *{row['name']}* ({name}): {auto['plan']}, {auto['microbatches']} "
-        f"micro-batches of {auto['rows']}; the parts have {words_of(auto['partition'])} "
-        "layers"
-    )
-    if auto["cuts"]:
-        text += f"; sequences are cut at {words_of(auto['cuts'][1:-1])} tokens"
-    if auto["recompute"]:
-        text += f"; recomputed are the parts {words_of(auto['recompute'])}"
-    text += f". It takes {gain:.3f} of the time of {best['plan']}"
-    if "1f1b" in row["contenders"]:
-        text += f", and {row['contenders']['1f1b']['auto_over'][0]:.3f} of 1F1B's"
-    return text + "."
-
-
-def words_of(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def page() -> str:
-    """The page of the results that are there."""
-    parts = {}
-    files = {}
-    for name in ("cpu", "h200", "nccl"):
-        file = RESULTS / "auto" / f"{name}.json"
-        text = "This part has not been run yet."
-        if file.exists():
-            found = files[name] = json.loads(file.read_text())
-            rounds = found["rows"][0]["rounds"]
-            text = (
-                f"On {found['machine']}, torch {found['torch']}, medians and quartiles "
-                f"of {rounds} rounds.\n\n{results_table(found)}\n\n"
-                "All contenders, in milliseconds, with the error of the prediction:\n\n"
-                f"{steps_table(found)}\n\nThe cases:\n\n{cases_table(found)}"
+def tables(found: Found) -> dict[str, str]:
+    """A table for each machine: the plan of auto beside the best of the others and beside 1F1B."""
+    columns = {
+        "case": "{name}",
+        "auto's plan": "{plan}",
+        "step, ms": "{seconds[0]!m:.2f}",
+        "predicted / measured": "{predicted:.3f}",
+        "best of the others": "{rival}",
+        "its step, ms": "{rival_seconds[0]!m:.2f}",
+        "auto / best": "{over:.3f}{same}",
+        "auto / 1f1b": "{over_1f1b:.3f}",
+    }
+    made = {}
+    for name, file in found.get("files", {found.get("device"): found}).items():
+        rows = []
+        for row in file["rows"]:
+            auto, best = (row["contenders"][who] for who in (AUTO, best_rival(row)))
+            first = row["contenders"].get("1f1b", {})
+            rows.append(
+                {
+                    **row,
+                    "plan": plan_words(row, auto),
+                    "seconds": auto["seconds"],
+                    "predicted": auto["predicted"] / auto["seconds"][0],
+                    "rival": plan_words(row, best),
+                    "rival_seconds": best["seconds"],
+                    "over": best["auto_over"],
+                    "same": " same" if best["same"] else "",
+                    "over_1f1b": first.get("auto_over"),
+                }
             )
-        parts[name] = text
-    return TEMPLATE.read_text().format(**parts, surprises=surprises(files))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--backend", choices=("penstock_ipc", "nccl"), help="on a GPU")
-    parser.add_argument("--rounds", type=int, default=0, help="24 on a CPU, 7 on a GPU")
-    parser.add_argument("--only", default="", help="comma-separated numbers of cases")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="begin no new case after this many"
-    )
-    parser.add_argument("--out", type=Path, help="file for the results, as JSON")
-    parser.add_argument(
-        "--page", action="store_true", help="write docs/results/auto.md"
-    )
-    parser.add_argument(
-        "--dry", action="store_true", help="one small case on CPU workers"
-    )
-    given = parser.parse_args()
-    if given.page:
-        (RESULTS / "auto.md").write_text(page())
-        return
-    on_gpu = given.device == "cuda"
-    cases = DRY_CASES if given.dry else GPU_CASES if on_gpu else CPU_CASES
-    if given.only:
-        cases = tuple(cases[int(number)] for number in given.only.split(","))
-    run = Run(
-        given.device,
-        given.rounds or (7 if on_gpu else 24),
-        1 if on_gpu or given.dry else 4,
-        given.seconds or (420.0 if on_gpu else 3600.0),
-        given.out.absolute() if given.out else None,
-        (given.backend or "penstock_ipc") if on_gpu else "gloo",
-    )
-    found = measure(cases, run)
-    write(given.out, found)
-    sys.stdout.write(
-        f"{results_table(found)}\n\n{steps_table(found)}\n\n{cases_table(found)}\n"
-    )
+        where = f"{file['machine']}, torch {file['torch']}, {rows[0]['rounds']} rounds"
+        made[f"auto: {name}"] = f"{table(rows, columns)}\n\nOn {where}."
+    return made
 
 
 if __name__ == "__main__":
-    main()
+    folder = RESULTS / "auto"
+    Script(__doc__, measure, tables, committed, True, options, folder=folder).main()

@@ -1,11 +1,12 @@
 """Kills workers of a run at random moments, and compares going on without them with restarts from the checkpoint.
 
-    python benchmarks/churn.py                          two cores, 25 minutes; writes docs/results/churn.md
-    python benchmarks/churn.py --between 10 --rounds 1 --output /tmp/churn.md
+    python benchmarks/churn.py                          two cores, 25 minutes: the table of docs/results/churn.md
+    python benchmarks/churn.py --between 10 --rounds 1  fewer; writes no page
+    python benchmarks/churn.py --quick                  one kill in a short run of two workers; writes nothing
 
 All runs train the same model on the same data with six workers, and are stopped after a fixed time. For each mean time
 between two kills there are several rounds. In each round one run goes on without lost workers and replaces them
-(elastic.mode = on), and one restarts all workers from the last checkpoint (elastic.mode = off), with the same kills
+(run.elastic = true), and one restarts all workers from the last checkpoint (run.elastic = false), with the same kills
 at the same moments: as many as the mean says, at random moments of the run. Each round also has a quiet run. A signal
 may hit a worker that is already dead.
 
@@ -31,38 +32,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tables import middle_and_range
+from harness import Found, Row, Script, extremes, numbers, say, table
 
 from penstock.train.history import read_events, read_rows
 
-WORKERS = 6
+WORKERS, QUICK_WORKERS = 6, 2
 SETTINGS = (
-    *(
-        "model.layers=6",
-        "model.hidden_size=64",
-        "model.heads=4",
-        "model.intermediate_size=128",
-    ),
-    *("data.seq_len=64", "data.global_batch=12", "schedule.name=1f1b", "parallel.pp=2"),
-    *(
-        "parallel.dp_replicate=3",
-        "schedule.microbatches=2",
-        "run.eval_every=0",
-    ),
-    *("run.device=cpu", "run.checks=memory"),
-    *(
-        "run.save_every=20",
-        "elastic.restarts=1000",
-        "run.log_every=100",
-        "run.steps=1000000",
-    ),
+    *("model.layers=6", "model.width=64", "model.heads=4", "model.inner=128"),
+    *("data.tokens=64", "data.batch=12", "schedule.name=1f1b"),
+    *("schedule.microbatches=2", "run.evaluate=0", "run.timed=0"),
+    *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
+    *("run.save=20", "run.restarts=1000", "run.log=100", "run.steps=1000000"),
 )
-SECONDS = {10.0: 40.0, 30.0: 60.0, 90.0: 90.0}  # of a run, by the mean between kills
-QUIET_SECONDS = 30.0
-BEGIN = "<!-- churn -->"
-END = "<!-- /churn -->"
+SHAPES = {
+    WORKERS: ("schedule.ranks=2", "schedule.copies=3"),
+    QUICK_WORKERS: ("schedule.ranks=1", "schedule.copies=2"),
+}
+SECONDS = {10: 40.0, 30: 60.0, 90: 90.0}  # of a run, by the mean between kills
+BETWEEN = tuple(SECONDS)
+QUIET_SECONDS, QUICK_SECONDS = 30.0, 4.0
+INTERRUPTED = 130  # the exit code of a run that was stopped in peace
 LONGEST_STOP = 120.0  # seconds that a run may take to stop
-PAGE = Path(__file__).parents[1] / "docs" / "results" / "churn.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,46 +73,19 @@ class Outcome:
         return len(self.losses) / self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A run with kills, and the quiet run beside it."""
-
-    run: Outcome
-    quiet: Outcome
-
-    @property
-    def share_in_steps(self) -> float:
-        """The share of the time that went into steps that count."""
-        return self.run.working / self.run.seconds
-
-    @property
-    def share_of_quiet(self) -> float:
-        """The steps that were done, compared with a quiet run."""
-        return self.run.speed / self.quiet.speed
-
-    @property
-    def cost_of_kill(self) -> float:
-        """The seconds of quiet training that one kill has cost."""
-        return self.run.seconds * (1 - self.share_of_quiet) / self.run.kills
-
-    @property
-    def apart(self) -> float:
-        """How far the losses are from those of the quiet run."""
-        pairs = zip(self.run.losses, self.quiet.losses, strict=False)
-        return max((abs(a - b) for a, b in pairs), default=0.0)
-
-
 def train(
-    folder: Path, elastic: bool, seconds: float, moments: Sequence[float], seed: int
+    folder: Path,
+    workers: int,
+    elastic: bool,
+    seconds: float,
+    moments: Sequence[float],
+    seed: int,
 ) -> Outcome:
     """Run `penstock train` for a while, and kill a random worker at each of these moments."""
-    words = [
-        *SETTINGS,
-        f"run.folder={folder}",
-        f"elastic.mode={'on' if elastic else 'off'}",
-    ]
+    words = [*SETTINGS, *SHAPES[workers], f"run.folder={folder}"]
+    words.append(f"run.elastic={str(elastic).lower()}")
     changes = [word for one in words for word in ("--set", one)]
-    command = [sys.executable, "-m", "penstock", "train", *changes]
+    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
     draw = random.Random(seed)
     log_file = folder.with_suffix(".log")
     with log_file.open("w") as log:
@@ -132,7 +95,7 @@ def train(
         began = time.monotonic()
         for moment in moments:
             time.sleep(max(0.0, began + moment - time.monotonic()))
-            kill_worker(folder, draw.randrange(WORKERS))
+            kill_worker(folder, draw.randrange(workers))
         time.sleep(max(0.0, began + seconds - time.monotonic()))
         passed = time.monotonic() - began
         done = read_rows(folder)
@@ -142,12 +105,13 @@ def train(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if process.returncode != 0:
-        print(log_file.read_text()[-2000:], file=sys.stderr)
+    ended = process.returncode in (0, INTERRUPTED)
+    if not ended:
+        say(log_file.read_text()[-2000:])
     steps = [row.step for row in read_rows(folder)]
     return Outcome(
         len(moments),
-        process.returncode == 0,
+        ended,
         steps == list(range(1, len(steps) + 1)),
         tuple(row.loss for row in done),
         sum(row.seconds for row in done),
@@ -163,87 +127,91 @@ def kill_worker(run: Path, worker: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def measure(
-    folder: Path, means: Sequence[float], rounds: int, seed: int
-) -> dict[tuple[float, bool], list[Round]]:
-    """Train in all rounds; return them by the mean between kills, and whether the run was elastic."""
-    found: dict[tuple[float, bool], list[Round]] = {}
-    for number in range(rounds):
-        place = folder / str(number)
-        place.mkdir()
-        quiet = train(place / "quiet", True, QUIET_SECONDS, (), seed)
-        for mean in means:
-            seconds = SECONDS.get(mean, 2 * mean)
-            draw = random.Random(f"{seed} {number} {mean}")
-            kills = max(1, round(seconds / mean))
-            moments = sorted(draw.uniform(0.0, seconds) for _ in range(kills))
-            for elastic in (True, False):
-                name = f"{'elastic' if elastic else 'restarts'}-{mean:g}"
-                run = train(place / name, elastic, seconds, moments, number)
-                one = Round(run, quiet)
-                print(
-                    f"round {number}  {name:12}  {one.share_in_steps:.0%} in steps, "
-                    f"{one.share_of_quiet:.0%} of quiet, {one.cost_of_kill:.1f} s a kill",
-                    flush=True,
-                )
-                found.setdefault((mean, elastic), []).append(one)
-    return found
+def run_round(folder: Path, number: int, given: argparse.Namespace) -> list[Row]:
+    """Train once without kills, and for each mean time between kills in both ways."""
+    workers = QUICK_WORKERS if given.quick else WORKERS
+    quiet_seconds = QUICK_SECONDS if given.quick else QUIET_SECONDS
+    quiet = train(folder / "quiet", workers, True, quiet_seconds, (), given.seed)
+    rows = []
+    for mean in given.between:
+        seconds = SECONDS.get(mean, 2 * mean)
+        draw = random.Random(f"{given.seed} {number} {mean}")
+        kills = max(1, round(seconds / mean))
+        moments = sorted(draw.uniform(0.0, seconds) for _ in range(kills))
+        for elastic in (True, False):
+            name = f"{'elastic' if elastic else 'restarts'}-{mean:g}"
+            run = train(folder / name, workers, elastic, seconds, moments, number)
+            row = compared(run, quiet) | {"mean": mean, "elastic": elastic}
+            shares = (
+                f"{row['share_in_steps']:.0%} in steps, {row['share']:.0%} of quiet"
+            )
+            say(f"round {number}  {name:12}  {shares}, {row['cost']:.1f} s a kill")
+            rows.append(row)
+    return rows
 
 
-def row_of(mean: float, elastic: bool, rounds: Sequence[Round]) -> str:
-    """A line of the table."""
-    idle = [one.run.idle / one.run.kills for one in rounds if one.run.idle is not None]
-    cells = [
-        f"{mean:g} s",
-        "elastic" if elastic else "restarts",
-        f"{len(rounds)} x {rounds[0].run.kills} in {rounds[0].run.seconds:.0f} s",
-        middle_and_range([one.share_in_steps for one in rounds], ".0%"),
-        middle_and_range([one.share_of_quiet for one in rounds], ".0%"),
-        middle_and_range([one.cost_of_kill for one in rounds], ".1f", " s"),
-        middle_and_range(idle, ".2f", " s") if idle else "-",
-        "yes" if all(one.run.ended and one.run.once for one in rounds) else "no",
-        f"{max(one.apart for one in rounds):.1e}",
-    ]
-    return "| " + " | ".join(cells) + " |"
+def compared(run: Outcome, quiet: Outcome) -> Row:
+    """A run with kills beside the quiet run of its round."""
+    share = run.speed / quiet.speed
+    pairs = zip(run.losses, quiet.losses, strict=False)
+    return {
+        "kills": run.kills,
+        "seconds": run.seconds,
+        "share_in_steps": run.working / run.seconds,
+        "share": share,
+        "cost": run.seconds * (1 - share) / run.kills,  # of quiet training, in seconds
+        "idle": None if run.idle is None else run.idle / run.kills,
+        "right": run.ended and run.once,
+        "apart": max((abs(a - b) for a, b in pairs), default=0.0),
+    }
 
 
-def main() -> None:
-    """Measure, print the table, and write it into the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--between",
-        type=float,
-        nargs="+",
-        default=list(SECONDS),
-        help="mean seconds between two kills",
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=PAGE)
-    options = parser.parse_args()
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--between", type=numbers, default=BETWEEN, help="mean seconds between kills")
+    flag("--rounds", type=int, default=3)
+    flag("--seed", type=int, default=0)
+
+
+def measure(given: argparse.Namespace) -> Found:
+    rows: list[Row] = []
+    if given.quick:
+        given.between, given.rounds = (QUICK_SECONDS,), 1
     with tempfile.TemporaryDirectory() as name:
-        found = measure(Path(name), options.between, options.rounds, options.seed)
-    heads = (
-        "between kills | run | rounds x kills | time in steps | steps, of quiet | "
-        "cost of a kill | without training, for each kill | each step once | loss apart"
-    )
-    lines = [f"| {heads} |", "|" + " --- |" * 9]
-    lines += [row_of(*key, rounds) for key, rounds in found.items()]
-    table = "\n".join(lines)
-    print(table)
-    write_table(options.output, table)
+        for number in range(given.rounds):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            rows += run_round(folder, number, given)
+    return {"rows": rows}
 
 
-def write_table(page: Path, table: str) -> None:
-    """Put the table between its marks in the page, or write a page with the table alone."""
-    block = f"{BEGIN}\n{table}\n{END}"
-    text = page.read_text(encoding="utf-8") if page.is_file() else block
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{block}{after}", encoding="utf-8")
+def tables(found: Found) -> dict[str, str]:
+    groups: dict[tuple[float, bool], list[Row]] = {}
+    for row in found["rows"]:
+        groups.setdefault((row["mean"], row["elastic"]), []).append(row)
+    rows = []
+    for some in groups.values():
+        merged = {
+            key: extremes([row[key] for row in some])
+            for key in ("share_in_steps", "share", "cost", "idle")
+            if some[0][key] is not None
+        }
+        merged |= {"right": all(row["right"] for row in some), "rounds": len(some)}
+        rows.append({**some[0], **merged, "apart": max(row["apart"] for row in some)})
+    columns = {
+        "between kills, s": "{mean}",
+        "run": lambda row: "elastic" if row["elastic"] else "restarts",
+        "rounds x kills": "{rounds} x {kills} in {seconds:.0f} s",
+        "time in steps": "{share_in_steps:.0%}",
+        "steps, of quiet": "{share:.0%}",
+        "cost of a kill, s": "{cost:.1f}",
+        "without training, s per kill": "{idle:.2f}",
+        "each step once": "{right}",
+        "loss apart": "{apart:.1e}",
+    }
+    return {"churn": table(rows, columns)}
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, measure, tables, options=options).main()

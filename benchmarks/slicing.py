@@ -1,8 +1,7 @@
 """Compares the slicing planner with TeraPipe's published solver: latency, CPU seconds, passes, and scaling.
 
-    python benchmarks/slicing.py            writes docs/results/slicing.md (about a minute)
-    python benchmarks/slicing.py --quick    two cases and the small sizes; writes nothing
-    python benchmarks/slicing.py --json     one JSON object to stdout
+    python benchmarks/slicing.py            the tables of docs/results/slices.md (about a minute)
+    python benchmarks/slicing.py --quick    one case and the smallest sizes; writes nothing
 
 The solver's figures are in tests/data/terapipe.json, with the formula of the tables it was given. They were measured
 on another machine, so ratios of CPU time are rough, and passes are the better comparison. Ours is the least CPU time
@@ -13,34 +12,25 @@ the tables.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from batches import best_batch
-from document_plans import document_planner, plan_documents
+from harness import ROOT, Found, Row, Script, read, table
 
-from penstock.cost import ModelCost, PartCost, Seconds
-from penstock.plan.slices import SliceTimes, best_cuts, times_from_curves
+from penstock.plan.slices import SliceTimes, best_cuts
 from penstock.plan.slices.curves import tabulated_times
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "docs" / "results" / "slicing.md"
-DATA = json.loads(
-    (ROOT / "tests" / "data" / "terapipe.json").read_text(encoding="utf-8")
-)
+DATA = read(ROOT / "tests" / "data" / "terapipe.json")
 GRAIN = 8
 PEAK, SHARE, HALF = 112e12, 0.45, 192.0
-Case = dict[str, Any]
 
 
 # ---------------------------------------------------------------- the solver's tables
-def layer(case: Case, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+def layer(case: Row, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.ndarray:
     """Seconds of one layer's forward, by the formula of the data."""
     tokens, hidden, op = rows * length, case["hidden"], case["op"]
     flops = 24 * tokens * hidden**2 + 4 * rows * hidden * (
@@ -52,7 +42,7 @@ def layer(case: Case, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.n
     return 150e-6 + flops / (PEAK * op * SHARE * tokens / (tokens + HALF)) + reduce
 
 
-def context(case: Case) -> np.ndarray:
+def context(case: Row) -> np.ndarray:
     """The coefficients of what a prefix adds; where they are not known, fitted to a scan as the solver's are."""
     if "context" in case:
         return np.array(case["context"])
@@ -72,7 +62,7 @@ def context(case: Case) -> np.ndarray:
     return np.linalg.lstsq(terms, added, rcond=None)[0]
 
 
-def tables(case: Case) -> dict[int, np.ndarray]:
+def tables_of(case: Row) -> dict[int, np.ndarray]:
     """Seconds [prefix, length - 1] for every number of rows."""
     points, c = case["tokens"] // GRAIN, context(case)
     prefix, length = (
@@ -126,8 +116,8 @@ def timed(work: Callable[[], Any], runs: int = 5) -> tuple[float, Any]:
     return least, found
 
 
-def official(case: Case) -> dict[str, Any]:
-    given = tables(case)
+def official(case: Row) -> Row:
+    given = tables_of(case)
     seconds, found = timed(
         lambda: best_batch(
             {r: times_from_table(t) for r, t in given.items()},
@@ -152,12 +142,12 @@ def official(case: Case) -> dict[str, Any]:
     }
 
 
-def update(case: Case) -> float:
+def update(case: Row) -> float:
     """Seconds of the optimizer, which the solver adds: by the formula of its tables."""
     return case["layers"] * 24 * case["hidden"] ** 2 * 16 / case["op"] / 700e9
 
 
-def scaled(row: Case) -> dict[str, Any]:
+def scaled(row: Row) -> Row:
     table = long_table(row["tokens"], row["granularity"])
     seconds, found = timed(lambda: best_cuts(times_from_table(table), row["stages"]), 3)
     prefix, length = (
@@ -184,203 +174,57 @@ def scaled(row: Case) -> dict[str, Any]:
     }
 
 
-def curves(tokens: int, grain: int) -> dict[str, Any]:
-    """No table at all: forwards and backwards as curves."""
-    forward, backward = (
-        Seconds(4e-4, 3e-7, 1e-9, 1e-11),
-        Seconds(7e-4, 6e-7, 2e-9, 2.5e-11),
-    )
-    times = times_from_curves(
-        tokens // grain, grain, [forward, backward], [forward, backward]
-    )
-    seconds, found = timed(lambda: best_cuts(times, 16), 2)
+# ---------------------------------------------------------------- the script
+def measure(given: argparse.Namespace) -> Found:
+    if given.quick:
+        small = min(DATA["long"], key=lambda row: row["tokens"] // row["granularity"])
+        return {
+            "cases": [official(DATA["official"][0])],
+            "long": [scaled(small)],
+        }
     return {
-        "tokens": tokens,
-        "granularity": grain,
-        "points": tokens // grain,
-        "cpu": seconds,
-        "passes": found.passes,
-        "slices": len(found.lengths),
+        "cases": [official(case) for case in [*DATA["official"], *DATA["refitted"]]],
+        "long": [scaled(row) for row in DATA["long"]],
     }
 
 
-def documents() -> dict[str, Any]:
-    """64 documents of widely different lengths, as a step of long-context fine-tuning has them."""
-    part = PartCost(
-        F=Seconds(1e-3, 2e-6, 0.0, 3e-11),
-        I=Seconds(1.2e-3, 2e-6, 0.0, 4e-11),
-        W=Seconds(5e-4, 2e-6),
-    )
-    desk = document_planner(8, ModelCost((part,) * 8), 131_072, 128, 8_192)
-    draw = np.random.default_rng(0)
-    steps = [
-        np.minimum(np.exp(draw.normal(7.5, 1.5, 64)).astype(int) + 1, 131_072).tolist()
-        for _ in range(10)
-    ]
-    results = [
-        timed(lambda lengths=lengths: plan_documents(desk, lengths))
-        for lengths in steps
-    ]
-    gaps = [plan.latency / plan.bound - 1 for _, plan in results]
+def tables(found: Found) -> dict[str, str]:
+    """A dagger marks a single run of the official solver, a star two tables that are not the same."""
+
+    def better(row: Row) -> str:
+        share = round(1 - row["ours"] / row["official"], 6) + 0.0
+        return f"{share:.4%}" if row["known"] else "\\*"
+
+    columns = {
+        "case": "{case}",
+        "official, s": "{official:.6g}",
+        "ours, s": "{ours:.6g}",
+        "better by": better,
+        "official, CPU s": lambda row: (
+            f"{row['official_cpu']:.3g}{'†' if row['single'] else ''}"
+        ),
+        "ours, CPU ms": "{cpu!m:.1f}",
+        "times less": "{ratio:.0f}",
+        "official passes": "{official_calls}",
+        "ours": "{passes}",
+        "slices": "{slices}",
+        "rows": "{rows}",
+    }
+    sizes = {"tokens": "{tokens:,}", "step": "{granularity}", "points": "{points:,}"}
+    ours = {"CPU ms": "{cpu!m:.1f}", "passes": "{passes:,}", "slices": "{slices}"}
+    long = {
+        "two tables, ms": "{two_cpu!m:.0f}",
+        "its passes": "{two_passes:,}",
+        "earlier, s": "{earlier_cpu:.2f}",
+        "earlier passes": "{earlier_calls}",
+        "official, s": "{estimated:.0f}",
+        "latency, s": "{latency:.6g}",
+    }
     return {
-        "documents": 64,
-        "steps": len(steps),
-        "cpu_mean": float(np.mean([s for s, _ in results])),
-        "cpu_most": max(s for s, _ in results),
-        "share": max(s / plan.latency for s, plan in results),
-        "gap_mean": float(np.mean(gaps)),
-        "gap_most": max(gaps),
-        "tokens": [sum(each) for each in steps],
+        "slicing": table(found["cases"], columns),
+        "slicing: long": table(found["long"], sizes | ours | long),
     }
-
-
-# ---------------------------------------------------------------- the page
-TEXT = """\
-# The slicing planner
-
-`python benchmarks/slicing.py` compares two solvers. *Official* is TeraPipe's published solver on synthetic tables of
-a V100 cluster. Its CPU seconds were measured on two shared cores of 2.8 GHz and are the least of two or three runs; a
-dagger marks a single run, which varies by up to seven times. *Ours* is the least of five runs with compiled code
-loaded. Latencies are in seconds, and passes are passes over the tables. Both solvers choose the cuts and which rows
-of a batch go together.
-
-{cases}
-
-A star means that the coefficients of the solver's table are unknown, so its table was fitted again, and the two
-latencies do not come from the same table. In the other cases a test confirms that the solver's own cuts have its own
-latency on our table. All its cuts take one row at a time, so this does not check the tables for more rows: where ours
-takes two rows and is better, that rests on the formula of the tables alone.
-
-## Scale
-
-This uses one analytic table, 40 stages and one sequence. *Two tables* treats forwards and backwards separately, which
-is the objective that the simulator confirms. *Earlier* is another exact search on the same tables. *Official* is an
-estimate: the time of one of its passes times the number of limits it would try.
-
-{long}
-
-Given curves, the planner makes no table, only a band of slices. With separate forwards and backwards and 16 stages:
-
-{fine}
-
-## Documents
-
-Each of {steps} steps has {documents} documents of 1 to 131,072 tokens, {fewest:,} to {most:,} tokens in all, in units
-of up to 8,192 tokens on 8 stages. Planning takes {cpu_mean:.1f} ms on average and {cpu_most:.1f} ms at most, which is
-at most {share:.2%} of the step. The latency is {gap_mean:.1%} above the bound on average and {gap_most:.1%} at most.
-"""
-
-
-def columns(heads: str, rows: list[list[str]]) -> str:
-    names = heads.split(" | ")
-    rule = ["---" if name == "case" else "--:" for name in names]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rule, *rows])
-
-
-def page(cases: list[Case], long: list[Case], fine: list[Case], docs: Case) -> str:
-    compared = columns(
-        "case | official s | ours s | better by | official CPU s | ours ms | times less | official passes | ours "
-        "| slices | rows",
-        [
-            [
-                r["case"],
-                f"{r['official']:.6g}",
-                f"{r['ours']:.6g}",
-                f"{round(1 - r['ours'] / r['official'], 6) + 0.0:.4%}"
-                if r["known"]
-                else "\\*",
-                f"{r['official_cpu']:.3g}{'†' if r['single'] else ''}",
-                f"{1e3 * r['cpu']:.1f}",
-                f"{r['ratio']:.0f}",
-                str(r["official_calls"]),
-                str(r["passes"]),
-                str(r["slices"]),
-                str(r["rows"]),
-            ]
-            for r in cases
-        ],
-    )
-    scale = columns(
-        "tokens | step | points | ours ms | passes | two tables ms | passes | earlier s | passes | official s "
-        "| latency s | slices",
-        [
-            [
-                f"{r['tokens']:,}",
-                str(r["granularity"]),
-                f"{r['points']:,}",
-                f"{1e3 * r['cpu']:.1f}",
-                str(r["passes"]),
-                f"{1e3 * r['two_cpu']:.0f}",
-                f"{r['two_passes']:,}",
-                f"{r['earlier_cpu']:.2f}",
-                str(r["earlier_calls"]),
-                f"{r['estimated']:.0f}",
-                f"{r['latency']:.6g}",
-                str(r["slices"]),
-            ]
-            for r in long
-        ],
-    )
-    finer = columns(
-        "tokens | step | points | ms | passes | slices",
-        [
-            [
-                f"{r['tokens']:,}",
-                str(r["granularity"]),
-                f"{r['points']:,}",
-                f"{1e3 * r['cpu']:.0f}",
-                f"{r['passes']:,}",
-                str(r["slices"]),
-            ]
-            for r in fine
-        ],
-    )
-    shown = {
-        **docs,
-        "cpu_mean": 1e3 * docs["cpu_mean"],
-        "cpu_most": 1e3 * docs["cpu_most"],
-    }
-    return TEXT.format(
-        cases=compared,
-        long=scale,
-        fine=finer,
-        fewest=min(docs["tokens"]),
-        most=max(docs["tokens"]),
-        **shown,
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two cases and the small sizes; writes nothing",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
-    given = parser.parse_args()
-    some = (
-        DATA["official"][:2] if given.quick else [*DATA["official"], *DATA["refitted"]]
-    )
-    cases = [official(case) for case in some]
-    long = [
-        scaled(row)
-        for row in DATA["long"]
-        if not given.quick or row["tokens"] // row["granularity"] <= 1024
-    ]
-    fine = [
-        curves(131_072, grain) for grain in ((128,) if given.quick else (128, 64, 32))
-    ]
-    docs = documents()
-    text = page(cases, long, fine, docs)
-    if not given.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(text, encoding="utf-8")
-    found = {"cases": cases, "long": long, "curves": fine, "documents": docs}
-    sys.stdout.write(json.dumps(found) + "\n" if given.json else text)
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, measure, tables).main()

@@ -1,92 +1,117 @@
 """Runs planned paths on a slow network: twenty processes, real messages, links as slow as in SkipPipe's instances.
 
-    chrt -f 10 python benchmarks/wan.py                        all pieces, writes docs/results/wan.md (about 20 minutes)
-    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  one piece: A, B, levers (which can be resumed) or sums
-    chrt -f 10 python benchmarks/wan.py --only sums            sums of gradients; writes only their section of the page
-    python benchmarks/wan.py --merge FOLDER                    the page of the pieces in a folder
-    chrt -f 10 python benchmarks/wan.py --quick                A alone, short searches, two rounds; writes nothing
-    python benchmarks/wan.py ... --json                        one JSON object to stdout
+    chrt -f 10 python benchmarks/wan.py                    tables and pictures of docs/results/networks.md (20 minutes)
+    chrt -f 10 python benchmarks/wan.py --only A           one instance; writes no page
+    python benchmarks/wan.py --quick                       one lever, short searches, ranks as threads; writes nothing
 
-Stages sleep instead of computing, links are emulated in user space (`ShapedComm`), and time runs faster by the factor
-in the table. Everything else is the real runtime: processes, gloo, autograd, the executor on the planned lanes. The
-full pipeline leaves out nothing, has the same nodes, slots, micro-batches and rules, uses all data nodes, and is
-planned like the paths, by the function that `penstock paths` compares with: with the same number of searches and of
-moves in each, its own arrangement, and its own number of nodes for each part
-(and once with the published numbers). Rounds alternate. `predicted` is the simulator's time for the same lanes.
-`levers` is only simulated. `sums` runs the sums of gradients as well (`wan_sums.py`).
+Stages sleep instead of computing, links are emulated in user space (`ShapedComm`), and time runs faster, as `SCALES`
+says. Everything else is the real runtime: processes, gloo, autograd, the executor on the planned lanes. The full
+pipeline leaves out nothing, has the same nodes, slots, micro-batches and rules, uses all data nodes, and is planned
+like the paths: with the same number of searches and of moves in each, and an arrangement and sums of its own. Rounds
+alternate. `predicted` is the simulator's time for the same lanes.
+
+Every part has 1.35 GB of gradients, except in the row without sums. The published instances have only delays, so with
+sums a delay is taken as 0.35 s and the time of a message of 33.5 MB. Messages of steps and of sums are emulated with
+the same bandwidths, but with small tensors. If several passes share a sum, a pass with the sum and one without are run,
+and the mean of a pass follows from both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import wan_sums
-from instances import CITED, QUEUES, SCALES, Sides, best_sides, cited_cluster
+from harness import (
+    Found,
+    Row,
+    Script,
+    Spread,
+    extremes,
+    priority,
+    ratios,
+    say,
+    table,
+    words,
+)
+from instances import (
+    CITED,
+    GRADIENTS,
+    MESSAGE,
+    SCALES,
+    Sides,
+    best_sides,
+    cited_cluster,
+    with_bandwidth,
+)
+from shaped import ShapedComm
 from sleeping import Sleeping
-from tables import priority
+from torch import Tensor, nn
 
-from penstock import ModelCost, lower
+from penstock import Cost, ModelCost, PartCost, Timeline, lower
+from penstock.cost.profile import sum_as
+from penstock.cost.sums import link_matrices, ring_plan
 from penstock.formats import dump_plan, load_plan
-from penstock.ir import Timeline
+from penstock.ir.sums import SumPlan
+from penstock.ir.verify_sums import verify_sums
 from penstock.plan.paths import even_parts, paths_plan
-from penstock.runtime import Executor, ProcessComm, batch_of, spawn
+from penstock.plan.paths.planner import PathPlan
+from penstock.runtime import Comm, Executor, batch_of, run_threads, spawn
+from penstock.runtime.comm.comm import Pending
+from penstock.runtime.executor import RunOptions
+from penstock.sim.sums import sum_intervals
 from penstock.view.chart import COLOURS, Series, chart
 
-ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "docs" / "results" / "wan.md"
-IMAGES = ROOT / "docs" / "images"
-WIDTH = 16
-EVEN = (5, 3, 3, 3, 3, 3)
-FREER = 4  # rows of the levers of which each allows what those above it do
-LEVERS: dict[str, dict[str, Any]] = {
-    "first come, first served, on the authors' arrangement": {
-        "policy": QUEUES,
-        "given": True,
-    },
-    "planned order": {"given": True},
-    "planned order, own arrangement": {"sizes": EVEN},
-    "planned order, own arrangement, own sizes": {},
-    "the same with 2 slots": {"slots": 2},
-    "the same with 6 slots": {"slots": 6},
-    "the same with 12 micro-batches a data node": {"microbatches": 12},
-    "the same with 2 token slices": {"slices": 2},
-    "the same in waves": {"waves": True},
-}
+WIDTH = 2048  # numbers of the message that stands for those bytes
+INFLATE = MESSAGE / (4 * WIDTH)
+NUMBERS = round(GRADIENTS / INFLATE / 4)  # of the gradients of a part
+QUICK_SCALE = 0.002
+SIDES = ("full pipeline", "planned paths")
+DTYPES = {"float32": None, "int8": torch.int8}
 
-Row = dict[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A way to sum gradients, the same for both sides."""
+
+    name: str
+    sums: bool = True
+    planned: bool = True
+    messages: str = "float32"
+    passes: int = 1
+
+
+LEVERS = (
+    Lever("none", sums=False),
+    Lever("rings", planned=False),
+    Lever("planned sums"),
+    Lever("planned sums in int8", messages="int8"),
+    Lever("planned sums, once every 4 passes", passes=4),
+    Lever("planned sums in int8, once every 4 passes", messages="int8", passes=4),
+)
 
 
 # ---------------------------------------------------------------- plans
-def plan_sides(
-    name: str,
-    iterations: int,
-    seeds: int,
-    slots: int = 3,
-    slices: int = 1,
-    **how: Any,
-) -> Sides:
-    """The best full pipeline and the best paths of an instance."""
+def plan_sides(name: str, lever: Lever, iterations: int, seeds: int) -> Sides:
+    """The best full pipeline and the best paths of an instance, with these sums."""
     forward = CITED["instances"][name]["forward"]
+    if not lever.sums:
+        parts = even_parts(6, forward)
+        return best_sides(name, cited_cluster(name), parts, iterations, seeds)
+    parts = even_parts(6, forward, message=MESSAGE, gradients=GRADIENTS)
     return best_sides(
         name,
-        cited_cluster(name, slots),
-        even_parts(6, forward, tokens=slices),
+        with_bandwidth(name),
+        sum_as(parts, lever.messages),
         iterations,
         seeds,
-        tokens=slices,
-        slices=slices,
-        **how,
+        planned_sums=lever.planned,
+        passes=lever.passes,
     )
 
 
@@ -99,78 +124,91 @@ def ordinary() -> Iterator[None]:
     os.sched_setscheduler(0, policy, priority)
 
 
-def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
-    """Return all rows. Rows that the file lacks are computed and written there one by one."""
-    rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
-    for name in "AB":
-        for number, (what, how) in enumerate(LEVERS.items()):
-            if any(row["instance"] == name and row["lever"] == what for row in rows):
-                continue
-            found = plan_sides(name, iterations, seeds, **how)
-            row: Row = {
-                "instance": name,
-                "lever": what,
-                "searches": seeds,
-                "iterations": iterations,
-            }
-            for side, plan in (("full", found.full), ("ours", found.paths)):
-                row |= {side: plan.makespan, f"{side}_bound": plan.bound}
-                if 0 < number < FREER:  # it may do as the row above does
-                    above = next(
-                        r
-                        for r in rows
-                        if r["instance"] == name
-                        and r["lever"] == list(LEVERS)[number - 1]
-                    )
-                    row[side] = min(row[side], above[side])
-            rows.append(row | {"saved": 1 - row["ours"] / row["full"]})
-            file.write_text(json.dumps({"rows": rows}))
-    return rows
+def text_of(plan: PathPlan, lever: Lever) -> str:
+    """A plan with its sums, as a run reads it."""
+    if not lever.sums:
+        return dump_plan(paths_plan(plan))
+    made = paths_plan(plan, sum_messages=lever.messages)
+    if not lever.planned:
+        made = replace(made, sums=rings_of(plan.timeline, plan.problem.cost()))
+    verify_sums(made.schedule, made.sums)
+    return dump_plan(made)
+
+
+def rings_of(timeline: Timeline, cost: Cost) -> tuple[SumPlan, ...]:
+    """A ring for each part, over the links that its price assumes."""
+    plans = []
+    for one in sum_intervals(timeline.schedule, cost, timeline.end):
+        if one.bytes > 0:
+            links = link_matrices(one.ranks, cost.latency, cost.bandwidth)
+            plans.append(ring_plan(*links, one.bytes, one.ranks, one.parts))
+    return tuple(plans)
 
 
 # ---------------------------------------------------------------- processes
+class Weighted(Sleeping):
+    """A sleeping stage with gradients to sum; if there are sums, a head has none."""
+
+    def __init__(self, part: PartCost, scale: float, sums: bool) -> None:
+        super().__init__(part, scale=scale)
+        numbers = NUMBERS if part.gradients > 0 else 1
+        trains = part.gradients > 0 or not sums
+        self.weight = nn.Parameter(torch.zeros(numbers), requires_grad=trains)
+
+
+class ShapedMessages(ShapedComm):
+    """Slows down messages alone: what the backend adds up here are only the measured times and the loss."""
+
+    def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
+        """Start a sum without a delay."""
+        return self.inner.add(tensor, group)
+
+
 def work(
-    comm: ProcessComm,
+    comm: Comm,
     texts: list[str],
     costs: list[ModelCost],
+    levers: list[Lever],
     scale: float,
     rounds: int,
 ) -> list[list[tuple[float, list[float]]]]:
-    """Run one rank of all schedules in turn.
+    """Run one rank of all plans in turn.
 
-    Return the makespan of each round and the times at which its micro-batches were finished.
+    Return the mean seconds of a pass of each plan and round, and when its micro-batches were finished.
     """
     torch.set_num_threads(1)
-    executors, batches = [], []
-    for text, cost in zip(texts, costs, strict=True):
-        schedule = load_plan(text, "a plan").schedule
+    executors = []
+    for text, cost, lever in zip(texts, costs, levers, strict=True):
+        plan = load_plan(text, "a plan")
         mine = {
-            number: Sleeping(cost.parts[stage.part], scale=scale)
-            for number, stage in enumerate(schedule.stages)
+            number: Weighted(cost.parts[stage.part], scale, lever.sums)
+            for number, stage in enumerate(plan.schedule.stages)
             if stage.rank == comm.rank
         }
-        shaped = wan_sums.ShapedMessages(comm, cost.network, scale)
-        executors.append(Executor(lower(schedule), mine, shaped, lambda y, _: y.sum()))
-        executors[-1].recorder.offset = 0.0  # All processes share a clock.
-        count = len(schedule.microbatches)
-        batches.append(
-            batch_of(
-                [torch.zeros(1, 1, WIDTH)] * count,
-                [torch.zeros(1, 1, dtype=torch.long)] * count,
-            )
+        options = RunOptions(sums=plan.sums, sum_messages=DTYPES[lever.messages])
+        shaped = ShapedMessages(comm, cost.network, scale, INFLATE)
+        executor = Executor(
+            lower(plan.schedule), mine, shaped, lambda y, _: y.sum(), options=options
         )
+        executor.recorder.offset = 0.0  # All processes share a clock.
+        executors.append(executor)
     took: list[list[tuple[float, list[float]]]] = [[] for _ in texts]
     for turn in range(1 + rounds):
-        for number, (executor, batch) in enumerate(
-            zip(executors, batches, strict=True)
-        ):
-            comm.barrier()
-            timeline = executor.step(batch, timed=True).timeline
-            assert timeline is not None
+        for number, (executor, lever) in enumerate(zip(executors, levers, strict=True)):
+            count = len(executor.program.schedule.microbatches)
+            inputs = [torch.zeros(1, 1, WIDTH)] * count
+            batch = batch_of(inputs, [torch.zeros(1, 1, dtype=torch.long)] * count)
+            seconds = []
+            for sums in (False, True) if turn and lever.passes > 1 else (lever.sums,):
+                comm.barrier()
+                timeline = executor.step(batch, timed=True, sums=sums).timeline
+                assert timeline is not None
+                assert bool(timeline.sums) is sums
+                seconds.append(timeline.makespan / scale)
             if turn:
-                took[number].append(
-                    (timeline.makespan / scale, finishes(timeline, scale))
-                )
+                weights = (lever.passes - 1, 1) if lever.passes > 1 else (1,)
+                total = sum(a * b for a, b in zip(weights, seconds, strict=True))
+                took[number].append((total / lever.passes, finishes(timeline, scale)))
     return took
 
 
@@ -181,284 +219,117 @@ def finishes(timeline: Timeline, scale: float = 1.0) -> list[float]:
     return [float(end) / scale for end in sorted(ends)]
 
 
-def measure(name: str, iterations: int, seeds: int, rounds: int) -> list[Row]:
-    scale = SCALES[name]
+def measure_instance(name: str, given: argparse.Namespace) -> list[Row]:
+    """Plan and run all levers of an instance; return a row for each side of each."""
+    cases: list[tuple[Lever, str, PathPlan]] = []
+    levers = (LEVERS[0], LEVERS[2]) if given.quick else LEVERS
+    moves, seeds = (200, 1) if given.quick else (given.iterations, given.seeds)
     with ordinary():
-        even = plan_sides(name, iterations, seeds, sizes=EVEN)
-        own = plan_sides(name, iterations, seeds)
-    found = {
-        "full pipeline": own.full,
-        "full pipeline, published sizes": even.full,
-        "planned paths": min(own.paths, even.paths, key=lambda plan: plan.makespan),
-    }
-    sys.stderr.write(
-        f"{name}: "
-        + ", ".join(f"{what} {plan.makespan:.2f} s" for what, plan in found.items())
-        + "\n"
+        for lever in levers:
+            # The searches with sums are shorter, because each move takes longer.
+            most = (25_500, 2) if lever.sums else (moves, seeds)
+            found = plan_sides(name, lever, min(moves, most[0]), min(seeds, most[1]))
+            cases += [(lever, *side) for side in zip(SIDES, found, strict=True)]
+            full, paths = (plan.makespan for plan in found)
+            say(f"{name}, {lever.name}: full {full:.2f} s, paths {paths:.2f} s")
+    arguments = (
+        [text_of(plan, lever) for lever, _, plan in cases],
+        [plan.problem.cluster.cost(plan.problem.pieces) for _, _, plan in cases],
+        [lever for lever, _, _ in cases],
+        QUICK_SCALE if given.quick else SCALES[name],
+        1 if given.quick else given.rounds,
     )
-    texts = [dump_plan(paths_plan(plan)) for plan in found.values()]
-    costs = [plan.problem.cluster.cost(plan.problem.pieces) for plan in found.values()]
-    took = spawn(
-        len(CITED["instances"][name]["locations"]), work, texts, costs, scale, rounds
-    )[0]
-    rows: list[Row] = []
-    for (what, plan), turns in zip(found.items(), took, strict=True):
-        times = [seconds for seconds, _ in turns]
-        rows.append(
-            {
-                "instance": name,
-                "what": what,
-                "faster": 1 / scale,
-                "predicted": plan.timeline.makespan,
-                "bound": plan.bound,
-                "sizes": [len(nodes) for nodes in plan.partitions],
-                "measured": statistics.median(times),
-                "spread": (min(times), max(times)),
-                "rounds": rounds,
-                "over": statistics.median(times) / plan.timeline.makespan,
-                "finishes": turns[times.index(statistics.median_low(times))][1],
-                "due": finishes(plan.timeline),
-            }
-        )
-    for row, theirs in zip(rows[:-1], took, strict=False):
-        saved = [
-            1 - ours[0] / other[0] for other, ours in zip(theirs, took[-1], strict=True)
-        ]
-        row |= {
-            "saved": statistics.median(saved),
-            "saved_spread": (min(saved), max(saved)),
-        }
-    return rows
-
-
-# ---------------------------------------------------------------- the page
-def measured_table(rows: list[Row]) -> str:
-    lines = [
-        "| instance | what | nodes of each part | times faster | predicted, s | measured, s (range) | of predicted "
-        "| paths take less by |",
-        "|---|---|---|--:|--:|--:|--:|--:|",
-    ]
-    for r in rows:
-        less = (
-            f"{r['saved']:.1%} ({r['saved_spread'][0]:.1%}-{r['saved_spread'][1]:.1%})"
-            if "saved" in r
-            else ""
-        )
-        lines.append(
-            f"| {r['instance']} | {r['what']} | {' '.join(map(str, r['sizes']))} | {r['faster']:.0f} "
-            f"| {r['predicted']:.2f} | {r['measured']:.2f} ({r['spread'][0]:.2f}-{r['spread'][1]:.2f}) "
-            f"| {r['over']:.3f} | {less} |"
-        )
-    return "\n".join(lines)
-
-
-def lever_table(rows: list[Row]) -> str:
-    heads = (
-        "| rules, the same for both | A: full | paths | less | B: full | paths | less |"
-    )
-    lines = [heads, "|---|--:|--:|--:|--:|--:|--:|"]
-    cited = [CITED["instances"][name] for name in "AB"]
-    published = [
-        (one["full"]["seconds"], one["plans"]["planned"]["seconds"]) for one in cited
-    ]
-    cells = "".join(
-        f" {full:.2f} | {ours:.2f} | {1 - ours / full:.1%} |"
-        for full, ours in published
-    )
-    lines.append(
-        f"| as published: full pipeline of 27 micro-batches on 3 of 5 data nodes |{cells}"
-    )
-    for what in LEVERS:
-        cells = "".join(
-            f" {r['full']:.2f} | {r['ours']:.2f} | {r['saved']:.1%} |"
-            for name in "AB"
-            for r in rows
-            if r["lever"] == what and r["instance"] == name
-        )
-        lines.append(f"| {what} |{cells}")
-    return "\n".join(lines)
-
-
-def picture(name: str, rows: list[Row]) -> str:
-    lines = []
-    for colour, row in zip((COLOURS[1], COLOURS[3], COLOURS[0]), rows, strict=True):
-        count = tuple(float(n) for n in range(len(row["finishes"]) + 1))
-        short = (
-            row["what"]
-            .replace("full pipeline", "full")
-            .replace("planned paths", "paths")
-        )
-        lines.append(Series(short, (0.0, *row["finishes"]), count, colour=colour))
-        lines.append(
-            Series("simulated", (0.0, *row["due"]), count, dashed=True, colour=colour)
-        )
-    title = f"Instance {name}: finished micro-batches"
-    return chart(lines, title, "seconds on the emulated network", "micro-batches")
-
-
-def page(pieces: dict[str, Any]) -> str:
-    rows = [row for name in "AB" for row in pieces[name]["rows"]]
-    full, even, paths = (
-        {row["instance"]: row for row in rows[number::3]} for number in range(3)
-    )
-    most = {name: 1 - paths[name]["bound"] / full[name]["predicted"] for name in "AB"}
-    where, first = pieces["A"]["where"], pieces["levers"]["rows"][0]
-    searches = f"{first['searches']} of {first['iterations']:,} moves"
-    pictures = "\n\n".join(
-        f"![finished micro-batches over time, {name}](../images/wan-{name}.svg)"
-        for name in "AB"
-    )
-    sums = ""
-    if "sums" in pieces:
-        found = pieces["sums"]
-        sums = wan_sums.section(found["rows"], found["where"]) + "\n"
-    return f"""# Planned paths on a slow network
-
-`chrt -f 10 python benchmarks/wan.py` runs 20 processes on {where}. Seconds are those of the emulated network, and all
-times are medians over {pieces["A"]["rows"][0]["rounds"]} rounds. Stages sleep and links are emulated; processes,
-messages, autograd and the executor are real. The full pipeline leaves out nothing. It has the same nodes, slots,
-micro-batches and rules, and the same number of searches with the same work. It chooses which nodes hold which part,
-and how many. With *published sizes* there are five data nodes and three nodes for each other part, as SkipPipe uses
-for its paths.
-
-All searches are limited by the moves that they try, so every machine finds the same plans.
-
-{measured_table(rows)}
-
-{pictures}
-
-{sums}## Lever by lever
-
-The table shows simulated seconds of a step with 30 micro-batches (60 in one row) on 20 nodes with 3 slots, unless a
-row says otherwise. Both sides use the lever of the row and the same number of searches: {searches}, and one more of
-the same size on the authors' arrangement. Searches this short leave a few percent unused.
-
-{lever_table(pieces["levers"]["rows"])}
-
-SkipPipe's best claim is 55% less time than a full pipeline on three of five data nodes. Compared with a full pipeline
-that is planned by the same means, paths take {full["A"]["saved"]:.0%} less on A and {full["B"]["saved"]:.0%} less on
-B ({even["A"]["saved"]:.0%} and {even["B"]["saved"]:.0%} with the published sizes). Waves, which use every link twice,
-come closest to 55%, but there both sides take longer than without waves, so that row is no gain.
-
-Why not more? If a third of the parts is left out, a micro-batch visits 4 nodes and 4 links each way instead of 6
-and 6. If all nodes and links are alike, the load of a step on the cluster falls by 33% (round trips of the data nodes'
-slots), 40% (work of the other nodes) or 52% (slots in total: on a path over k nodes the first slot is held for k
-links, the second for k - 1, so k (k + 1) / 2, which is 10 instead of 21). Any further gain comes from links that
-differ, where a full pipeline has to use bad ones; once its nodes are arranged for it, it uses few of them. Less is
-proven: the bound for paths, compared with the full pipeline that was found, leaves room for {most["A"]:.0%} on A and
-{most["B"]:.0%} on B. Every slice pays a whole delay here, since the instances have no bandwidths. On links with
-bandwidths, slices gain ([paths](paths.md)).
-"""
-
-
-def written(pieces: dict[str, Any]) -> None:
-    IMAGES.mkdir(exist_ok=True)
-    for name in "AB":
-        (IMAGES / f"wan-{name}.svg").write_text(picture(name, pieces[name]["rows"]))
-    RESULT.write_text(page(pieces))
-
-
-def measure_sums(iterations: int, seeds: int, rounds: int) -> list[Row]:
-    """Plan and run the sums of gradients on both instances; their searches are shorter."""
-    rows: list[Row] = []
-    for name in "AB":
-        moves = min(iterations, 25_500)
-        rows += wan_sums.measure(name, moves, min(seeds, 2), min(rounds, 3), ordinary)
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only",
-        choices=("A", "B", "levers", "sums"),
-        help="one piece; needs --out, except sums, which writes its section of the page",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the pieces; without it one that is thrown away",
-    )
-    parser.add_argument(
-        "--merge",
-        type=Path,
-        metavar="FOLDER",
-        help="write the page of the pieces in a folder",
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--iterations", type=int, default=65_500, help="moves of each search"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="searches for each plan")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="instance A, short searches, two rounds; writes nothing",
-    )
-    parser.add_argument(
-        "--quick-sums",
-        action="store_true",
-        help="the same for the sums of gradients, with one round",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
-    given = parser.parse_args()
-    if given.quick_sums:
-        rows = wan_sums.measure("A", 2_500, 1, 1, ordinary)
-        sys.stdout.write(wan_sums.section(rows, "a short trial"))
-        return
+    ranks = len(CITED["instances"][name]["locations"])
     if given.quick:
-        rows = measure("A", 6_300, 1, 2)
-        sys.stdout.write(
-            json.dumps({"rows": rows}) + "\n"
-            if given.json
-            else measured_table(rows) + "\n"
-        )
-        return
-    where = f"{os.cpu_count()} cores, {priority()}, torch {torch.__version__}"
-    with tempfile.TemporaryDirectory() as thrown_away:
-        folder = given.merge or given.out or Path(thrown_away)
-        folder.mkdir(parents=True, exist_ok=True)
-        names = (
-            []
-            if given.merge
-            else [given.only]
-            if given.only
-            else ["A", "B", "sums", "levers"]
-        )
-        for name in names:
-            if name == "levers":
-                with ordinary():
-                    levers(
-                        folder / "levers.json",
-                        min(given.iterations, 25_500),
-                        given.seeds,
-                    )
-            elif name == "sums":
-                found = measure_sums(given.iterations, given.seeds, given.rounds)
-                piece = {"rows": found, "where": where}
-                (folder / "sums.json").write_text(json.dumps(piece))
-            else:
-                rows = measure(name, given.iterations, given.seeds, given.rounds)
-                (folder / f"{name}.json").write_text(
-                    json.dumps({"rows": rows, "where": where})
-                )
-        pieces = {
-            file.stem: json.loads(file.read_text())
-            for file in sorted(folder.glob("*.json"))
+        took = run_threads(ranks, lambda comm: work(comm, *arguments))[0]
+    else:
+        took = spawn(ranks, work, *arguments)[0]
+    rows: list[Row] = []
+    for (lever, side, plan), turns in zip(cases, took, strict=True):
+        seconds = [one for one, _ in turns]
+        row: Row = {
+            "instance": name,
+            "lever": lever.name,
+            "what": side,
+            "sizes": [len(nodes) for nodes in plan.partitions],
+            "last": float(plan.timeline.end.max()),
+            "predicted": plan.makespan,
+            "bound": plan.bound,
+            "measured": seconds,
+            "over": statistics.median(seconds) / plan.makespan,
+            "finishes": turns[seconds.index(statistics.median_low(seconds))][1],
+            "due": finishes(plan.timeline),
         }
-    if {"A", "B", "levers"} <= pieces.keys() and len(
-        pieces["levers"]["rows"]
-    ) == 2 * len(LEVERS):
-        written(pieces)
-    elif given.only == "sums" and given.out is None:
-        found = pieces["sums"]["rows"]
-        text = wan_sums.section(found, where)
-        RESULT.write_text(wan_sums.with_section(RESULT.read_text(), text))
-    if given.json:
-        sys.stdout.write(json.dumps(pieces) + "\n")
+        if side == SIDES[1]:
+            full = rows[-1]
+            shares = ratios(seconds, full["measured"])
+            row["saved"] = extremes([1 - share for share in shares])
+            row["saved_predicted"] = 1 - plan.makespan / full["predicted"]
+        rows.append(row)
+    return rows
+
+
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--only", type=words, default=("A", "B"), help="instances, such as A")
+    flag("--rounds", type=int, default=5)
+    flag("--iterations", type=int, default=65_500, help="moves of each search")
+    flag("--seeds", type=int, default=3, help="searches for each plan")
+
+
+def measure(given: argparse.Namespace) -> Found:
+    names = given.only[:1] if given.quick else given.only
+    rows = [row for name in names for row in measure_instance(name, given)]
+    where = f"{os.cpu_count()} cores, {priority()}, torch {torch.__version__}"
+    return {"rows": rows, "where": where}
+
+
+def tables(found: Found) -> dict[str, str]:
+    def less(row: Row) -> str:
+        if "saved" not in row:
+            return ""
+        saved = format(Spread(*row["saved"]), ".1%")
+        return f"{saved}, predicted {row['saved_predicted']:.1%}"
+
+    columns = {
+        "instance": "{instance}",
+        "gradient all-reduce": "{lever}",
+        "what": "{what}",
+        "nodes of each part": "{sizes}",
+        "last backward, s": "{last:.2f}",
+        "pass predicted, s": "{predicted:.2f}",
+        "measured, s (range)": lambda row: f"{extremes(row['measured']):.2f}",
+        "of predicted": "{over:.3f}",
+        "paths take less by (range)": less,
+    }
+    plain = [row for row in found["rows"] if row["lever"] == LEVERS[0].name]
+    sums = [row for row in found["rows"] if row not in plain]
+    made = {"wan": table(plain, columns), "wan: sums": table(sums, columns)}
+    return {
+        name: f"{text}\n\nMeasured on {found['where']}." for name, text in made.items()
+    }
+
+
+def pictures(found: Found) -> dict[str, str]:
+    """Finished micro-batches of both sides over time, without sums."""
+    drawn = {}
+    for name in "AB":
+        lines = []
+        rows = [row for row in found["rows"] if row["instance"] == name]
+        for colour, row in zip((COLOURS[1], COLOURS[0]), rows, strict=False):
+            count = tuple(float(n) for n in range(len(row["finishes"]) + 1))
+            for label, ends in ((row["what"], "finishes"), ("simulated", "due")):
+                line = Series(label, (0.0, *row[ends]), count, colour=colour)
+                lines.append(replace(line, dashed=ends == "due"))
+        title = f"Instance {name}: finished micro-batches"
+        across = "seconds on the emulated network"
+        if lines:
+            drawn[f"images/wan-{name}.svg"] = chart(
+                lines, title, across, "micro-batches"
+            )
+    return drawn
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, measure, tables, options=options, pictures=pictures).main()

@@ -1,10 +1,11 @@
 """Writes the parts of the documentation that the code knows best. `make docs` runs it.
 
-docs/prose/<name>.md ──┐
-FACTS, make, simulate ─┼──► docs/schedules/<name>.md  docs/schedules/README.md
-svg ───────────────────┘    docs/images/<name>.svg    docs/images/overview.svg
-docstrings of the files ──► docs/files.md, in the site only (docs/website.py writes it)
-the command line ─────────► the output below each `$ penstock ...` in a `console` block of a hand-written page
+FACTS, make, simulate ─────► docs/schedules.md: its table, and the facts of each schedule
+svg ───────────────────────► docs/images/<schedule>.svg, docs/images/overview.svg
+the settings of a config ──► docs/config.md
+the command line ──────────► the output below each `$ penstock ...` in a `console` block of a hand-written page
+docstrings of the files ───► docs/files.md   ┐ in the site only
+the help of the commands ──► docs/options.md ┘ (docs/website.py writes them)
 
 python docs/build.py            write all files
 python docs/build.py --check    write nothing; exit with 1 if a file is out of date
@@ -22,40 +23,34 @@ import sys
 import tempfile
 import traceback
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
-from penstock import REGISTRY, Timeline, UnitCost, lower_bound, make, simulate
+from click import Parameter
+
+from penstock import REGISTRY, UnitCost, make, simulate
+from penstock.cli.app import COMMANDS, load
+from penstock.config import Config
+from penstock.formats.toml_text import value_text
 from penstock.schedules import shape_of
 from penstock.schedules.facts import FACTS
+from penstock.shaped import write_shape
 from penstock.view import svg
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PACKAGE = ROOT / "src" / "penstock"
+SCHEDULES = DOCS / "schedules.md"
 COLUMNS = 92  # width of the terminal in which commands are shown
-SIZES = ((4, 4), (4, 8), (8, 8), (8, 16))  # ranks, micro-batches
-COMMS = (0.0, 0.05, 0.1)
-TABLED = {
-    "chunks": (2, 4),
-    "waves": (1, 2, 4),
-    "slices": (2, 4),
-    "skips": (),
-}  # shapes in the table of a single schedule
+CUT = "...\n"  # in an output that is shown: lines are left out here
 NORM = {"ranks": 8, "microbatches": 16}  # the size at which all schedules are compared
 COMPARED = {
     "chunks": 4,
     "waves": 2,
     "slices": 4,
 }  # the shape in which they are compared: four stages per rank, or four slices
-LETTERS = {
-    "ranks": "P",
-    "microbatches": "M",
-    "chunks": "v",
-    "waves": "W",
-    "slices": "s",
-}  # the letters in the formulas
 DRAWN: dict[str, dict[str, int]] = {
     "interleaved": {"ranks": 4, "microbatches": 8, "chunks": 2},
     "hanayo": {"ranks": 4, "microbatches": 4, "waves": 2},
@@ -65,91 +60,76 @@ DRAWN: dict[str, dict[str, int]] = {
     "skip": {"ranks": 4, "microbatches": 6, "skips": 1},
 }  # shapes of the pictures; all others have 4 ranks and 8 micro-batches
 
-MEASURED = """\
-Each cell shows the makespan with the bubble in brackets, for three latencies of a hop (`comm`, in units of F).
-*Formula* is the makespan that the formula above gives at comm 0. *Bound* is a makespan that no order of the lanes
-can beat for these stages, paths and backwards at comm 0. *Peak* is the activation memory of the fullest rank,
-counted in micro-batches."""
-COMPARES = """\
-P is the number of ranks, M of micro-batches, v of chunks, W of waves, s of slices. *Idle time* is what each rank
-waits in a step, in units of one forward of a micro-batch on a rank. *Peak* is the activation memory of the fullest
-rank, counted in micro-batches. Both formulas assume that B takes twice as long as F and that messages are free. A
-star means that the formula holds for some P and M only; the page of the schedule says for which. The two columns
-for P = {ranks} and M = {microbatches} come from `penstock simulate` with the shape of the row. *Weights* counts the
-copies of the weights. `skip` leaves out work, so its row cannot be compared with the others."""
-
 Shape = dict[str, int]
 
 
 # ---------------------------------------------------------------- the pages
 def pages() -> dict[Path, str]:
-    """Every generated file with the text that it should have."""
+    """Every file with generated parts, with the text that it should have."""
     made = {
         DOCS / "images" / "overview.svg": overview(),
-        DOCS / "schedules" / "README.md": index(),
+        DOCS / "config.md": settings(),
     }
     for name in REGISTRY:
         made[DOCS / "images" / f"{name}.svg"] = picture(name)
-        made[DOCS / "schedules" / f"{name}.md"] = page(name)
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *sorted(DOCS.glob("*.md")),
     ):
-        text = path.read_text(encoding="utf-8")
-        made[path] = with_output(text)
+        if path not in made:
+            made[path] = with_output(path.read_text(encoding="utf-8"))
+    made[SCHEDULES] = with_blocks(
+        made[SCHEDULES],
+        {"table": compared_table()} | {name: facts(name) for name in REGISTRY},
+    )
     return made
 
 
-def page(name: str) -> str:
-    """The page of one schedule."""
-    title, works, when = prose(name)
-    shape = drawn(name)
-    source = f"src/{REGISTRY[name].__module__.replace('.', '/')}.py"
-    alt = f"{name}: {shape['ranks']} ranks, {shape['microbatches']} micro-batches"
-    return "\n\n".join(
-        [
-            f"<!-- written by docs/build.py; edit docs/prose/{name}.md -->",
-            f"# {title}",
-            f"`{name}` · [{source.rpartition('/')[2]}](../../{source}) · {paper(name)} · [all schedules](README.md)",
-            f"![{alt}](../images/{name}.svg)",
-            f"## How it works\n\n{works}",
-            f"## Idle time and memory\n\n{formulas(name)}",
-            f"## Simulated\n\n{measured(name)}",
-            f"## When to use it, and when not\n\n{when}",
-            f"## Reproduce\n\n```sh\n{command('draw', name, shape)} -o {name}.svg\n"
-            f"{command('simulate', name, {**NORM, **compared(name)})} --comm 0.05\n```\n",
-        ]
-    )
-
-
-def prose(name: str) -> tuple[str, str, str]:
-    """The three hand-written pieces of a page: title, how it works, when to use it."""
-    text = (DOCS / "prose" / f"{name}.md").read_text(encoding="utf-8")
-    found = re.fullmatch(
-        r"# (.+?)\n+## How it works\n+(.+?)\n+## When to use it, and when not\n+(.+?)\n*",
-        text,
-        re.S,
-    )
-    if found is None:
-        raise SystemExit(
-            f"docs/prose/{name}.md must have a title, '## How it works' and "
-            "'## When to use it, and when not', in this order"
+def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
+    """The page with each block between the comments that name it."""
+    for name, block in blocks.items():
+        text, found = re.subn(
+            rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)",
+            lambda _, block=block: f"{block}\n",
+            text,
+            flags=re.S,
         )
-    return found[1], found[2], found[3]
+        if found != 1:
+            raise SystemExit(
+                f"the page needs <!-- {name} --> and <!-- /{name} --> once"
+            )
+    return text
 
 
-def index() -> str:
-    """The page with the table of all schedules."""
-    return (
-        "<!-- written by docs/build.py -->\n\n# Schedules\n\n"
-        "Penstock makes these schedules for any number of ranks and micro-batches (Chimera needs an even number of\n"
-        "ranks). Each of them can also be cut into token slices, get split backwards, and be copied.\n\n"
-        f"{compared_table()}\n\n"
-        "The page of a schedule has a picture, the formulas with their conditions, simulated tables, advice and the\n"
-        "paper. All times are simulated with F = 1 and B = 2 for a micro-batch on a rank, and with I = W = 1\n"
-        "where B is split.\n"
-    )
+def settings() -> str:
+    """The page with every key of a config: its default, and what it means."""
+    config = Config()
+    sections = []
+    for part in fields(config):
+        section = getattr(config, part.name)
+        rows = [
+            [
+                f"`{item.name}`",
+                f"`{value_text(getattr(section, item.name))}`".replace("|", "\\|"),
+                item.metadata["about"].replace("|", "\\|"),
+            ]
+            for item in fields(section)
+        ]
+        heads = ["key", "default", "meaning"]
+        sections.append(f"## [{part.name}]\n\n{table(heads, rows)}")
+    return f"{SETTINGS}\n\n" + "\n\n".join(sections) + "\n"
+
+
+SETTINGS = """\
+# Settings
+
+<!-- written by docs/build.py -->
+
+A config is a TOML file with these sections. Every key has a default, so a config only has what you change: `penstock
+init config.toml` writes a short one, `penstock init --all` all keys. `--set SECTION.KEY=VALUE` changes a key for one
+command. A preset (`preset = "NAME"` in the first line of a config) changes the defaults of model, data and run. A
+wrong key is refused with the one that was probably meant."""
 
 
 # ---------------------------------------------------------------- formulas and tables
@@ -167,127 +147,51 @@ def written(formula: str) -> str:
     return f"`{formula}`"
 
 
-def formulas(name: str) -> str:
-    """Idle time, peak and weights, with the condition under which the formulas hold."""
-    facts = FACTS[name]
-    most = "" if facts.exact else "at most "
-    holds = "any P and M" if facts.when == "True" else written(facts.when)
-    idle = (
-        f"{most}{written(facts.idle)}"
-        if facts.idle
-        else "no formula, since the paths differ"
-    )
-    lines = [
-        f"- Idle time of a rank: {idle}{' forwards' if facts.idle else ''}",
-        f"- Peak activations of the fullest rank: {most}{written(facts.peak)} micro-batches",
-        f"- Copies of the weights: {facts.weights}",
-        f"- The formulas hold for: {holds}",
-    ]
-    letters = [
-        f"{letter} = {word}"
-        for word, letter in LETTERS.items()
-        if word in shape_of(name)
-    ]
-    legend = ", ".join(letters).replace("microbatches", "micro-batches")
-    bubble = " The bubble is idle / (3M + idle)." if facts.idle else ""
+def facts(name: str) -> str:
+    """The picture of a schedule, and its paper, idle time and peak with their condition."""
+    of = FACTS[name]
+    most = "" if of.exact else "at most "
+    holds = "any P and M" if of.when == "True" else written(of.when)
+    idle = f"{most}{written(of.idle)}" if of.idle else "no formula"
+    file = REGISTRY[name].__module__.replace(".", "/")
+    source = f"[{file.rpartition('/')[2]}.py](../src/{file}.py)"
+    shape = drawn(name)
+    alt = f"{name}: {shape['ranks']} ranks, {shape['microbatches']} micro-batches"
     return (
-        "\n".join(lines)
-        + f"\n\nHere {legend}; B takes twice as long as F, and messages are free.{bubble}\n"
-        "The tests check these formulas."
+        f"![{alt}](images/{name}.svg)\n\n"
+        f"Idle {idle}, peak {most}{written(of.peak)}, for {holds} · {paper(name)} · {source}"
     )
-
-
-def by_formula(name: str, shape: Shape) -> str:
-    """The makespan by the formula, or a dash where the formula does not hold."""
-    facts = FACTS[name]
-    known = {letter: shape.get(word) for word, letter in LETTERS.items()} | {"min": min}
-    if not facts.idle or not eval(facts.when, {}, known):
-        return "-"
-    return f"{'' if facts.exact else '≤ '}{3 * shape['microbatches'] + eval(facts.idle, {}, known):g}"
-
-
-def measured(name: str) -> str:
-    """A table of simulated makespans, bubbles and peaks at small sizes."""
-    word = own_word(name)
-    heads = [
-        "P",
-        "M",
-        *([word] if word else []),
-        *(f"comm {comm:g}" for comm in COMMS),
-        "formula",
-        "bound",
-        "peak",
-    ]
-    rows = []
-    for ranks, microbatches in SIZES:
-        for value in TABLED.get(word, ()) or (None,):
-            shape = {
-                "ranks": ranks,
-                "microbatches": microbatches,
-                **({} if value is None else {word: value}),
-            }
-            schedule = make(name, **shape)
-            timelines = [simulate(schedule, UnitCost(comm=comm)) for comm in COMMS]
-            mine = (
-                [str(default_of(name, ranks) if value is None else value)]
-                if word
-                else []
-            )
-            times = [
-                f"{timeline.makespan:.5g} ({timeline.bubble:.1%})"
-                for timeline in timelines
-            ]
-            bound = f"{lower_bound(schedule, UnitCost()):.5g}"
-            found = [*times, by_formula(name, shape), bound, peak_of(timelines[0])]
-            rows.append([str(ranks), str(microbatches), *mine, *found])
-    return f"{table(heads, rows)}\n\n{MEASURED}"
 
 
 def compared_table() -> str:
     """A table with one row per schedule, all at the same size."""
-    heads = [
-        "schedule",
-        "shape",
-        "idle time",
-        "peak",
-        f"bubble at P={NORM['ranks']}, M={NORM['microbatches']}",
-        f"peak at P={NORM['ranks']}, M={NORM['microbatches']}",
-        "weights",
-        "paper",
-    ]
+    heads = ["schedule", "idle", "peak", "bubble", "peak at 8, 16", "weights"]
     rows = []
-    for name, facts in FACTS.items():
-        shape, timeline = (
-            compared(name),
-            simulate(make(name, **NORM, **compared(name)), UnitCost()),
-        )
-        most, star = (
-            "" if facts.exact else "≤\u00a0",
-            "" if facts.when == "True" else "*",
-        )
+    for name, of in FACTS.items():
+        shape = compared(name)
+        timeline = simulate(make(name, **NORM, **shape), UnitCost())
+        most = "" if of.exact else "≤\u00a0"
+        star = "" if of.when == "True" else "*"
         rows.append(
             [
-                f"[{name}]({name}.md)",
-                " ".join(f"{word}={value}" for word, value in shape.items()),
-                f"{most}{written(facts.idle)}{star}" if facts.idle else "-",
-                f"{most}{written(facts.peak)}{star}",
+                f"[{write_shape(name, shape)}](#{name})",
+                f"{most}{written(of.idle)}{star}" if of.idle else "-",
+                f"{most}{written(of.peak)}{star}",
                 f"{timeline.bubble:.1%}",
-                peak_of(timeline),
-                str(facts.weights),
-                paper(name, short=True),
+                f"{float(timeline.peak_activations.max()):g}",
+                str(of.weights),
             ]
         )
-    return f"{table(heads, rows)}\n\n{COMPARES.format(**NORM)}"
+    return table(heads, rows)
 
 
-def paper(name: str, short: bool = False) -> str:
-    """The authors with a link to the paper. If `short`, the names are the link."""
-    form = (
-        r"[\1](https://arxiv.org/abs/\2)"
-        if short
-        else r"\1, [arXiv \2](https://arxiv.org/abs/\2)"
+def paper(name: str) -> str:
+    """The authors, as a link to the paper."""
+    return re.sub(
+        r"(.+), arXiv (\d{4}\.\d{5})",
+        r"[\1](https://arxiv.org/abs/\2)",
+        FACTS[name].paper,
     )
-    return re.sub(r"(.+), arXiv (\d{4}\.\d{5})", form, FACTS[name].paper)
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -301,23 +205,6 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     )
 
 
-def peak_of(timeline: Timeline) -> str:
-    """The activations of the fullest rank."""
-    return f"{float(timeline.peak_activations.max()):g}"
-
-
-# ---------------------------------------------------------------- shapes and commands
-def own_word(name: str) -> str:
-    """The name of a schedule's third shape parameter, or '' if it has only two."""
-    return next(iter(shape_of(name)[2:]), "")
-
-
-def default_of(name: str, ranks: int) -> int:
-    """The number of parts that `skip` leaves out by default."""
-    schedule = make(name, ranks=ranks, microbatches=1)
-    return schedule.parts - len(schedule.microbatches[0].path)
-
-
 def drawn(name: str) -> Shape:
     """The shape in which a schedule is drawn."""
     return DRAWN.get(name, {"ranks": 4, "microbatches": 8})
@@ -326,16 +213,6 @@ def drawn(name: str) -> Shape:
 def compared(name: str) -> Shape:
     """The shape parameters with which a schedule enters the comparison, beside its size."""
     return {word: value for word, value in COMPARED.items() if word in shape_of(name)}
-
-
-def command(verb: str, name: str, shape: Shape) -> str:
-    """A command line that the reader can type."""
-    return " ".join(
-        [
-            f"penstock {verb} {name}",
-            *(f"--{word} {value}" for word, value in shape.items()),
-        ]
-    )
 
 
 # ---------------------------------------------------------------- parts of hand-written pages
@@ -363,6 +240,23 @@ def file_tables() -> str:
     return "\n\n".join(["# All files", *sections])
 
 
+def options() -> str:
+    """The page of all commands, with the options of each."""
+    commands = {name: load(name) for name in COMMANDS}
+    sections = [
+        f"## penstock {name}\n\n{command.help}\n\n"
+        + table(["option", "meaning"], list(map(option_row, command.params)))
+        for name, command in commands.items()
+    ]
+    return "\n\n".join(["# All options", *sections])
+
+
+def option_row(one: Parameter) -> list[str]:
+    """How an option is written, and its help."""
+    names = ", ".join(f"`{word}`" for word in [*one.opts, *one.secondary_opts])
+    return [names, " ".join((getattr(one, "help", "") or "").split())]
+
+
 def file_row(file: Path) -> list[str]:
     """A link to a source file, with its number in the reading order, and its first sentence."""
     inside = file.relative_to(PACKAGE).as_posix()
@@ -383,9 +277,11 @@ def first_sentence(file: Path) -> str:
 def with_output(text: str) -> str:
     """The page with fresh output below each `$ penstock ...` of its console blocks.
 
-    All commands of a page run in one folder, which is empty at first.
+    All commands of a page run in one folder, which has the examples. A line `...` in what is shown stands for
+    lines that are left out: as many lines as now stay above and below it.
     """
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").symlink_to(ROOT / "examples")
         return re.sub(
             r"(?<=^```console\n).*?(?=^```$)",
             lambda block: _ran(block[0], Path(folder)),
@@ -398,26 +294,45 @@ def _ran(block: str, folder: Path) -> str:
     parts = re.split(r"^\$ (.+)\n", block, flags=re.M)
     shown = parts[0]
     for line, output in zip(parts[1::2], parts[2::2], strict=True):
-        printed = run(line, folder) if line.startswith("penstock ") else output
+        printed = output
+        if line.startswith("penstock "):
+            printed = shortened(output, run(line, folder))
         shown += f"$ {line}\n{printed}"
     return shown
 
 
+def shortened(shown: str, printed: str) -> str:
+    """What a command printed, with as many lines around a line `...` as are shown.
+
+    >>> shortened("a\\n...\\n", "1\\n2\\n3\\n4\\n")
+    '1\\n...\\n'
+    """
+    lines = shown.splitlines(keepends=True)
+    if CUT not in lines:
+        return printed
+    above = lines.index(CUT)
+    below = len(lines) - above - 1
+    fresh = printed.splitlines(keepends=True)
+    return "".join([*fresh[:above], CUT, *fresh[len(fresh) - below :]])
+
+
 def run(line: str, folder: Path) -> str:
-    """The output of a command, without trailing spaces and without empty lines around it.
+    """What a command prints to stdout, without trailing spaces and without empty lines around it.
 
     The command runs in a fork of this process, which has most of penstock loaded.
     """
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            become(shlex.split(line, comments=True)[1:], folder, output.fileno())
+            words = shlex.split(line, comments=True)[1:]
+            become(words, folder, output.fileno(), errors.fileno())
         _, status = os.waitpid(pid, 0)
-        output.seek(0)
-        printed = output.read().decode("utf-8")
+        for file in (output, errors):
+            file.seek(0)
+        printed, told = (file.read().decode("utf-8") for file in (output, errors))
     if status != 0:
-        raise SystemExit(f"{line}\n{printed}")
+        raise SystemExit(f"{line}\n{printed}{told}")
     lines = [text.rstrip() for text in printed.splitlines()]
     while lines and not lines[0]:
         del lines[0]
@@ -426,14 +341,14 @@ def run(line: str, folder: Path) -> str:
     return "".join(f"{text}\n" for text in lines)
 
 
-def become(words: list[str], folder: Path, output: int) -> NoReturn:
+def become(words: list[str], folder: Path, output: int, errors: int) -> NoReturn:
     """Run a command line, given without `penstock`, in this process, and end the process."""
     code = 1
     try:
         os.chdir(folder)
         os.environ.update({"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"})
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-            os.dup2(output, number)
+            os.dup2((output, errors)[number - 1], number)
             stream.reconfigure(encoding="utf-8")
         sys.argv = ["penstock", *words]
         cli = importlib.import_module("penstock.cli.app")  # it reads the environment
@@ -459,8 +374,8 @@ SCALE = 40.0  # pixels per unit of time in the overview
 def picture(name: str) -> str:
     """A schedule as `penstock draw` draws it."""
     shape = drawn(name)
-    extra = [f"{word}={value}" for word, value in shape.items() if word not in NORM]
-    return svg(simulate(make(name, **shape), UnitCost()), " ".join([name, *extra]))
+    own = {word: value for word, value in shape.items() if word not in NORM}
+    return svg(simulate(make(name, **shape), UnitCost()), write_shape(name, own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,12 +462,7 @@ def strip(title: str, name: str, shape: Shape) -> Strip:
 
 # ---------------------------------------------------------------- writing
 def strays(made: dict[Path, str]) -> list[Path]:
-    """Pages and pictures that neither this script nor a benchmark writes any more."""
-    present = [
-        *(DOCS / "schedules").glob("*"),
-        *(DOCS / "images").glob("*"),
-        *(DOCS / "prose").glob("*"),
-    ]
+    """Pictures that neither this script writes nor a page of results shows."""
     results = [
         page.read_text(encoding="utf-8") for page in (DOCS / "results").glob("*.md")
     ]
@@ -561,8 +471,7 @@ def strays(made: dict[Path, str]) -> list[Path]:
         for text in results
         for name in re.findall(r"\]\(\.\./images/([^)]+)\)", text)
     }
-    known = {*made, *linked, *(DOCS / "prose" / f"{name}.md" for name in REGISTRY)}
-    return sorted(path for path in present if path not in known)
+    return sorted({*(DOCS / "images").glob("*")} - {*made} - linked)
 
 
 def words(text: str) -> str:
@@ -593,7 +502,7 @@ def main() -> int:
             path.write_text(made[path], encoding="utf-8", newline="\n")
     extra = strays(made)
     for path in extra:
-        sys.stdout.write(f"stray {path.relative_to(ROOT)}: no schedule of that name\n")
+        sys.stdout.write(f"stray {path.relative_to(ROOT)}: no page shows it\n")
     return int(bool(extra or (check and stale)))
 
 

@@ -25,9 +25,9 @@ import build
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "pages"
 TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+OTHER_PAGES = ("benchmarks/README.md", "notes/log.md")
 COPIED = (".md", ".svg", ".json")  # kinds of files in docs/ that belong to the site
 EXTRAS = ("website.css", "iframe-worker.js")
-NOT_COPIED = "prose"  # its text is part of the pages of the schedules
 LANGUAGES = {".py": "python", ".sbatch": "bash"}
 LINK = re.compile(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.S | re.M)
@@ -46,17 +46,18 @@ def lay_out() -> None:
             shutil.copyfile(file, target)
     for name in EXTRAS:
         shutil.copyfile(ROOT / "docs" / name, PAGES / name)
-    every_file = ROOT / "docs" / "files.md"  # in the site only
-    text = with_source_links(build.file_tables(), every_file)
-    (PAGES / "docs" / every_file.name).write_text(text + "\n", encoding="utf-8")
+    for name, text in (("files", build.file_tables()), ("options", build.options())):
+        page = ROOT / "docs" / f"{name}.md"  # in the site only
+        (PAGES / "docs" / page.name).write_text(
+            with_source_links(text, page) + "\n", encoding="utf-8"
+        )
 
 
 def site_files() -> list[Path]:
     """Every file of the repository that goes into the site as it is."""
-    pages = [ROOT / name for name in TOP_PAGES]
+    pages = [ROOT / name for name in (*TOP_PAGES, *OTHER_PAGES)]
     found = sorted((ROOT / "docs").rglob("*"))
-    copied = [file for file in found if file.suffix in COPIED]
-    return pages + [file for file in copied if file.parent.name != NOT_COPIED]
+    return pages + [file for file in found if file.suffix in COPIED]
 
 
 def with_source_links(text: str, page: Path) -> str:

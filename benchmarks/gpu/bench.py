@@ -1,26 +1,27 @@
 """What the benchmarks on one GPU share: the stages of a rank, a step of ours, a step of torch's, and a clock.
 
-Every script runs in a testbed, so that the ranks share the GPU side by side:
+Most scripts run in a testbed, so that the ranks share the GPU side by side:
 
-    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --out schedules.json
+    penstock testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
 
-Without a GPU, `--dry` runs a script on CPU workers with small sizes. That tests the script and measures nothing.
+Without a GPU, `--quick` runs a script on CPU workers with small sizes. That tests the script and measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
 import torch
+from harness import say
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -29,7 +30,15 @@ from penstock.cost import Profile
 from penstock.measure.links import gather_rows as rows_of_all
 from penstock.measure.links import settle
 from penstock.models import LlamaConfig, even_partition, token_loss
-from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
+from penstock.runtime import (
+    Batch,
+    Comm,
+    CudaTape,
+    Executor,
+    batch_of,
+    run_threads,
+    spawn,
+)
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.torch_internals import recording_bytes, schedule_runtime
 from penstock.train.before.profile import ProfileRequest, measure_request
@@ -64,30 +73,28 @@ DRY = Size(
 )
 
 
-def arguments(about: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="file for the results, as JSON")
-    parser.add_argument(
-        "--dry",
-        action="store_true",
-        help="small, on CPU workers: tries the script, measures nothing",
-    )
-    return parser
+def size_of(given: Namespace, layers: int, tokens: int = 1024) -> Size:
+    """The model with so many layers; a tiny one on a CPU if it is to be quick."""
+    return DRY if given.quick else replace(REAL.with_layers(layers), tokens=tokens)
 
 
-def write(out: Path | None, found: dict[str, Any]) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(found))
+def on_ranks(
+    given: Namespace, work: Callable[..., Any], *args: Any, threads: bool = True
+) -> Any:
+    """Run all ranks, and return what the first one found.
+
+    If it is to be quick, there are two on a CPU: threads, or processes where torch's own runtime needs them.
+    """
+    if given.quick and threads:
+        return run_threads(2, lambda comm: work(comm, *args))[0]
+    ranks, backend = (2, "gloo") if given.quick else (given.ranks, "penstock_ipc")
+    return spawn(ranks, work, *args, patience=400.0, backend=backend)[0]
 
 
 def note(comm: Comm, text: str) -> None:
     """A line from the first rank."""
     if comm.rank == 0:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+        say(text)
 
 
 def free_memory(device: str) -> None:
@@ -266,29 +273,6 @@ def _all_first(schedule: Schedule) -> bool:
     return lane == sorted(lane, reverse=True)
 
 
-def warm(stages: dict[int, nn.Module], size: Size) -> None:
-    """Every kernel once, while no stream waits for anybody: CUDA loads a kernel only when none does."""
-    for part in stages.values():
-        for split in (False, True):
-            x: Tensor = torch.randn(
-                1, size.tokens, size.config.width, device=size.device, dtype=size.dtype
-            )
-            words = torch.zeros(1, size.tokens, device=size.device, dtype=torch.int64)
-            x = words if part.first else x.requires_grad_()
-            y = part(x)
-            loss = (
-                token_loss(y, words)
-                if y.shape[-1] == size.config.vocab
-                else y.float().sum()
-            )
-            if split and x.requires_grad:
-                torch.autograd.grad(loss, [x, *part.parameters()], allow_unused=True)
-            else:
-                loss.backward()
-        part.zero_grad(set_to_none=True)
-    settle(size.device)
-
-
 def clocked(
     comm: Comm, step: Step, stages: dict[int, nn.Module], size: Size
 ) -> tuple[float, float]:
@@ -330,11 +314,3 @@ def rings(comm: Comm) -> int:
     """Bytes of this rank's rings, which torch does not count."""
     group = getattr(comm, "world", None)
     return group.held if isinstance(group, IpcGroup) else 0
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Median and quartiles."""
-    if len(values) < 4:
-        return statistics.median(values), min(values), max(values)
-    low, middle, high = statistics.quantiles(values, n=4)
-    return middle, low, high

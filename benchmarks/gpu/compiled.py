@@ -4,6 +4,8 @@
     python benchmarks/gpu/compiled.py --part alone --model 1b --out alone-1b.json
     python benchmarks/gpu/compiled.py --part alone --model wide --out alone-wide.json
     penstock testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
+    python benchmarks/gpu/compiled.py --kept        puts the tables of docs/results/h200 into docs/results/gpu.md
+    python benchmarks/gpu/compiled.py --quick       both parts on a CPU with tiny sizes; writes nothing
 
 `alone` is one process: a plain loop over micro-batches with torch.compile on the whole model, and our runtime with
 compiled stages, recorded and not, and unrecorded with plain autocast instead of weights that are cast once in a step.
@@ -19,29 +21,40 @@ Steps of all candidates alternate, and ratios are taken within a round.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from bench import (
     DRY,
-    REAL,
     Ours,
     Size,
     Step,
     Torchs,
-    arguments,
     clocked,
     free_memory,
     gathered,
     memory,
     note,
-    quartiles,
+    on_ranks,
+    size_of,
     stages_of,
+)
+from harness import (
+    Found,
+    Row,
+    Script,
+    alternate,
+    kept,
+    quartiles,
+    ratios,
+    say,
+    table,
+    words,
     write,
 )
 from torch import Tensor, nn
@@ -61,37 +74,24 @@ from penstock.runtime import (
     batch_of,
     compile_stage,
     run_threads,
-    spawn,
 )
 from penstock.runtime.proof import warm_up
 from penstock.sim.simulate import own_cost
 from penstock.torch_internals import recording_bytes
 
 SEQUENCES = 16  # of a step
-MODELS = {
-    "200m": (
-        LlamaConfig(
-            vocab=32_000, width=1024, layers=10, heads=16, kv_heads=16, inner=2816
-        ),
-        (4, 1),
-    ),
-    "1b": (
-        LlamaConfig(
-            vocab=32_000, width=2048, layers=18, heads=16, kv_heads=16, inner=5632
-        ),
-        (8,),
-    ),
-    "wide": (
-        LlamaConfig(
-            vocab=32_000, width=4096, layers=4, heads=32, kv_heads=32, inner=11264
-        ),
-        (4,),
-    ),
+
+
+def llama(width: int, layers: int, inner: int) -> LlamaConfig:
+    heads = 16 if width < 4096 else 32
+    return LlamaConfig(32_000, width, layers, heads, heads, inner)
+
+
+MODELS: dict[str, tuple[LlamaConfig, tuple[int, ...]]] = {  # with micro-batches
+    "200m": (llama(1024, 10, 2816), (4, 1)),
+    "1b": (llama(2048, 18, 5632), (8,)),
+    "wide": (llama(4096, 4, 11264), (4,)),
 }
-DRY_MODEL = (
-    LlamaConfig(vocab=97, width=32, layers=2, heads=2, kv_heads=2, inner=48),
-    (2, 1),
-)
 PIPELINES: dict[str, tuple[str, dict[str, int]]] = {
     "1f1b": ("1f1b", {}),
     "hanayo W=2": ("hanayo", {"waves": 2}),
@@ -108,34 +108,21 @@ DEPTH = 4  # layers of a rank
 COLD = 3  # steps of each candidate that are not counted
 
 
-@dataclass(frozen=True)
-class Options:
-    """What one run does."""
-
-    rounds: int
-    seconds: float  # nothing new is begun after so many
-    compiler: str
-    out: Path | None
-    device: str
-    names: tuple[str, ...] = ()
-    candidates: tuple[str, ...] = CANDIDATES
-
-
 # ---------------------------------------------------------------- one process
 class Alone:
     """A model with its own weights and optimizer, one of the candidates for one process."""
 
     def __init__(
-        self, config: LlamaConfig, tokens: Tensor, count: int, options: Options
+        self, config: LlamaConfig, tokens: Tensor, count: int, given: argparse.Namespace
     ) -> None:
         torch.manual_seed(0)
-        with torch.device(options.device):
+        with torch.device(given.device):
             self.model = Llama(config)
-        on_gpu = options.device == "cuda"
+        on_gpu = given.device == "cuda"
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-4, fused=on_gpu
         )
-        self.options = options
+        self.given = given
         self.microbatches = list(tokens.chunk(count))
         self.step: Callable[[], float] = self.loop
 
@@ -157,13 +144,13 @@ class Alone:
         def loss(x: Tensor) -> Tensor:
             return token_loss(model(x), x)
 
-        self.loss = torch.compile(loss, backend=self.options.compiler)
+        self.loss = torch.compile(loss, backend=self.given.compiler)
 
     def loop(self) -> float:
-        total = torch.zeros((), device=self.options.device)
+        total = torch.zeros((), device=self.given.device)
         valid = sum(x.numel() for x in self.microbatches)
         for x in self.microbatches:
-            with torch.autocast(self.options.device, torch.bfloat16):
+            with torch.autocast(self.given.device, torch.bfloat16):
                 loss = self.loss(x) / valid
             loss.backward()
             total += loss.detach()
@@ -175,7 +162,7 @@ class Alone:
 
         A step casts the weights once, or without `casts` autocast does so for every micro-batch.
         """
-        compiler = self.options.compiler
+        compiler = self.given.compiler
         config = self.model.config
         stage = compile_stage(split(self.model, [config.layers])[0], compiler)
         schedule = make("1f1b", ranks=1, microbatches=len(self.microbatches))
@@ -185,7 +172,7 @@ class Alone:
             comm,
             ChunkedLoss(CompiledLoss(token_loss, compiler), compiler=compiler),
             autocast=torch.bfloat16,
-            tape=CudaTape() if recorded and self.options.device == "cuda" else None,
+            tape=CudaTape() if recorded and self.given.device == "cuda" else None,
         )
         if not casts:
             executor.casts = None
@@ -193,33 +180,26 @@ class Alone:
         self.step = lambda: executor.step(batch).loss
 
 
-def run_alone(comm: Comm, name: str, options: Options, dry: bool) -> dict[str, Any]:
+def run_alone(comm: Comm, name: str, given: argparse.Namespace) -> Found:
     """All candidates of one model, for each number of micro-batches."""
     begin = time.perf_counter()
-    config, counts = DRY_MODEL if dry else MODELS[name]
-    length = 32 if dry else 1024
-    sequences = 4 if dry else SEQUENCES
+    config, counts, sequences, length = *MODELS[name], SEQUENCES, 1024
+    if given.device == "cpu":
+        small = DRY.with_layers(1)
+        config, counts, sequences, length = small.config, (1,), 2, small.tokens
     dice = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, config.vocab, (sequences, length), generator=dice)
-    tokens = tokens.to(options.device)
+    tokens = tokens.to(given.device)
     parameters = count_parameters(config)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for count in counts:
-        if time.perf_counter() - begin > options.seconds:
+        if time.perf_counter() - begin > given.seconds:
             say(f"no time for {count} micro-batches")
             continue
-        row = compare_alone(comm, config, tokens, count, options)
+        row = compare_alone(comm, config, tokens, count, given)
         rows.append({"model": name, "parameters": parameters, **row})
-        found = {"part": "alone", "rows": rows}
-        write(options.out, found)
+        write(given.out, {"part": "alone", "rows": rows})
         say(f"{name}, {count} micro-batches  [{time.perf_counter() - begin:.0f} s]")
-        for who, figures in row["candidates"].items():
-            say(
-                f"  {who:<10} {figures['tokens_per_second']:>10,.0f} tokens/s  "
-                f"{figures['peak_bytes'] / 1e9:6.2f} GB  loss {figures['loss']:.4f}  "
-                f"{figures['over_plain'][0]:.3f} times the plain loop, "
-                f"{1e3 * figures['kernel_seconds']:.1f} ms of kernels"
-            )
     return {"part": "alone", "rows": rows}
 
 
@@ -229,8 +209,12 @@ def count_parameters(config: LlamaConfig) -> int:
 
 
 def compare_alone(
-    comm: Comm, config: LlamaConfig, tokens: Tensor, count: int, options: Options
-) -> dict[str, Any]:
+    comm: Comm,
+    config: LlamaConfig,
+    tokens: Tensor,
+    count: int,
+    given: argparse.Namespace,
+) -> Row:
     """Steps of the candidates by turns, and the peak memory of each while the others are idle."""
     # Otherwise a second shape would be compiled for any shape, which is slower.
     torch.compiler.reset()
@@ -238,8 +222,8 @@ def compare_alone(
     held: dict[str, int] = {}  # bytes that a candidate holds between steps
     losses: dict[str, float] = {}
     for who in ("plain", "autocast", "ours", "recorded"):
-        before = allocated(options)
-        one = Alone(config, tokens, count, options)
+        before = allocated(given)
+        one = Alone(config, tokens, count, given)
         if who == "plain":
             one.compile_loop()
         else:
@@ -247,52 +231,56 @@ def compare_alone(
         began = time.perf_counter()
         for _ in range(COLD):
             losses[who] = one.run()
-        settle(options.device)
+        settle(given.device)
         say(f"  {who} runs, after {time.perf_counter() - began:.0f} s")
         candidates[who] = one
-        held[who] = allocated(options) - before
-    times: dict[str, list[float]] = {who: [] for who in candidates}
+        held[who] = allocated(given) - before
     peaks: dict[str, int] = {}
-    for _ in range(options.rounds):
-        for who, one in candidates.items():
-            settle(options.device)
-            base = allocated(options)
-            reset_peak(options)
-            began = time.perf_counter()
-            one.run()
-            settle(options.device)
-            times[who].append(time.perf_counter() - began)
-            peaks[who] = peak(options) - base + held[who]
-    if options.device == "cuda":
+
+    def turn(who: str) -> float:
+        settle(given.device)
+        base = allocated(given)
+        if given.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        candidates[who].run()
+        settle(given.device)
+        took = time.perf_counter() - began
+        most = torch.cuda.max_memory_allocated() if given.device == "cuda" else 0
+        peaks[who] = most - base + held[who]
+        return took
+
+    turns = {who: partial(turn, who) for who in candidates}
+    times = alternate(turns, given.rounds, cold=0)
+    if given.device == "cuda":
         peaks["recorded"] += recording_bytes()
     figures = {}
     for who, one in candidates.items():
         middle, low, high = quartiles(times[who])
-        over = [a / b for a, b in zip(times["plain"], times[who], strict=True)]
         figures[who] = {
             "seconds": [middle, low, high],
             "tokens_per_second": tokens.numel() / middle,
             "peak_bytes": peaks[who],
             "loss": losses[who],
-            "over_plain": quartiles(over),
-            "kernel_seconds": kernel_seconds(one, options),
+            "over_plain": quartiles(ratios(times["plain"], times[who])),
+            "kernel_seconds": kernel_seconds(one, given),
         }
     candidates.clear()
     del one
-    free_memory(options.device)
+    free_memory(given.device)
     return {"microbatches": count, "tokens": tokens.numel(), "candidates": figures}
 
 
-def kernel_seconds(one: Alone, options: Options) -> float:
+def kernel_seconds(one: Alone, given: argparse.Namespace) -> float:
     """The seconds in which the GPU runs a kernel during a step; 0 on a CPU.
 
     Kernels that overlap count once. The marks that torch's optimizers leave around their kernels do not count.
     """
-    if options.device != "cuda":
+    if given.device != "cuda":
         return 0.0
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         one.run()
-        settle(options.device)
+        settle(given.device)
     total = 0.0
     end = 0.0
     spans = sorted(
@@ -306,35 +294,21 @@ def kernel_seconds(one: Alone, options: Options) -> float:
     return total / 1e6
 
 
-def allocated(options: Options) -> int:
-    return int(torch.cuda.memory_allocated()) if options.device == "cuda" else 0
-
-
-def peak(options: Options) -> int:
-    return int(torch.cuda.max_memory_allocated()) if options.device == "cuda" else 0
-
-
-def reset_peak(options: Options) -> None:
-    if options.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+def allocated(given: argparse.Namespace) -> int:
+    return int(torch.cuda.memory_allocated()) if given.device == "cuda" else 0
 
 
 # ---------------------------------------------------------------- a pipeline
 def run_pipeline(
-    comm: Comm, size: Size, microbatches: int, options: Options
-) -> dict[str, Any]:
+    comm: Comm, size: Size, microbatches: int, given: argparse.Namespace
+) -> Found:
     """A rank: schedule after schedule."""
     begin = time.perf_counter()
     if size.device == "cpu":
         torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    for label in options.names or tuple(PIPELINES):
-        if time.perf_counter() - begin > options.seconds:
+    rows: list[Row] = []
+    for label in given.only or tuple(PIPELINES):
+        if time.perf_counter() - begin > given.seconds:
             note(comm, f"no time for {label}")
             continue
         name, shape = PIPELINES[label]
@@ -343,12 +317,12 @@ def run_pipeline(
         schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
         if schedule.parts > size.config.layers:
             continue  # too few layers for so many parts
-        row = compare_pipelines(comm, size, label, schedule, options)
+        row = compare_pipelines(comm, size, label, schedule, given)
         free_memory(size.device)
         rows.append(row)
         if comm.rank == 0:
             write(
-                options.out,
+                given.out,
                 {"part": "pipeline", "size": asdict(size.config), "rows": rows},
             )
         times = ", ".join(
@@ -359,27 +333,27 @@ def run_pipeline(
 
 
 def compare_pipelines(
-    comm: Comm, size: Size, label: str, schedule: Schedule, options: Options
-) -> dict[str, Any]:
+    comm: Comm, size: Size, label: str, schedule: Schedule, given: argparse.Namespace
+) -> Row:
     """Steps of torch's runtime and of ours by turns, on separate copies of the same weights."""
     machines: dict[str, Step] = {}
-    stages = {who: stages_of(schedule, comm, size) for who in options.candidates}
+    stages = {who: stages_of(schedule, comm, size) for who in given.candidates}
     ours: dict[str, Ours] = {}
-    for who in options.candidates:
+    for who in given.candidates:
         if who == "torch":
             continue
         for part in stages[who].values():
-            compile_stage(part, options.compiler)
+            compile_stage(part, given.compiler)
         one = Ours(schedule, stages[who], comm, size, recorded=who == "recorded")
         machines[who] = ours[who] = one
     # torch's runtime refuses compiled layers in split backwards.
     splits = any(action.op is Op.W for action in schedule.lanes[0])
     # Nor does it let micro-batches take different paths.
     paths = {microbatch.path for microbatch in schedule.microbatches}
-    if "torch" in options.candidates and not splits and len(paths) == 1:
+    if "torch" in given.candidates and not splits and len(paths) == 1:
         for part in stages["torch"].values():
             for layer in part.pieces_to_compile:  # type: ignore[union-attr]
-                layer.compile(backend=options.compiler)
+                layer.compile(backend=given.compiler)
         native = label == "1f1b"
         machines["torch"] = Torchs(schedule, stages["torch"], size, native=native)
     losses: dict[str, float] = {}
@@ -392,17 +366,20 @@ def compare_pipelines(
         for _ in range(COLD):
             losses[who] = clocked(comm, machines[who], stages[who], size)[1]
         note(comm, f"  {label}: {who} runs")
-    times = run_rounds(comm, machines, stages, size, options)
+    turns = {
+        who: lambda who=who: clocked(comm, machines[who], stages[who], size)[0]
+        for who in machines
+    }
+    times = alternate(turns, given.rounds, cold=0)
     peaks, reserved = measure_memory(comm, machines, stages, size)
-    last = options.candidates[-1]
+    last = given.candidates[-1]
     timeline = ours[last].timeline()
     row = {
         "name": label,
         "microbatches": len(schedule.microbatches),
         "times": {who: quartiles(values) for who, values in times.items()},
         "over_recorded": {
-            who: quartiles([a / b for a, b in zip(values, times[last], strict=True)])
-            for who, values in times.items()
+            who: quartiles(ratios(values, times[last])) for who, values in times.items()
         },
         "simulated": simulate(schedule, own_cost(timeline)).makespan,
         "bubble": timeline.bubble,
@@ -415,22 +392,6 @@ def compare_pipelines(
     ours.clear()
     stages.clear()
     return row
-
-
-def run_rounds(
-    comm: Comm,
-    machines: dict[str, Step],
-    stages: dict[str, dict[int, nn.Module]],
-    size: Size,
-    options: Options,
-) -> dict[str, list[float]]:
-    """Run steps by turns; return their times."""
-    times: dict[str, list[float]] = {who: [] for who in machines}
-    for _ in range(options.rounds):
-        for who, machine in machines.items():
-            took, _ = clocked(comm, machine, stages[who], size)
-            times[who].append(took)
-    return times
 
 
 def measure_memory(
@@ -475,53 +436,110 @@ def warm_alone(stages: dict[int, nn.Module], size: Size) -> None:
     settle(size.device)
 
 
-# ---------------------------------------------------------------- the command
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--part", choices=("alone", "pipeline"), required=True)
-    parser.add_argument("--model", choices=tuple(MODELS), default="200m")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=DEPTH, help="layers of a rank")
-    parser.add_argument("--microbatches", type=int, default=0, help="2P unless given")
-    parser.add_argument("--only", default="", help="comma-separated schedules")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=400.0)
-    parser.add_argument(
-        "--candidates",
-        default=",".join(CANDIDATES),
-        help="comma-separated, of a pipeline; run one by itself to see the memory that it reserves",
-    )
-    parser.add_argument("--compiler", default="", help="backend of torch.compile")
-    given = parser.parse_args()
-    options = Options(
-        2 if given.dry else given.rounds,
-        given.seconds,
-        given.compiler or ("aot_eager" if given.dry else "inductor"),
-        given.out.absolute() if given.out else None,
-        "cpu" if given.dry else "cuda",
-        tuple(filter(None, given.only.split(","))),
-        tuple(given.candidates.split(",")),
-    )
-    if given.part == "alone":
-        found = run_threads(
-            1, lambda comm: run_alone(comm, given.model, options, given.dry)
-        )[0]
-    else:
-        ranks = 2 if given.dry else given.ranks
-        size = DRY
-        if not given.dry:
-            size = replace(REAL.with_layers(given.depth * ranks), tokens=1024)
-        found = spawn(
-            ranks,
-            run_pipeline,
-            size,
-            given.microbatches or 2 * ranks,
-            options,
-            patience=400.0,
-            backend="gloo" if given.dry else "penstock_ipc",
-        )[0]
-    write(options.out, found)
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--part", choices=("alone", "pipeline"), default="alone")
+    flag("--model", choices=tuple(MODELS), default="200m")
+    flag("--ranks", type=int, default=8)
+    flag("--depth", type=int, default=DEPTH, help="layers of a rank")
+    flag("--microbatches", type=int, default=0, help="2P unless given")
+    flag("--only", type=words, default=(), help="comma-separated schedules")
+    flag("--candidates", type=words, default=CANDIDATES, help="of a pipeline")
+    flag("--rounds", type=int, default=8)
+    flag("--seconds", type=float, default=400.0)
+    flag("--compiler", default="inductor", help="backend of torch.compile")
+
+
+def measure(given: argparse.Namespace) -> Found:
+    given.device = "cpu" if given.quick else "cuda"
+    count = given.microbatches or 2 * given.ranks
+    if given.quick:
+        given.rounds, given.compiler, count = 1, "eager", 2
+        given.only = ("hanayo W=2", "zb-v")
+    found: Found = {}
+    if given.quick or given.part == "alone":
+        alone = run_threads(1, lambda comm: run_alone(comm, given.model, given))[0]
+        found = {"alone": alone["rows"], **alone}
+    if given.quick or given.part == "pipeline":
+        size = size_of(given, given.depth * given.ranks)
+        some = on_ranks(given, run_pipeline, size, count, given, threads=False)
+        found |= {"pipeline": some["rows"], **some}
+    return found
+
+
+def committed(folder: Path) -> Found:
+    """By table: the rows of the runs on one H200."""
+    sizes = ("200m", "1b", "wide")
+    return {
+        "alone": kept(folder, *(f"compiled-{size}.json" for size in sizes)),
+        "pipeline": kept(folder, "compiled-pipeline.json"),
+        "deep": kept(folder, "compiled-deep.json"),
+    }
+
+
+def tables(found: Found) -> dict[str, str]:
+    made = {}
+    if "alone" in found:
+        rows = found["alone"]
+        made["compiled: one process"] = table(
+            [
+                {**row, **row["candidates"][who], "who": who}
+                for row in rows
+                for who in NAMES
+            ],
+            {
+                "model": model_of,
+                "micro-batches": "{microbatches}",
+                "": lambda row: NAMES[row["who"]],
+                "tokens/s": "{tokens_per_second:,.0f}",
+                "over the plain loop": "{over_plain:.2f}",
+                "peak memory, GB": "{peak_bytes!G:.1f}",
+            },
+        )
+    columns = {
+        "schedule": "{name}",
+        "torch, ms": "{torch!m:.1f}",
+        "ours, ms": "{ours!m:.1f}",
+        "ours with CUDA graphs, ms": "{recorded!m:.1f}",
+        "torch over ours with graphs": "{over:.2f}",
+        "simulated, ms": "{simulated!m:.1f}",
+        "memory, GB": "{held!G:.2f}",
+        "with graphs, GB": "{held_recorded!G:.2f}",
+    }
+    for key, name in (("pipeline", "eight workers"), ("deep", "deep")):
+        if key in found:
+            made[f"compiled: {name}"] = table(map(pipeline_row, found[key]), columns)
+    return made
+
+
+NAMES = {
+    "plain": "plain loop",
+    "autocast": "ours, with plain autocast",
+    "ours": "ours",
+    "recorded": "ours, with CUDA graphs",
+}
+
+
+def model_of(row: Row) -> str:
+    """The parameters of a model, and its width if it has few wide layers."""
+    wide = ", width 4,096" if row["model"] == "wide" else ""
+    return f"{row['parameters'] / 1e6:,.0f} M{wide}"
+
+
+def pipeline_row(row: Row) -> Row:
+    """A row with the medians and the fullest ranks; torch has no zero-bubble schedules."""
+    middle = {who: row["times"].get(who, [None])[0] for who in CANDIDATES}
+    fullest = {who: max(some) for who, some in row["memory"].items()}
+    return {
+        **middle,
+        "name": row["name"],
+        "over": row["over_recorded"].get("torch"),
+        "simulated": row["simulated"],
+        "held": fullest["ours"],
+        "held_recorded": fullest["recorded"],
+    }
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, measure, tables, committed, True, options).main()

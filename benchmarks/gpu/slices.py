@@ -3,6 +3,8 @@
     penstock testbed --workers 8 -- python benchmarks/gpu/slices.py --profile profile.json     measures a layer first
     python benchmarks/gpu/slices.py --plan profile.json --plans plans/                         plans, anywhere
     penstock testbed --workers 8 -- python benchmarks/gpu/slices.py --plans plans/ --out slices.json
+    python benchmarks/gpu/slices.py --kept         puts the table of docs/results/h200 into docs/results/gpu.md
+    python benchmarks/gpu/slices.py --quick        all three on a CPU with tiny sizes; writes nothing
 
 The model is a Llama with 2 layers per rank in bfloat16. *Planned* are the best cuts for 1F1B or GPipe over slices;
 *composed* is the best combination that the planner knows (waves, split backwards, slices). Both come from a profile
@@ -12,28 +14,37 @@ are work, so slicing can gain at most (M + P - 1) / M.
 
 from __future__ import annotations
 
-import sys
+import argparse
+import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from bench import (
-    DRY,
-    REAL,
     Ours,
     Size,
-    arguments,
     clocked,
     free_memory,
     gathered,
     memory,
     note,
+    on_ranks,
     profile_of,
-    quartiles,
     rings,
+    size_of,
     stages_of,
+)
+from harness import (
+    RESULTS,
+    Found,
+    Row,
+    Script,
+    kept,
+    numbers,
+    quartiles,
+    say,
+    table,
     write,
 )
 
@@ -46,7 +57,7 @@ from penstock.plan.pricing import profile_question
 from penstock.plan.search import search
 from penstock.plan.space import Limits
 from penstock.plan.workload import profile_workload
-from penstock.runtime import Comm, spawn
+from penstock.runtime import Comm
 
 DEPTH, LENGTHS, EVEN = 2, (4096, 8192, 16384, 32768, 65536), (4, 8, 16)
 SIMPLE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
@@ -55,29 +66,15 @@ SLICES = 16  # at most
 SHORT = 16384  # longer ones take seconds a step: one round
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What one run does."""
-
-    size: Size
-    lengths: tuple[int, ...]
-    sequences: tuple[int, ...]
-    plans: Path | None
-    rounds: int
-    seconds: float
-    out: Path | None
-    recorded: bool = False
-
-
-def work(comm: Comm, setting: Setting) -> dict[str, Any]:
+def work(comm: Comm, given: argparse.Namespace) -> Row:
     """Length after length."""
     begin, rows = time.perf_counter(), []
-    for tokens in setting.lengths:
-        for count in setting.sequences:
+    for tokens in given.lengths:
+        for count in given.sequences:
             for label, schedule in variants(
-                comm.ranks, tokens, count, setting.plans
+                comm.ranks, tokens, count, given.plans
             ).items():
-                if time.perf_counter() - begin > setting.seconds:
+                if time.perf_counter() - begin > given.seconds:
                     continue
                 rows.append(
                     {
@@ -86,14 +83,14 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
                         "name": label,
                         **one(
                             comm,
-                            replace(setting.size, tokens=tokens),
+                            replace(given.size, tokens=tokens),
                             schedule,
-                            setting,
+                            given,
                         ),
                     }
                 )
                 if comm.rank == 0:
-                    write(setting.out, {"ranks": comm.ranks, "rows": rows})
+                    write(given.out, {"ranks": comm.ranks, "rows": rows})
                 row = rows[-1]
                 text = (
                     f"{1e3 * row['seconds']:.1f} ms, {max(row['memory']) / 1e9:.2f} GB"
@@ -123,21 +120,21 @@ def variants(
     return found
 
 
-def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[str, Any]:
+def one(comm: Comm, size: Size, schedule: Schedule, given: argparse.Namespace) -> Row:
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
     # Such a step takes ten seconds, and an action half a second.
     long = size.tokens > 2 * SHORT and schedule.slices == 1
-    recorded = setting.recorded and not long
+    recorded = given.graphs and not long
     ours = Ours(schedule, stages, comm, size, recorded)
     memory(comm, size)
     first, loss = clocked(comm, ours, stages, size)
     if not long:
         memory(comm, size)
     before = allocations(size)
-    rounds = 0 if long else setting.rounds if size.tokens <= SHORT else 1
+    rounds = 0 if long else given.rounds if size.tokens <= SHORT else 1
     times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)] or [first]
-    row: dict[str, Any] = {
+    row: Row = {
         "seconds": quartiles(times)[0],
         "spread": quartiles(times)[1:],
         "loss": loss,
@@ -208,63 +205,98 @@ def plan_all(
                 whole = simulate(
                     make("1f1b", ranks=ranks, microbatches=count), cost
                 ).makespan
-                sys.stdout.write(
-                    f"{tokens} x{count} {kind}: {name}, {best.makespan:.4g} s, whole {whole:.4g} s\n"
+                say(
+                    f"{tokens} x{count} {kind}: {name}, {best.makespan:.4g} s, whole {whole:.4g} s"
                 )
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--sequences", default="1,2")
-    parser.add_argument(
-        "--profile", type=Path, help="only measure a layer, into this file"
-    )
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        help="only plan, from this profile, into the folder of --plans",
-    )
-    parser.add_argument("--plans", type=Path, help="folder of plans")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument(
-        "--graphs", action="store_true", help="with recorded actions (CUDA graphs)"
-    )
-    given = parser.parse_args()
-    ranks = 2 if given.dry else given.ranks
-    size = DRY.with_layers(4) if given.dry else REAL.with_layers(DEPTH * ranks)
-    size = replace(
-        size, config=replace(size.config, vocab=min(size.config.vocab, 2048))
-    )
-    lengths = (64, 128) if given.dry else tuple(map(int, given.lengths.split(",")))
-    sequences = tuple(map(int, given.sequences.split(",")))
-    backend = "gloo" if given.dry else "penstock_ipc"
-    if given.plan:
-        plan_all(given.plan, given.plans, ranks, lengths, sequences)
-    elif given.profile:
-        at = replace(size, tokens=64 if given.dry else 16384)
-        given.profile.write_text(
-            spawn(ranks, profiled, at, 1, patience=120.0, backend=backend)[0]
-        )
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--ranks", type=int, default=8)
+    flag("--lengths", type=numbers, default=LENGTHS)
+    flag("--sequences", type=numbers, default=(1, 2))
+    flag("--profile", type=Path, help="only measure a layer, into this file")
+    flag("--plan", type=Path, help="only plan, from this profile, into --plans")
+    flag("--plans", type=Path, help="folder of plans")
+    flag("--rounds", type=int, default=4)
+    flag("--seconds", type=float, default=500.0)
+    flag("--graphs", action="store_true", help="with CUDA graphs")
+
+
+def measure(given: argparse.Namespace) -> Found:
+    size = size_of(given, DEPTH * given.ranks)
+    config = replace(size.config, vocab=min(size.config.vocab, 2048))
+    given.size = replace(size, config=config)
+    given.plans = given.plans and given.plans.absolute()
+    if not given.quick:
+        return measure_part(given)
+    with tempfile.TemporaryDirectory() as name:
+        given.lengths, given.sequences, given.rounds = (16,), (1,), 1
+        given.plans, given.profile = Path(name), Path(name) / "profile.json"
+        measure_part(given)
+        given.profile, given.plan = None, given.profile
+        measure_part(given)
+        given.plan = None
+        return measure_part(given)
+
+
+def measure_part(given: argparse.Namespace) -> Found:
+    """Measure a layer, or plan, or run."""
+    found: Found = {}
+    if given.profile:
+        at = replace(given.size, tokens=64 if given.quick else 16384)
+        given.profile.write_text(on_ranks(given, profiled, at, 1))
+    elif given.plan:
+        assert given.plans, "give the folder --plans"
+        ranks = 2 if given.quick else given.ranks
+        plan_all(given.plan, given.plans, ranks, given.lengths, given.sequences)
     else:
-        out = given.out.absolute() if given.out else None
-        plans = given.plans.absolute() if given.plans else None
-        setting = Setting(
-            size,
-            lengths,
-            sequences,
-            plans,
-            given.rounds,
-            given.seconds,
-            out,
-            given.graphs,
-        )
-        write(
-            given.out, spawn(ranks, work, setting, patience=120.0, backend=backend)[0]
-        )
+        found = on_ranks(given, work, given)
+    return found
+
+
+def tables(found: Found) -> dict[str, str]:
+    rows: list[Row] = []
+    for row in found.get("rows", ()):
+        count = row["sequences"]
+        known = {"speedup": 1.0, "makespan": None, "bubble": None} | row
+        if row["name"] == "whole":
+            whole = row["seconds"]
+        known |= {"speedup": whole / row["seconds"], "bound": (count + 7) / count}
+        rows.append(known | {"predicted": None, "error": None} | predicted(row))
+    columns = {
+        "slices": "{name}",
+        "tokens": "{tokens:,}",
+        "sequences": "{sequences}",
+        "step, ms": "{seconds!m:.0f}",
+        "speed-up": "{speedup:.2f}",
+        "at most": "{bound:.1f}",
+        "memory, GB": lambda row: f"{max(row['memory']) / 1e9:.2f}",
+        "idle": "{bubble:.1%}",
+        "pass, ms": "{makespan!m:.0f}",
+        "predicted, ms": "{predicted!m:.0f}",
+        "error": "{error:+.1%}",
+    }
+    return {"gpu/slices": table(rows, columns)} if rows else {}
+
+
+def predicted(row: Row) -> Row:
+    """What the committed profile predicts for a committed plan."""
+    kind = row["name"].partition(":")[0]
+    folder = RESULTS / "h200"
+    file = folder / "plans" / f"slices-{row['tokens']}-{row['sequences']}-{kind}.json"
+    if kind not in ("planned", "composed") or not file.exists():
+        return {}
+    cost = ProfileCost(read_profile(folder / "slices-profile.json"), row["tokens"])
+    seconds = simulate(read_plan(file).schedule, cost).makespan
+    return {"predicted": seconds, "error": seconds / row["makespan"] - 1}
+
+
+def committed(folder: Path) -> Found:
+    rows = kept(folder, "slices.json")
+    return {"rows": [row for row in rows if row["name"] not in ("4 equal", "8 equal")]}
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, measure, tables, committed, True, options).main()

@@ -1,6 +1,8 @@
 """Times a pipeline over both transports of one GPU: its memory (penstock_ipc), and NCCL through sockets.
 
     penstock testbed --workers 8 --backend nccl -- python benchmarks/gpu/transports.py --out transports.json
+    python benchmarks/gpu/transports.py --kept     puts the tables of docs/results/h200 into docs/results/nccl.md
+    python benchmarks/gpu/transports.py --quick    all once on two CPU workers over gloo; writes nothing
 
 Eight workers, each a share of one GPU, run the same recorded steps over `penstock_ipc` and over NCCL, with messages in
 float32 and in bfloat16. Weights are float32 and products bfloat16 (autocast), as `penstock train` has them. NCCL is
@@ -13,8 +15,7 @@ tried with three layouts of communicators:
 A step is compared with simulated ones: the mean times of its own actions, and the network as a profile measures it.
 `simulated` lets every message leave at once, and `in_order` lets the messages of a rank wait for each other, with the
 buffers between ranks (`penstock.sim.simulate`). `hop` is the time of a message on these links. For comparison, `lone`
-is the mean of many messages of this size between two ranks, `crowded` between all ranks, `busy` while all compute, too,
-and `summing` while all sum gradients.
+is the mean of many messages of this size between two ranks, and `summing` between all ranks while all sum gradients.
 
 These are the ends of the last actions. Replicas then still sum gradients, so the whole step is compared with
 `simulated_with_sums` and `in_order_with_sums`: the ends of the last sums, which send with the bandwidth that sums had
@@ -23,26 +24,32 @@ while all ranks summed.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isinf
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench import (
-    DRY,
-    REAL,
-    Size,
-    arguments,
     clocked,
     data,
     free_memory,
     note,
+    on_ranks,
+    size_of,
     stages_of,
+)
+from harness import (
+    Found,
+    Row,
+    Script,
+    kept,
+    table,
+    words,
     write,
 )
 from torch import nn
@@ -76,33 +83,15 @@ BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
 TIMED_STEPS = 5
 HOP_ROUNDS = 20
-# Work that lasts longer than the messages that are timed beside it: about 0.15 ms for two products on an eighth of
-# an H200.
-WORK_PRODUCTS = 100
-WORK_REPLAYS = 20
 # A sum that lasts longer than the messages beside it: about 0.2 s on eight workers.
 SUM_BYTES = 1 << 28
 DRY_SUM_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What one run does."""
-
-    size: Size
-    microbatches: int
-    rounds: int
-    names: tuple[str, ...]
-    layouts: tuple[str, ...]
-    dtypes: tuple[str, ...]  # of messages; if empty, those of the layout
-    seconds: float
-    timelines: bool  # write the times of all actions
-
-    def types_of(self, layout: str) -> tuple[str, ...]:
-        """The types of messages to try with a layout."""
-        if self.dtypes:
-            return self.dtypes
-        return tuple(TYPES) if layout in ("ipc", "one") else ("float32",)
+def types_of(given: argparse.Namespace, layout: str) -> tuple[str, ...]:
+    """The types of messages to try with a layout."""
+    usual = tuple(TYPES) if layout in ("ipc", "one") else ("float32",)
+    return given.dtypes or usual
 
 
 def use_layout(comm: ProcessComm, layout: str) -> None:
@@ -122,60 +111,41 @@ def use_layout(comm: ProcessComm, layout: str) -> None:
         comm.downward = other
 
 
-def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any]]:
+def work(comm: ProcessComm, given: argparse.Namespace, layout: str) -> list[Row]:
     """A rank: schedule after schedule, over one transport."""
     begin = time.perf_counter()
     use_layout(comm, layout)
-    device = torch.device(setting.size.device)
+    device = torch.device(given.size.device)
     network = measured_network(comm, every=False, device=device)
     took = 1e3 * float(network.latency)  # type: ignore[arg-type]
     rate = float(network.bandwidth) / 1e9  # type: ignore[arg-type]
     sums = float(network.sum_bandwidth) / 1e9  # type: ignore[arg-type]
     note(comm, f"{layout}: {took:.3f} ms, {rate:.2f} GB/s a link, {sums:.2f} in sums")
     rows = []
-    for label in setting.names:
-        for dtype in setting.types_of(layout):
-            if time.perf_counter() - begin > setting.seconds:
+    for label in given.only:
+        for dtype in types_of(given, layout):
+            if time.perf_counter() - begin > given.seconds:
                 note(comm, f"no time for {label}, {dtype}")
                 continue
-            row = one(comm, setting, network, label, dtype)
-            free_memory(setting.size.device)
+            row = one(comm, given, network, label, dtype)
+            free_memory(given.size.device)
             rows.append({"transport": layout, **row})
-            note(comm, f"  {describe(row)}  [{time.perf_counter() - begin:.0f} s]")
+            step, wanted = 1e3 * row["step"], 1e3 * row["in_order_with_sums"]
+            note(comm, f"  {label}, {dtype}: {step:.1f} ms, in order {wanted:.1f}")
     return rows
 
 
-def describe(row: dict[str, Any]) -> str:
-    """A line about a row."""
-    times = ", ".join(
-        f"{key} {1e3 * row[key]:.1f}"
-        for key in (
-            "step",
-            "makespan",
-            "simulated",
-            "in_order",
-            "simulated_with_sums",
-            "in_order_with_sums",
-            "free",
-        )
-    )
-    hops = ", ".join(
-        f"{key} {1e3 * row[key]:.2f}"
-        for key in ("hop", "lone_hop", "crowded_hop", "busy_hop", "summing_hop")
-    )
-    return (
-        f"{row['name']}, {row['messages']}: {times} ms; "
-        f"a message: {hops} ms; idle {row['bubble']:.1%}"
-    )
-
-
 def one(
-    comm: ProcessComm, setting: Setting, network: Network, label: str, dtype: str
-) -> dict[str, Any]:
+    comm: ProcessComm,
+    given: argparse.Namespace,
+    network: Network,
+    label: str,
+    dtype: str,
+) -> Row:
     """Steps of a schedule, and what the simulator makes of their actions."""
-    size = setting.size
+    size = given.size
     name, shape = SCHEDULES[label]
-    schedule = make(name, ranks=comm.ranks, microbatches=setting.microbatches, **shape)
+    schedule = make(name, ranks=comm.ranks, microbatches=given.microbatches, **shape)
     stages = stages_of(schedule, comm, size)
     for part in stages.values():
         part.float()
@@ -200,14 +170,12 @@ def one(
     hops = {
         "hop": float(network.latency) + message / float(network.bandwidth),  # type: ignore[arg-type]
         "lone_hop": mean_hop(comm, message, device, None, talking=2),
-        "crowded_hop": mean_hop(comm, message, device, None),
-        "busy_hop": mean_hop(comm, message, device, busy_work(device)),
         "summing_hop": mean_hop(comm, message, device, sum_work(comm, device)),
     }
     gradients = gradient_bytes(comm, schedule, stages)
     for _ in range(COLD):
         _, loss = clocked(comm, step, stages, size)
-    times = [clocked(comm, step, stages, size)[0] for _ in range(setting.rounds)]
+    times = [clocked(comm, step, stages, size)[0] for _ in range(given.rounds)]
     timelines: list[Timeline] = []
     for _ in range(TIMED_STEPS):
         measured = executor.step(batch, timed=True).timeline
@@ -235,7 +203,7 @@ def one(
             comm, executor.program, timeline, network, message, gradients, hops
         ),
     }
-    if setting.timelines:
+    if given.timelines:
         row["start"] = timeline.start.tolist()
         row["end"] = timeline.end.tolist()
     return row
@@ -330,28 +298,6 @@ def mean_hop(
     return float(total / count)
 
 
-def busy_work(device: torch.device) -> Callable[[], None] | None:
-    """A function that gives a GPU work for a while: products of the size of a layer's."""
-    if device.type != "cuda":
-        return None
-    x = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
-    up = torch.randn(1024, 2816, device=device, dtype=torch.bfloat16) / 32
-    down = torch.randn(2816, 1024, device=device, dtype=torch.bfloat16) / 53
-    for _ in range(2):
-        x @ up @ down
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(WORK_PRODUCTS):
-            x = x @ up @ down
-
-    def work() -> None:
-        for _ in range(WORK_REPLAYS):
-            graph.replay()
-
-    return work
-
-
 def sum_work(comm: ProcessComm, device: torch.device) -> Callable[[], Pending]:
     """A function that begins a sum of this rank with another one, and returns it."""
     groups = groups_that_sum(comm.ranks)
@@ -375,44 +321,108 @@ def exchange(comm: ProcessComm, payload: torch.Tensor, peer: int) -> None:
             comm.receive((len(payload),), payload.dtype, peer).wait()
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--only", default="", help="comma-separated schedules")
-    parser.add_argument("--layouts", default="ipc,one,direction,link")
-    parser.add_argument(
-        "--dtypes", default="", help="of messages: float32, bfloat16, or both"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of a transport, at most"
-    )
-    parser.add_argument(
-        "--timelines", action="store_true", help="write the times of all actions, too"
-    )
-    given = parser.parse_args()
-    ranks = 2 if given.dry else given.ranks
-    size = DRY if given.dry else replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
-    names = tuple(filter(None, given.only.split(","))) or tuple(SCHEDULES)
-    layouts = tuple(filter(None, given.layouts.split(",")))
-    dtypes = tuple(filter(None, given.dtypes.split(",")))
-    setting = Setting(
-        size,
-        2 * ranks,
-        given.rounds,
-        names,
-        layouts,
-        dtypes,
-        given.seconds,
-        given.timelines,
-    )
-    out: Path | None = given.out.absolute() if given.out else None
-    rows: list[dict[str, Any]] = []
-    for layout in ("ipc",) if given.dry else layouts:
-        backend = "gloo" if given.dry else BACKENDS.get(layout, "nccl")
-        rows += spawn(ranks, work, setting, layout, patience=90.0, backend=backend)[0]
-        write(out, {"ranks": ranks, "tokens": size.tokens, "rows": rows})
+# ---------------------------------------------------------------- the script
+def options(parser: argparse.ArgumentParser) -> None:
+    flag = parser.add_argument
+    flag("--ranks", type=int, default=8)
+    flag("--only", type=words, default=tuple(SCHEDULES), help="schedules")
+    flag("--layouts", type=words, default=("ipc", "one", "direction", "link"))
+    flag("--dtypes", type=words, default=(), help="of messages: float32, bfloat16")
+    flag("--rounds", type=int, default=7)
+    flag("--seconds", type=float, default=60.0, help="of a transport, at most")
+    flag("--timelines", action="store_true", help="keep the times of all actions")
+
+
+def measure(given: argparse.Namespace) -> Found:
+    given.size = size_of(given, DEPTH * given.ranks)
+    given.microbatches = 4 if given.quick else 2 * given.ranks
+    if given.quick:
+        given.only, given.rounds = ("1f1b", "chimera"), 1
+        return {"rows": on_ranks(given, work, given, "ipc", threads=False)}
+    rows: list[Row] = []
+    found: Found = {"ranks": given.ranks, "tokens": given.size.tokens, "rows": rows}
+    for layout in given.layouts:
+        backend = BACKENDS.get(layout, "nccl")
+        rows += spawn(given.ranks, work, given, layout, patience=90.0, backend=backend)[
+            0
+        ]
+        write(given.out, found)
+    return found
+
+
+def committed(folder: Path) -> Found:
+    """The runs on one H200; the rows with a star are from an earlier one on another machine."""
+    latest = kept(folder, "transports-8.json")
+    one = [row for row in latest if row["transport"] == "one"]
+    known = [_key(row) for row in one]
+    starred = [
+        {**row, "name": f"{row['name']} *"}
+        for row in kept(folder, "transports-8-earlier.json")
+        if _key(row) not in known and row["transport"] == "one"
+    ]
+    return {
+        "rows": sorted(one + starred, key=_key),
+        "four": sorted(kept(folder, "transports-4.json"), key=_key),
+    }
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    """What a row is about: in this order, those of a schedule stand together."""
+    return row["name"], row["transport"], row["messages"]
+
+
+def tables(found: Found) -> dict[str, str]:
+    names = {"ipc": "penstock_ipc", "one": "nccl", "direction": "nccl, two ways"}
+
+    def predicted(row: Row) -> float:
+        """Only over NCCL messages wait for each other."""
+        rule = "simulated" if row["transport"] == "ipc" else "in_order"
+        return float(row[f"{rule}_with_sums"])
+
+    columns = {
+        "schedule": "{name}",
+        "transport": lambda row: names.get(row["transport"], row["transport"]),
+        "messages": "{messages}",
+        "step, ms": "{step!m:.0f}",
+        "free": "{free!m:.0f}",
+        "simulated": "{simulated_with_sums!m:.0f}",
+        "in order": "{in_order_with_sums!m:.0f}",
+        "error": lambda row: f"{row['step'] / predicted(row) - 1:+.1%}",
+        "idle": "{bubble:.1%}",
+    }
+    made = {}
+    for key, name in (("rows", "transports: eight"), ("four", "transports: four")):
+        if key in found:
+            made[name] = table(found[key], columns)
+    nccl = [row for row in found.get("rows", ()) if row["transport"] == "one"]
+    for row in [row for row in nccl if _key(row)[::2] == ("chimera", "float32")]:
+        made["transports: messages"] = buffers(row)
+    return made
+
+
+def buffers(row: Row) -> str:
+    """How long messages of each size keep their ranks busy."""
+
+    def sender(row: Row) -> str:
+        return "until it arrives" if row["send"] is None else f"{1e3 * row['send']:.2f}"
+
+    rows = [
+        {
+            "KiB": size / 1024,
+            "way": row["latency"] + size / row["bandwidth"],
+            "send": send,
+            "receive": receive,
+        }
+        for size, send, receive in row["buffers"]
+    ]
+    columns = {
+        "message, KiB": "{KiB:,.0f}",
+        "way, ms": "{way!m:.2f}",
+        "sender, ms": sender,
+        "late receiver, ms": "{receive!m:.2f}",
+    }
+    return table(rows, columns)
 
 
 if __name__ == "__main__":
-    main()
+    Script(__doc__, measure, tables, committed, True, options).main()

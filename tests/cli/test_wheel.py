@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import shutil
@@ -43,7 +44,7 @@ def run(*words: object, cwd: Path, **more: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this checkout, built from a copy, as pip's build backend builds it."""
-    pytest.importorskip("setuptools", minversion="68")
+    pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(
         Path(penstock.__file__).parent,
@@ -66,6 +67,21 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     }
     assert {"penstock/view/page.js", "penstock/view/page.css"} <= files
     assert files <= set(ZipFile(wheel).namelist())
+
+
+def test_the_wheel_says_what_it_is_and_needs_no_torch(wheel: Path) -> None:
+    archive = ZipFile(wheel)
+    (name,) = [one for one in archive.namelist() if one.endswith("/METADATA")]
+    about = email.message_from_bytes(archive.read(name))
+    assert about["Author"] == "The Penstock authors"
+    assert about["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in about.get_all("Classifier")
+    assert about.get_payload().startswith("# Penstock")
+    needed = [Requirement(text) for text in about.get_all("Requires-Dist")]
+    plain = {one.name for one in needed if one.marker is None}
+    assert plain == {"numpy", "numba", "rich", "typer"}
+    extras = {"torch", "hf", "lora", "ray", "titan", "tensorboard", "wandb"}
+    assert extras <= set(about.get_all("Provides-Extra"))
 
 
 def test_the_installed_wheel_runs_in_an_environment_of_its_own(

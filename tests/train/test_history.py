@@ -147,6 +147,20 @@ def test_tensorboard_gets_every_figure(tmp_path):
     assert [event.step for event in found.Scalars("evaluation")] == [2]
 
 
+def test_without_tensorboard_one_line_says_that_there_are_no_event_files(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with caplog.at_level("INFO", "penstock"):
+        write(tmp_path, 0, row(1), row(2))
+    (line,) = caplog.messages
+    assert line.startswith("no event files for TensorBoard")
+    assert "penstock[tensorboard]" in line
+    assert [one.step for one in read_rows(tmp_path)] == [1, 2]
+    assert not (tmp_path / "tensorboard").exists()
+
+
 @pytest.mark.parametrize("line", ['{"step": "1"}', '{"loss": [1]}', "[]", "3"])
 def test_a_line_that_is_no_step_is_named(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n" * 2)

@@ -228,7 +228,10 @@ def _tensorboard(folder: Path, begin: int) -> Sink | None:
             warnings.simplefilter("ignore")  # TensorBoard's own warnings
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional
     except ImportError:
-        _log.info("TensorBoard is not installed: pip install tensorboard")
+        _log.info(
+            "no event files for TensorBoard, which is not installed: "
+            "pip install 'penstock[tensorboard]'"
+        )
         return None
     purge_step = begin + 1 if begin else None
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)

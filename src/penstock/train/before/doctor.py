@@ -95,7 +95,11 @@ def examine() -> Diagnosis:
         _backends(torch, count),
         _sharing(count),
         _compilers(torch, bool(gpus)),
-        _package("tensorboard", "the curves of a run in TensorBoard", INSTALL_TORCH),
+        _package(
+            "tensorboard",
+            "the curves of a run in TensorBoard",
+            "pip install 'penstock[tensorboard]'",
+        ),
         _package("safetensors", "checkpoints and exported models", INSTALL_TORCH, True),
         _package("tokenizers", "text as tokens of a tokenizer.json", INSTALL_HF),
         _package("transformers", "models from Hugging Face folders", INSTALL_HF),
