@@ -11,7 +11,12 @@ import torch
 
 import fuzz
 from fuzz import FAMILIES, FROZEN, ROPES, Verdict, draw_case, run_case, run_many
-from fuzz_modules import ModuleCase, draw_module_case, run_module_case
+from fuzz_modules import (
+    ModuleCase,
+    draw_module_case,
+    one_after_another,
+    run_module_case,
+)
 from penstock import REGISTRY
 from penstock.runtime import actions, backward
 
@@ -179,6 +184,15 @@ def test_a_buffer_that_is_updated_twice_is_found(monkeypatch):
         actions, "buffers_as_before", lambda *_: contextlib.nullcontext()
     )
     assert "the state of" in run_module_case(case).why
+
+
+def test_a_norm_of_two_layers_of_a_model_sees_one_micro_batch_after_another():
+    """As in one piece, where its moving averages would otherwise be others."""
+    cases = [draw_module_case(seed, "shared batch norm") for seed in range(60)]
+    models = [case for case in cases if case.family]
+    assert any(len(case.schedule.microbatches) > 1 for case in models)
+    assert all(one_after_another(case.schedule) for case in models)
+    assert not all(one_after_another(case.schedule) for case in cases)
 
 
 def test_a_kind_that_is_always_refused_is_reported():

@@ -276,6 +276,8 @@ class ComputedActions:
         piece = None if carries is None else carries.open(step)
         x = self.stage_input(step)
         kept = KeptForward(x, piece)
+        # A derivative that a forward itself asks for must not find the ledger of the action before.
+        record_in(None)
         if not self.data.training:
             y = self.apply(step, x, piece)
         elif step.value in self.stages.rests.idle:
