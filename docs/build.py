@@ -22,11 +22,14 @@ import sys
 import tempfile
 import traceback
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NoReturn
 
 from penstock import REGISTRY, Timeline, UnitCost, lower_bound, make, simulate
+from penstock.config import SECTIONS, Config, keys_by_section
+from penstock.formats.config_toml import AUTO_RATE, TABLES
+from penstock.formats.toml_text import table_text, value_text
 from penstock.schedules import shape_of
 from penstock.schedules.facts import FACTS
 from penstock.view import svg
@@ -78,6 +81,14 @@ star means that the formula holds for some P and M only; the page of the schedul
 for P = {ranks} and M = {microbatches} come from `penstock simulate` with the shape of the row. *Weights* counts the
 copies of the weights. `skip` leaves out work, so its row cannot be compared with the others."""
 
+SETTINGS = """\
+# Settings
+
+A config has {count} settings in eight sections. `penstock init` writes the usual ones, `penstock init --all` all of
+them; what a config leaves out comes from the preset that its first line names. `--set section.key=value` changes one on the
+command line, where a value needs no quotes: `--set optimizer.lr=3e-4 --set schedule.name=hanayo:waves=2,split`. A value
+with a shape is written as `name:key=value,...`. The defaults below are those of the preset `tiny`."""
+
 Shape = dict[str, int]
 
 
@@ -98,7 +109,31 @@ def pages() -> dict[Path, str]:
     ):
         text = path.read_text(encoding="utf-8")
         made[path] = with_output(text)
+    made[DOCS / "config.md"] = settings()
     return made
+
+
+def settings() -> str:
+    """The page of all settings."""
+    parts = [SETTINGS.format(count=sum(map(len, keys_by_section().values())))]
+    for name in SECTIONS:
+        section = getattr(Config(), name)
+        rows = [
+            [f"`{item.name}`", f"`{shown(name, item.name)}`", item.metadata["about"]]
+            for item in fields(section)
+        ]
+        sentence = (type(section).__doc__ or "").partition("\n")[0]
+        parts += [f"## [{name}]", sentence, table(["key", "default", "meaning"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(section: str, key: str) -> str:
+    """The default of a setting, as a config has it."""
+    if (section, key) == AUTO_RATE:
+        return value_text("auto")
+    value = getattr(getattr(Config(), section), key)
+    is_table = (section, key) in TABLES
+    return table_text(value) if is_table else value_text(value)
 
 
 def page(name: str) -> str:
