@@ -32,8 +32,9 @@ from click import Parameter
 
 from penstock import REGISTRY, UnitCost, make, simulate
 from penstock.cli.app import COMMANDS, load
-from penstock.config import Config
-from penstock.formats.toml_text import value_text
+from penstock.config import SECTIONS, Config, keys_by_section
+from penstock.formats.config_toml import AUTO_RATE, TABLES
+from penstock.formats.toml_text import table_text, value_text
 from penstock.schedules import shape_of
 from penstock.schedules.facts import FACTS
 from penstock.shaped import write_shape
@@ -103,33 +104,36 @@ def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
 
 
 def settings() -> str:
-    """The page with every key of a config: its default, and what it means."""
-    config = Config()
-    sections = []
-    for part in fields(config):
-        section = getattr(config, part.name)
+    """The page of all settings."""
+    parts = [SETTINGS.format(count=sum(map(len, keys_by_section().values())))]
+    for name in SECTIONS:
+        section = getattr(Config(), name)
         rows = [
-            [
-                f"`{item.name}`",
-                f"`{value_text(getattr(section, item.name))}`".replace("|", "\\|"),
-                item.metadata["about"].replace("|", "\\|"),
-            ]
+            [f"`{item.name}`", f"`{shown(name, item.name)}`", item.metadata["about"]]
             for item in fields(section)
         ]
-        heads = ["key", "default", "meaning"]
-        sections.append(f"## [{part.name}]\n\n{table(heads, rows)}")
-    return f"{SETTINGS}\n\n" + "\n\n".join(sections) + "\n"
+        sentence = (type(section).__doc__ or "").partition("\n")[0]
+        parts += [f"## [{name}]", sentence, table(["key", "default", "meaning"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def shown(section: str, key: str) -> str:
+    """The default of a setting, as a config has it."""
+    if (section, key) == AUTO_RATE:
+        return value_text("auto")
+    value = getattr(getattr(Config(), section), key)
+    is_table = (section, key) in TABLES
+    return table_text(value) if is_table else value_text(value)
 
 
 SETTINGS = """\
 # Settings
 
-<!-- written by docs/build.py -->
-
-A config is a TOML file with these sections. Every key has a default, so a config only has what you change: `penstock
-init config.toml` writes a short one, `penstock init --all` all keys. `--set SECTION.KEY=VALUE` changes a key for one
-command. A preset (`preset = "NAME"` in the first line of a config) changes the defaults of model, data and run. A
-wrong key is refused with the one that was probably meant."""
+A config has {count} settings in eight sections. `penstock init` writes the usual ones, `penstock init --all` all of
+them; what a config leaves out comes from the preset that its first line names. `--set section.key=value` changes one
+on the command line, where a value needs no quotes: `--set optimizer.lr=3e-4 --set
+schedule.name=hanayo:waves=2,split`. A value with a shape is written as `name:key=value,...`. The defaults below are
+those of the preset `tiny`."""
 
 
 # ---------------------------------------------------------------- formulas and tables

@@ -54,7 +54,7 @@ def test_the_version_is_that_of_the_installed_package(run):
         ("penstock train --set model.la", ["model.layers="]),
         ("penstock plan --gpu h2", ["h200"]),
         ("penstock train gp", ["gpt2"]),
-        ("penstock init --preset gp", ["gpt2"]),
+        ("penstock init --from gp", ["gpt2"]),
     ],
 )
 def test_a_shell_completes_commands_and_names(run, monkeypatch, line, words):

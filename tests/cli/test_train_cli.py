@@ -500,7 +500,7 @@ def test_a_plan_from_a_file_brings_its_own_ranks(here, name):
 
 
 def test_init_writes_a_config_that_is_read_back(here, text):
-    passed(here, "init mine.toml --preset gpt2 --set run.steps=7")
+    passed(here, "init mine.toml --from gpt2 --set run.steps=7")
     config = read_config(text / "mine.toml")
     assert config.run.steps == 7
     assert config.model == PRESETS["gpt2"].model

@@ -17,6 +17,7 @@ from penstock.config import (
     DataConfig,
     ModelConfig,
     check_config,
+    keys_by_section,
 )
 from penstock.errors import ConfigError, FileError, UnknownNameError
 from penstock.formats.config_toml import (
@@ -25,6 +26,7 @@ from penstock.formats.config_toml import (
     load_config,
     preset,
     read_config,
+    start_from,
     with_absolute_paths,
 )
 
@@ -197,3 +199,29 @@ def test_a_switch_may_be_written_with_and_without_quotes():
         assert config.run.compile == value
         assert load_config(dump_config(config)).run.compile == value
     assert load_config("", changes=["run.compile=true"]).run.compile == "true"
+
+
+def test_a_short_config_has_the_usual_settings_and_is_equal_to_the_whole_one():
+    for name in PRESETS:
+        config = preset(name)
+        text = dump_config(config, short=True)
+        assert load_config(text) == config
+        assert len([line for line in text.splitlines() if " = " in line]) == 20
+    changed = apply_changes(preset("gpt2"), ["run.seed=7"])
+    text = dump_config(changed, short=True)
+    assert "seed = 7" in text
+    assert load_config(text) == changed
+
+
+def test_a_config_that_starts_from_a_folder_has_its_path_in_place_of_sizes(tmp_path):
+    text = dump_config(start_from(str(tmp_path)), short=True)
+    assert f"path = {str(tmp_path)!r}".replace("'", '"') in text
+    assert "rank = 0" in text
+    assert "layers =" not in text
+    assert load_config(text).model.weights == str(tmp_path)
+    with pytest.raises(UnknownNameError, match="there is no preset 'gpt3'"):
+        start_from("gpt3")
+
+
+def test_there_are_no_more_settings_than_a_reader_can_take_in():
+    assert sum(map(len, keys_by_section().values())) <= 73

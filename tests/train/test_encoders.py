@@ -196,7 +196,8 @@ def test_a_planned_run_of_a_new_encoder(penstock, tmp_path):
     line = TRAIN.replace("model.path=start", "model.path=start/config.json")
     code, said = penstock(
         f"{line} --set data.document_mask=true --set schedule.name=auto "
-        "--set run.steps=1 --set run.checks=forecast,gradients,memory"
+        "--set run.steps=1 "
+        "--set run.checks=forecast,gradients,memory"
     )
     assert code == 0, said
     assert len(read_rows(tmp_path / "run")) == 1

@@ -22,7 +22,7 @@ from penstock.cli.terminal import (
     tell,
     write,
 )
-from penstock.config import check_config
+from penstock.config import DEFAULT_PRESET, check_config
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats import config_toml
 from penstock.train.after.report import (
@@ -104,20 +104,32 @@ def init_command(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = Path(
         "config.toml"
     ),
-    preset: Annotated[
-        str, typer.Option(help=f"{PRESET_NAMES}.", autocompletion=complete_model)
-    ] = "tiny",
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help=f"{PRESET_NAMES}; or a Hugging Face folder, to fine-tune its model.",
+            autocompletion=complete_model,
+        ),
+    ] = DEFAULT_PRESET,
+    whole: Annotated[
+        bool,
+        typer.Option("--all", help="Write all settings, not only the usual ones."),
+    ] = False,
     changes: ConfigChanges = None,
 ) -> None:
-    """Write a config with a comment on every value.
+    """Write a config with a comment on every value. What it leaves out comes from the preset that it names.
 
-    Example: penstock init config.toml --preset gpt2
+    Example: penstock init config.toml --from gpt2
     """
     if file.exists():
         raise FileError(f"{file} already exists\n  name another file")
-    changed = config_toml.apply_changes(config_toml.preset(preset), changes or [])
-    title = f"penstock train {file}; from the preset {preset}"
-    write(file, config_toml.dump_config(check_config(changed), title))
+    changed = config_toml.apply_changes(config_toml.start_from(source), changes or [])
+    checked = check_config(changed, counted=False)
+    title = f"penstock train {file}"
+    if not whole:
+        title += "; penstock init --all writes all settings"
+    write(file, config_toml.dump_config(checked, title, short=not whole))
 
 
 def export_command(

@@ -165,7 +165,7 @@ class ModelConfig:
     family: str = setting("llama", "model family: llama, gpt or bert")
     layers: int = setting(8, "number of layers", least=1, most=10_000)
     hidden_size: int = setting(64, "features of the hidden state", least=1)
-    heads: int = setting(4, "attention heads; they must divide width", least=1)
+    heads: int = setting(4, "attention heads; they must divide hidden_size", least=1)
     kv_heads: int = setting(
         4, "heads of keys and values (llama); they must divide heads", least=1
     )
@@ -276,11 +276,11 @@ class DataConfig:
     )
     document_mask: bool = setting(
         False,
-        "keep packed documents apart: a token attends to and predicts only its own document",
+        "intra-document attention mask: a token attends to and predicts only its own document",
     )
     mlm_probability: float = setting(
         0.15,
-        "share of the words that an encoder has to guess: 80% of them are masked, 10% are random words, 10% stay",
+        "MLM masking probability of an encoder: 80% of the chosen words are masked, 10% are random words, 10% stay",
         above=0,
         most=0.9,
     )
@@ -410,12 +410,12 @@ class ParallelConfig:
 
     devices: int = setting(
         0,
-        "processes to divide into copies and ranks; 0 takes ranks x copies",
+        "GPUs or processes in all; 0 takes pp x dp_replicate x dp_shard x tp",
         least=0,
     )
     pp: int = setting(
         4,
-        "ranks of one copy of the pipeline; 0 lets auto choose, or takes all devices",
+        "pipeline-parallel degree, the ranks of a pipeline; 0 lets auto choose, or takes all devices",
         least=0,
     )
     dp_replicate: int = setting(
@@ -423,12 +423,12 @@ class ParallelConfig:
     )
     dp_shard: int = setting(
         1,
-        "processes that divide a rank's weights between steps and train on different data (FSDP2)",
+        "processes that shard the weights of a rank and train on different data (FSDP2)",
         least=1,
     )
     tp: int = setting(
         1,
-        "processes that divide each layer's heads and features (DTensor); it must divide both",
+        "tensor-parallel degree (DTensor); it must divide heads and intermediate_size",
         least=1,
     )
 
@@ -525,10 +525,10 @@ class OptimizerConfig:
 class LoraConfig:
     """Adapters beside the matrices of a model that stays as it is (LoRA, with the library peft)."""
 
-    rank: int = setting(
-        0, "columns of the adapters; 0 trains the model itself", least=0
+    rank: int = setting(0, "LoRA rank (r); 0 trains the model itself", least=0)
+    alpha: float = setting(
+        16.0, "LoRA scaling: adapters count alpha / rank times", above=0
     )
-    alpha: float = setting(16.0, "adapters count alpha / rank times", above=0)
     targets: tuple[str, ...] = setting(
         (),
         "ends of the names of adapted matrices, such as q_proj; empty adapts all matrices of the layers",
@@ -554,8 +554,8 @@ class RunConfig:
     )
     comm_dtype: str = setting(
         "float32",
-        "type in which hidden states and their gradients travel between ranks: float32; bfloat16, which halves their "
-        "bytes and rounds them to 8 bits; or int8, with a quarter of the bytes and a scale for each token",
+        "p2p communication dtype, of hidden states and their gradients between ranks: float32; bfloat16, with half of "
+        "the bytes; or int8, with a quarter of them and a scale for each token",
     )
     recompute: str = setting(
         "none",
@@ -611,7 +611,9 @@ class RunConfig:
         "with a plain call), memory (refuse a run that needs more than this machine has); none leaves out all",
     )
     timeout: float = setting(
-        300.0, "seconds that a rank may wait for another one", above=0
+        300.0,
+        "communication timeout: seconds that a rank may wait for another one",
+        above=0,
     )
 
     @property

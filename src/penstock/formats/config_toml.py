@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -57,6 +57,15 @@ REPLACED_BY_PLAN = (
     *("schedule.name", "schedule.microbatches", "schedule.partition"),
     *("parallel.devices", "parallel.pp", "parallel.dp_replicate"),
 )
+# What `penstock init` writes.
+SIZES = ("model.family", "model.layers", "model.hidden_size", "model.heads")
+FROM_FOLDER = ("model.path", "lora.rank")
+FIRST_SETTINGS = (
+    *("data.sources", "data.tokenizer", "data.seq_len", "data.global_batch"),
+    *("data.validation", "parallel.devices", "schedule.name"),
+    *("optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay"),
+    *("run.folder", "run.steps", "run.precision", "run.eval_every", "run.save_every"),
+)
 KINDS = {
     "bool": "true or false",
     "int": "a whole number",
@@ -73,6 +82,13 @@ def preset(name: str) -> Config:
     if name not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
     return PRESETS[name]
+
+
+def start_from(source: str) -> Config:
+    """The config of a preset, or one that fine-tunes the model in a Hugging Face folder."""
+    if source in PRESETS or not Path(source).exists():
+        return preset(source)
+    return apply_changes(preset(DEFAULT_PRESET), [f"model.path={source}"])
 
 
 # ---------------------------------------------------------------- reading
@@ -369,20 +385,41 @@ def _absolute(value: Any, file_of: Callable[[str], str]) -> Any:
 
 
 def dump_config(
-    config: Config, title: str = "A Penstock run: penstock train config.toml"
+    config: Config,
+    title: str = "A Penstock run: penstock train config.toml",
+    short: bool = False,
 ) -> str:
-    """A config as commented TOML, from which `load_config` builds an equal config."""
+    """A config as commented TOML, from which `load_config` builds an equal config.
+
+    A short one has the settings that most runs change, and those that differ from the preset.
+    """
     start = f"preset = {value_text(config.preset)}"
     lines = [f"# {title}", f"{start:<32} # where values come from that are not in here"]
     for name in SECTIONS:
         section = getattr(config, name)
-        lines += ["", f"[{name}]"]
-        for item in fields(section):
-            held = getattr(section, item.name)
-            is_table = (name, item.name) in TABLES
-            value = table_text(held) if is_table else value_text(held)
-            if (name, item.name) == AUTO_RATE and not held:
-                value = value_text(AUTO)
-            assignment = f"{item.name} = {value}"
-            lines.append(f"{assignment:<32} # {item.metadata['about']}")
+        usual = getattr(PRESETS[config.preset], name)
+        written = [
+            _written(name, item, getattr(section, item.name))
+            for item in fields(section)
+            if not short
+            or f"{name}.{item.name}" in first_settings(config)
+            or getattr(section, item.name) != getattr(usual, item.name)
+        ]
+        lines += ["", f"[{name}]", *written] if written else []
     return "\n".join(lines) + "\n"
+
+
+def first_settings(config: Config) -> tuple[str, ...]:
+    """The settings that most runs change; a model that is in a folder has its own sizes."""
+    model = FROM_FOLDER if config.model.path else SIZES
+    return (*model, *FIRST_SETTINGS)
+
+
+def _written(section: str, item: Field[Any], held: Any) -> str:
+    """The line of a setting, with its meaning."""
+    is_table = (section, item.name) in TABLES
+    value = table_text(held) if is_table else value_text(held)
+    if (section, item.name) == AUTO_RATE and not held:
+        value = value_text(AUTO)
+    assignment = f"{item.name} = {value}"
+    return f"{assignment:<32} # {item.metadata['about']}"
