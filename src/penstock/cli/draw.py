@@ -105,7 +105,7 @@ def draw_command(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SCHEDULE]...",
+            metavar="SCHEDULE",
             help=SCHEDULE_HELP,
             autocompletion=complete_schedule,
         ),

@@ -50,9 +50,7 @@ RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 def train_command(
     source: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model
-        ),
+        typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model),
     ] = None,
     changes: ConfigChanges = None,
     resume: Annotated[
