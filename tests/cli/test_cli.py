@@ -175,17 +175,6 @@ def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
     assert "differs from that of the unsplit model by" in err
 
 
-def test_plan_prints_a_table_that_fits(run):
-    limits = "--memory 4mb --limit stages=2,slices=2"
-    code, out, _ = run(
-        f"plan --pp 4 --microbatches 8 {limits} --cost comm=0.05 --top 5"
-    )
-    assert code == 0
-    assert "bound: no plan of this space takes less than" in out
-    assert "not tried: skip" in out
-    assert all(len(line) <= 100 for line in out.splitlines())
-
-
 def test_check_says_that_a_single_rank_sends_nothing(run):
     code, out, _ = run("check gpipe --pp 1 --microbatches 2")
     assert code == 0
