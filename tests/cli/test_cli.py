@@ -15,8 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import REGISTRY, make
-from penstock.cli import old_words
-from penstock.cli.app import COMMANDS, load
+from penstock.cli.app import COMMANDS, OLD_COMMANDS, OLD_OPTIONS, load
 from penstock.cli.terminal import (
     PRESET_NAMES,
 )
@@ -235,12 +234,12 @@ def options_of(name: str) -> list[str]:
 
 
 def test_what_is_gone_is_refused_with_the_new_way(run):
-    assert not {*old_words.COMMANDS} & {*COMMANDS}
-    for name, instead in old_words.COMMANDS.items():
+    assert not {*OLD_COMMANDS} & {*COMMANDS}
+    for name, instead in OLD_COMMANDS.items():
         code, out, err = run(name)
         assert (code, out) == (2, "")
         assert instead in said(err)
-    for option, instead in old_words.OPTIONS.items():
+    for option, instead in OLD_OPTIONS.items():
         lacking = next(one for one in COMMANDS if option not in options_of(one))
         code, out, err = run(f"{lacking} {option}=3")
         assert (code, out) == (2, "")
