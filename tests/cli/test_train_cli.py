@@ -179,6 +179,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(  # noqa: PL
     assert "a sample" in capsys.readouterr().out
     _show_ending(folder, Verdict(12), whole=False)  # only a share of the model is here
     monkeypatch.delenv("FORCE_COLOR")
+    assert "a sample" not in capsys.readouterr().out
     assert not (folder / "sample.txt").exists()
     drawn = here("generate runs/config --prompt the --max-tokens 15 --temperature 0")
     assert drawn.out.startswith("the")
