@@ -179,7 +179,7 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
         ("--stages 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
         (
             "--microbatches 5",
-            "12 sequences cannot be dealt out evenly to 2 data nodes with 5",
+            "12 is not divisible by 2 data nodes with 5",
         ),
         ("--sums fast", "--sums is ring or planned, not 'fast'"),
         ("--cost b900", "b900"),

@@ -826,7 +826,7 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     (text / "hub" / "tokenizer.json").unlink()
     lost = here("train config.toml --dry-run --set model.weights=hub")
     assert lost.code == 2
-    assert "has 8 words, so it was not trained on bytes" in lost.err
+    assert "has a vocabulary of 8, so it was not trained on bytes" in lost.err
 
 
 # ---------------------------------------------------------------- sources that are not text
