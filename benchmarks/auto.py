@@ -328,7 +328,8 @@ def fixed_candidates(
 def name_of_rival(candidate: Candidate, names: Sequence[str]) -> str:
     """Return which rival a candidate is: hanayo+split waves=2 is hanayo waves=2."""
     base = candidate.name.removesuffix("+split")
-    for name in (base, title(base, candidate.shape)):
+    shape = (f"{word}={value}" for word, value in candidate.shape)
+    for name in (base, " ".join([base, *shape])):  # as the stored results spell them
         if name in names:
             return name
     return ""

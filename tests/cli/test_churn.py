@@ -150,7 +150,7 @@ def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text
     assert [row.loss for row in rows] == undisturbed(
         folder, text / "quiet", crews, len(rows)
     )
-    assert "mirrors" in (folder / "report.html").read_text()
+    assert "in-memory replicas" in (folder / "report.html").read_text()
 
 
 def test_a_worker_that_becomes_slow_gets_less_work_until_it_is_fast_again(text):

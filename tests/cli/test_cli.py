@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock import REGISTRY, make
-from penstock.cli import old_words
-from penstock.cli.app import COMMANDS, load
+from penstock.cli.app import COMMANDS, OLD_COMMANDS, OLD_OPTIONS, load
 from penstock.cli.terminal import (
     PRESET_NAMES,
 )
@@ -174,17 +173,6 @@ def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
     assert "differs from that of the unsplit model by" in err
 
 
-def test_plan_prints_a_table_that_fits(run):
-    limits = "--memory 4mb --limit stages=2,slices=2"
-    code, out, _ = run(
-        f"plan --pp 4 --microbatches 8 {limits} --cost comm=0.05 --top 5"
-    )
-    assert code == 0
-    assert "bound: no plan of this space takes less than" in out
-    assert "not tried: skip" in out
-    assert all(len(line) <= 100 for line in out.splitlines())
-
-
 def test_check_says_that_a_single_rank_sends_nothing(run):
     code, out, _ = run("check gpipe --pp 1 --microbatches 2")
     assert code == 0
@@ -245,12 +233,12 @@ def options_of(name: str) -> list[str]:
 
 
 def test_what_is_gone_is_refused_with_the_new_way(run):
-    assert not {*old_words.COMMANDS} & {*COMMANDS}
-    for name, instead in old_words.COMMANDS.items():
+    assert not {*OLD_COMMANDS} & {*COMMANDS}
+    for name, instead in OLD_COMMANDS.items():
         code, out, err = run(name)
         assert (code, out) == (2, "")
         assert instead in said(err)
-    for option, instead in old_words.OPTIONS.items():
+    for option, instead in OLD_OPTIONS.items():
         lacking = next(one for one in COMMANDS if option not in options_of(one))
         code, out, err = run(f"{lacking} {option}=3")
         assert (code, out) == (2, "")

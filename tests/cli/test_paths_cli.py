@@ -30,7 +30,7 @@ from penstock.schedules.coverage import visits_all_parts
 
 CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
 COST = "--cost F=0.5,message=8e6"
-SIZES = f"--stages 4 --microbatches 3 {COST} --iterations 500"
+SIZES = f"lab paths --cluster cluster.toml --stages 4 --microbatches 3 {COST} --iterations 500"
 TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsite = "Osaka"\nslots = 3\n'
 
 
@@ -71,9 +71,7 @@ def test_a_rotation_of_one_set_says_that_nothing_changes(run):
 
 
 def test_a_plan_is_shown_with_its_bound_and_written(run):
-    code, out, err = run(
-        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 -o plan.json"
-    )
+    code, out, err = run(f"{SIZES} --skip 0.25 -o plan.json")
     assert (code, err) == (0, "wrote plan.json\n")
     for word in (
         "no plan takes less than",
@@ -88,7 +86,7 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
         == "every plan under these rules"
     )
     assert run("check plan.json")[1].endswith("Its paths follow the rules.\n")
-    code, out, _ = run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --json")
+    code, out, _ = run(f"{SIZES} --skip 0.25 --json")
     found = json.loads(out)
     assert found["makespan"] >= found["lower_bound"] > 0
     assert (
@@ -181,7 +179,7 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
         ("--stages 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
         (
             "--microbatches 5",
-            "12 sequences cannot be dealt out evenly to 2 data nodes with 5",
+            "12 is not divisible by 2 data nodes with 5",
         ),
         ("--sums fast", "--sums is ring or planned, not 'fast'"),
         ("--cost b900", "b900"),
@@ -206,7 +204,7 @@ def test_what_is_missing_is_named(run):
         "--cluster cluster.toml": "--stages is missing",
         "--stages 4 --microbatches 3": "--cluster is missing",
         "missing.toml --cluster cluster.toml": "cannot read missing.toml: No such file",
-        f"--cluster cluster.toml {SIZES} --set run.steps=3": "name a model",
+        f"{SIZES} --set run.steps=3".removeprefix("lab paths "): "name a model",
     }.items():
         code, _, err = run(f"lab paths {words}")
         assert (code, says in err) == (2, True), err
@@ -222,7 +220,7 @@ def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
         ("--sums planned:int8", 3),
     ):
         line = sizes.replace("--stages 4", f"--stages 4:accumulate={passes}")
-        code, out, _ = run(f"lab paths --cluster cluster.toml {line} {options}")
+        code, out, _ = run(f"{line} {options}")
         assert code == 0
         assert re.search(r"all-reduces of gradients .* after the last backward", out)
         assert ("a pass, of 3 in a step" in out) is (passes == 3)
@@ -233,46 +231,31 @@ def test_sums_are_planned_proven_and_priced_by_their_type_and_passes(run):
     assert len(plan.sums) == 4
     out = run("check plan.json")[1]
     assert re.search(r"The \d+ messages that sum gradients cannot deadlock", out)
-    code, _, err = run(f"lab paths --cluster cluster.toml {sizes} --sums ring:int8")
+    code, _, err = run(f"{sizes} --sums ring:int8")
     assert (code, "write planned:int8" in err) == (2, True)
 
 
 def test_the_same_command_writes_the_same_plan(run):
     for name in ("one", "other"):
-        run(
-            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seed 3 -o {name}.json"
-        )
+        run(f"{SIZES} --skip 0.25 --seed 3 -o {name}.json")
     assert Path("one.json").read_bytes() == Path("other.json").read_bytes()
 
 
 def test_a_search_that_a_time_limit_cuts_short_says_so(run):
-    code, out, _ = run(
-        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seconds 1e-9 -o plan.json"
-    )
+    code, out, _ = run(f"{SIZES} --skip 0.25 --seconds 1e-9 -o plan.json")
     assert code == 0
     # The paths' search and the full pipeline's; also that of steps with all parts.
     assert (out.count("0 moves"), out.count("cut short")) == (2, 3)
     assert read_plan("plan.json").facts["cut_short"] is True
-    found = json.loads(
-        run(
-            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seconds 1e-9 --json"
-        )[1]
-    )
+    found = json.loads(run(f"{SIZES} --skip 0.25 --seconds 1e-9 --json")[1])
     assert found["cut_short"] is found["full_pipeline_cut_short"] is True
     assert found["stopped"] is False
-    assert (
-        "cut short"
-        not in run(
-            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --seconds 3600"
-        )[1]
-    )
+    assert "cut short" not in run(f"{SIZES} --skip 0.25 --seconds 3600")[1]
 
 
 def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
     sizes = SIZES.replace("--stages 4", "--stages 5").replace("500", "300")
-    code, out, _ = run(
-        f"lab paths --cluster cluster.toml {sizes} --rotate 1 -o plan.json"
-    )
+    code, out, _ = run(f"{sizes} --rotate 1 -o plan.json")
     assert code == 0
     assert "with these nodes for the parts" in out
     plan = read_plan("plan.json")
@@ -285,36 +268,25 @@ def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
 
 def test_the_others_keep_their_parts_when_a_node_is_lost(run):
     sizes = f"{SIZES} --seed 2"
-    whole = json.loads(run(f"lab paths --cluster cluster.toml {sizes} --json")[1])[
-        "nodes"
-    ]
+    whole = json.loads(run(f"{sizes} --json")[1])["nodes"]
     part = next(number for number, nodes in enumerate(whole) if len(nodes) > 1)
     node = whole[part][0]
-    code, out, err = run(
-        f"lab paths --cluster cluster.toml {sizes} --lost {node} -o left.json"
-    )
+    code, out, err = run(f"{sizes} --lost {node} -o left.json")
     assert code == 0, err
     assert "a step that skips nothing" not in out  # it would need the lost node
-    left = json.loads(
-        run(f"lab paths --cluster cluster.toml {sizes} --lost {node} --json")[1]
-    )
+    left = json.loads(run(f"{sizes} --lost {node} --json")[1])
     assert left["nodes"] == [[n for n in nodes if n != node] for nodes in whole]
     schedule = read_plan("left.json").schedule
     assert schedule.lanes[node] == ()
-    assert (
-        "the plan has nodes 0..7"
-        in run(f"lab paths --cluster cluster.toml {sizes} --lost 9")[2]
-    )
+    assert "the plan has nodes 0..7" in run(f"{sizes} --lost 9")[2]
 
 
 def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):
-    found = json.loads(
-        run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --json")[1]
-    )
+    found = json.loads(run(f"{SIZES} --skip 0.25 --json")[1])
     data = len(found["nodes"][0])
     alone = json.loads(
         run(
-            f"lab paths --cluster cluster.toml {SIZES} --skip 0 --rule swaps=0 --rule behind=0 "
+            f"{SIZES} --skip 0 --rule swaps=0 --rule behind=0 "
             "--rule distance=0 --json".replace(
                 "--stages 4", f"--stages 4:data_nodes={data}"
             )
@@ -322,18 +294,14 @@ def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):
     )
     assert found["full_pipeline"] == alone["makespan"]
     waved = json.loads(
-        run(
-            f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --json".replace(
-                "--stages 4", "--stages 4:waves"
-            )
-        )[1]
+        run(f"{SIZES} --skip 0.25 --json".replace("--stages 4", "--stages 4:waves"))[1]
     )
     assert waved["full_pipeline"] > 0
 
 
 def test_rules_are_data(run):
     code, _, _ = run(
-        f"lab paths --cluster cluster.toml {SIZES} --rule share=1/4 --rule swaps=0 --rule full=5 -o plan.json"
+        f"{SIZES} --rule share=1/4 --rule swaps=0 --rule full=5 -o plan.json"
     )
     assert code == 0
     facts = read_plan("plan.json").facts
@@ -345,7 +313,7 @@ def test_rules_are_data(run):
     ]
     assert all(sorted(path) == path for path in paths)  # no steps back
     code, out, _ = run(
-        f"lab paths --cluster cluster.toml {SIZES} --rule share=1/4 --rule full=0".replace(
+        f"{SIZES} --rule share=1/4 --rule full=0".replace(
             "--stages 4", "--stages 4:data_nodes=3"
         )
     )
@@ -359,7 +327,7 @@ def test_rules_read_back_what_they_write():
 
 
 def test_a_broken_rule_is_named_with_its_micro_batches(run):
-    run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 -o plan.json")
+    run(f"{SIZES} --skip 0.25 -o plan.json")
     text = Path("plan.json").read_text()
     assert "share=0.25" in text
     Path("plan.json").write_text(text.replace("share=0.25", "share=0.0"))
@@ -368,9 +336,7 @@ def test_a_broken_rule_is_named_with_its_micro_batches(run):
     assert "share: the path over parts" in err
     assert "meets 3 of 4 parts, not 4" in err
     assert "micro-batches: " in err
-    code, _, err = run(
-        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 --rule wait=0"
-    )
+    code, _, err = run(f"{SIZES} --skip 0.25 --rule wait=0")
     assert code == 2
     assert "collision: " in err
     assert "waits" in err
@@ -383,7 +349,7 @@ def test_a_broken_rule_is_named_with_its_micro_batches(run):
 
 
 def test_a_plan_changed_by_hand_must_still_follow_its_rules(run):
-    run(f"lab paths --cluster cluster.toml {SIZES} --skip 0.25 -o plan.json")
+    run(f"{SIZES} --skip 0.25 -o plan.json")
     plan = read_plan("plan.json")
     text = dump_plan(plan).replace(str(plan.facts["slots"]), " ".join(["1"] * 8))
     Path("plan.json").write_text(text)
@@ -402,13 +368,11 @@ def interruptible():
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_first_ctrl_c_shows_the_best_so_far(run):
-    run(
-        f"lab paths --cluster cluster.toml {SIZES} --skip 0.25"
-    )  # loads the compiled loops
+    run(f"{SIZES} --skip 0.25")  # loads the compiled loops
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     code, out, err = run(
-        f"lab paths --cluster cluster.toml {SIZES.replace('500', '1000000000')} --skip 0.25 -o plan.json"
+        f"{SIZES.replace('500', '1000000000')} --skip 0.25 -o plan.json"
     )
     timer.cancel()
     assert (code, err) == (130, "wrote plan.json\n")
@@ -496,7 +460,7 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
     ],
 )
 def test_a_wrong_option_gives_one_clear_message(run, words, says):
-    code, out, err = run(f"lab paths --cluster cluster.toml {SIZES} {words}")
+    code, out, err = run(f"{SIZES} {words}")
     assert (code, out) == (2, "")
     assert says in err
     assert "Traceback" not in err

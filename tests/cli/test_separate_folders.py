@@ -59,7 +59,6 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
     first, second = run_both(tmp_path, [a, b], f"{line} --set run.steps=2")
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert f"2 separate ones: rank 0 {disk}/run on" in first[2]
-    assert "a sample" in first[1]
     # The text is on the first disk alone, so its tokens were sent to the second machine.
     tokens = b / "run" / "tokens.bin"
     assert (tokens.stat().st_size, tokens.is_symlink()) == (2 * len(TEXT) + 2, False)
@@ -79,7 +78,6 @@ def test_machines_without_a_shared_disk_train_and_others_resume(tmp_path):
     assert "fetched step-00000002" in first[2]
     assert f"{damaged.name} does not have its checksum; the copy from" in first[2]
     assert "stopped after" in first[1]
-    assert "a sample" not in first[1]  # Rank 0 has only a share of the model then.
     rows = read_rows(b / "run")
     assert rows[0].step == 3
     remote = RemoteCheckpoints(f"file://{tmp_path}/bucket", keep=2)

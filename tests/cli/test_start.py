@@ -62,7 +62,7 @@ def test_ctrl_c_after_the_imports_prints_one_line(tmp_path):
         "screen.print_table = lambda *_: os.kill(os.getpid(), signal.SIGINT)\nmain()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "list"],
+        [sys.executable, "-c", code, "draw"],
         env=environment(),
         capture_output=True,
         text=True,

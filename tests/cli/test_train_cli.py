@@ -177,9 +177,12 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(  # noqa: PL
     assert not (folder / "sample.txt").exists()
     monkeypatch.setenv("FORCE_COLOR", "1")
     _show_ending(folder, Verdict(12))
-    monkeypatch.delenv("FORCE_COLOR")
     assert (folder / "sample.txt").read_text().startswith(prompt)
     assert "a sample" in capsys.readouterr().out
+    _show_ending(folder, Verdict(12), whole=False)  # only a share of the model is here
+    monkeypatch.delenv("FORCE_COLOR")
+    assert "a sample" not in capsys.readouterr().out
+    assert not (folder / "sample.txt").exists()
     drawn = here("generate runs/config --prompt the --max-tokens 15 --temperature 0")
     assert drawn.out.startswith("the")
     passed(here, "export runs/config -o hub")
@@ -816,7 +819,7 @@ def test_a_run_continues_with_its_own_tokenizer_and_fine_tuning_uses_that_of_the
     (text / "hub" / "tokenizer.json").unlink()
     lost = here("train config.toml --dry-run --set model.path=hub")
     assert lost.code == 2
-    assert "has 8 words, so it was not trained on bytes" in lost.err
+    assert "has a vocabulary of 8, so it was not trained on bytes" in lost.err
 
 
 # ---------------------------------------------------------------- sources that are not text

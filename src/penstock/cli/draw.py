@@ -105,7 +105,7 @@ def draw_command(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SCHEDULE]...",
+            metavar="SCHEDULE",
             help=SCHEDULE_HELP,
             autocompletion=complete_schedule,
         ),
@@ -217,11 +217,11 @@ def _beside_measured(
             f"times in forwards cannot be compared with {file}, which was measured in seconds\n"
             f"  leave out --cost {options.cost}, or give --cost profile.json instead"
         )
-    _, step, measured = read_measured(file)
+    run, step, measured = read_measured(file)
     found = []
     for source in sources:
         if Path(source) == file:
-            plan = replace(read_measured(file)[0], name=f"measured, step {step}")
+            plan = replace(run, name=f"measured, step {step}")
             found.append(Drawing(plan, measured))
             continue
         plan = read_schedule(source, sizes)

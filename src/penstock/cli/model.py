@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.sources import complete_model, find_model
+from penstock.cli.sources import ModelSource, complete_model, find_model
 from penstock.cli.terminal import (
     MODEL_HELP,
     PRESET_NAMES,
@@ -50,9 +51,7 @@ RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
 def train_command(
     source: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model
-        ),
+        typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model),
     ] = None,
     changes: ConfigChanges = None,
     resume: Annotated[
@@ -84,6 +83,12 @@ def train_command(
     from penstock.cli.run import train, train_as_rank
     from penstock.runtime.process.launch import under_launcher
 
+    if under_launcher() and os.environ["RANK"] != "0":
+        # Another machine may have neither the config nor the model: rank 0 sends the config.
+        is_model = source is not None and source.suffix == ".json"
+        own = ModelSource(None if is_model else source, None, tuple(changes or ()))
+        train_as_rank(own, resume, resume_auto)
+        return
     if resume and source is not None and not source.exists():
         raise FileError(
             f"there is no run in {source} to continue\n  name the folder of a run, such as runs/tiny"

@@ -255,7 +255,7 @@ def paths_command(
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help=f"{MODEL_HELP} Without one, --cost describes a model of equal parts.",
         ),
     ] = None,

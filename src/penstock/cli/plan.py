@@ -194,8 +194,8 @@ class ResultOptions:
     )
     baseline: str | None = option(
         None,
-        "The layout that you run today, which becomes a row: dp_replicate=4,dp_shard=8,tp=2,pp=2,microbatches=8,"
-        "recompute=none,schedule=hanayo:waves=2",
+        "The layout that you run today, which becomes a row: dp_replicate=4,dp_shard=8 or "
+        "tp=2,pp=4,schedule=interleaved:chunks=2. It also takes microbatches=8 and recompute=full.",
         metavar="LAYOUT",
     )
     top: int = option(15, "The number of rows to show.", least=1)
@@ -224,7 +224,7 @@ def plan_command(
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help=f"{MODEL_HELP} It is measured here unless --gpu or --cost is given.",
             autocompletion=complete_model,
         ),

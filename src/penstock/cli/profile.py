@@ -85,7 +85,7 @@ def profile_command(
     source: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help=f"{MODEL_HELP} It is measured as it will run.",
             autocompletion=complete_model,
         ),

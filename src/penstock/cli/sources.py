@@ -67,10 +67,11 @@ class PipelineOptions:
     """The size of a pipeline that a name alone leaves open."""
 
     pp: int | None = option(
-        None, f"Ranks of the pipeline. Default: {DEFAULT_PP}.", "--pp"
+        None, f"Ranks of the pipeline. Default without a model: {DEFAULT_PP}.", "--pp"
     )
     microbatches: int | None = option(
-        None, f"Micro-batches in a step. Default: {DEFAULT_MICROBATCHES}."
+        None,
+        f"Micro-batches in a step. Default without a model: {DEFAULT_MICROBATCHES}.",
     )
 
     def sizes(self, beside: Schedule | None = None) -> dict[str, int]:
@@ -169,9 +170,7 @@ def config_file(source: Path | None) -> Path | None:
     return find_model(source, ()).file
 
 
-def read_model(
-    source: Path | None, changes: Sequence[str]
-) -> tuple[Config, Sizes]:
+def read_model(source: Path | None, changes: Sequence[str]) -> tuple[Config, Sizes]:
     """Return the config of a model, and its sizes; neither torch nor a tokenizer is needed for most models."""
     found = find_model(source, changes)
     config = read_source(found.file, found.preset, found.changes)

@@ -197,7 +197,7 @@ def model_sizes(config: Config) -> Sizes:
             check_segments(folder, sizes.types, config.data.segments)
         if sizes.vocab < vocab:
             raise RunError(
-                f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"
+                f"the model in {folder} has a vocabulary of {sizes.vocab}, the tokenizer one of {vocab}\n"
                 "  data.tokenizer must be the one that the model was trained with"
             )
     else:
@@ -260,7 +260,7 @@ def settle_tokenizer(config: Config) -> Config:
         vocab = read_sizes(folder).vocab
         if vocab != ByteTokenizer.vocab:
             raise ConfigError(
-                f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
+                f"the model in {folder} has a vocabulary of {vocab}, so it was not trained on bytes, "
                 f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
                 "data.tokenizer=bytes trains it on bytes anyway"
             )

@@ -50,7 +50,7 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> FamilySizes:
     words = model.vocab_size or vocab
     if words < vocab:
         raise ConfigError(
-            f"model.vocab_size = {words} is less than the tokenizer's {vocab} words; "
+            f"model.vocab_size = {words} is less than the vocabulary size of the tokenizer, {vocab}; "
             "0 takes as many"
         )
     shape = (words, model.hidden_size, model.layers, model.heads)

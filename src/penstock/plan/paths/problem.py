@@ -621,9 +621,9 @@ def choose_data_nodes(batch: int, microbatches: int, wanted: int, given: bool) -
     if left or not shares or (given and fitting[-1] != wanted):
         nearest = -(-batch // (microbatches * wanted)) * microbatches * wanted
         raise ShapeError(
-            f"data.global_batch = {batch} sequences cannot be dealt out evenly to {wanted} data nodes with "
-            f"{microbatches} micro-batches each; {nearest} can\n"
-            "  change --microbatches, --data-nodes or --set data.global_batch"
+            f"data.global_batch = {batch} is not divisible by {wanted} data nodes with "
+            f"{microbatches} micro-batches each; {nearest} is\n"
+            "  change --microbatches, --stages 4:data_nodes=2 or --set data.global_batch"
         )
     return fitting[-1]
 

@@ -357,7 +357,7 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
     ]
     mirrored = [row for row in summary.rows if row.mirror_bytes is not None]
     if mirrored:
-        facts.append(("mirrors", describe_mirrors(mirrored)))
+        facts.append(("in-memory replicas", describe_mirrors(mirrored)))
     if summary.evaluation is not None:
         facts.append((f"held-out {LOSS}", f"{summary.evaluation:.4f}"))
     for kind in summary.kinds:

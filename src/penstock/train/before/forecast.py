@@ -150,7 +150,6 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         for begin, end in pairwise(boundaries):
             slices.add((end - begin, begin))
     request = request_of(config, placement, config.rows)
-    assert not isinstance(request.model, Path)
     flops = flops_per_token(request.model, tokens) / request.model.layers * depth
     quick = (
         placement.device == "cpu" and flops * config.rows * tokens <= QUICK_OPERATIONS

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ from penstock.models import (
     part_parameters,
     split,
 )
-from penstock.models.decoder import build_decoder, check_positions, read_decoder
+from penstock.models.decoder import build_decoder, check_positions
 from penstock.models.family import family_of, flops_per_token
 from penstock.models.layer import recompute_inside
 from penstock.models.split import find_layout
@@ -83,8 +82,7 @@ MIN_QUICK_TOKENS = 64
 class ProfileRequest:
     """What to measure, and how."""
 
-    # Our own sizes, or the folder of a Hugging Face model with a config.json.
-    model: Sizes | Path
+    model: Sizes
     tokens: int  # of a sequence
     rows: int = 1  # sequences of a micro-batch
     device: str = "cpu"
@@ -154,7 +152,6 @@ def affordable(
     Slices become shorter with their sequence, so all their cuts must stay between two tokens.
     """
     sizes = request.model
-    assert not isinstance(sizes, Path)
     limit = most[_parse_device(request.device).type]
 
     def is_quick(request: ProfileRequest, count: int) -> bool:
@@ -329,8 +326,6 @@ def _adapt(model: nn.Module, request: ProfileRequest) -> None:
     embedding without gradients.
     """
     sizes = request.model
-    if isinstance(sizes, Path):
-        sizes = read_decoder(sizes)
     adapt(model, sizes, request.lora, empty=False)
     layers = tuple(f"{path}." for path in find_layout(model).layers)
     for name, parameter in model.named_parameters():
@@ -358,8 +353,6 @@ def optimizers_of(
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
     """The model with fewer layers, its real number of layers, its vocabulary, its facts."""
     sizes = request.model
-    if isinstance(sizes, Path):
-        sizes = read_decoder(sizes)
     depth = min(request.depth, sizes.layers)
     facts: Facts
     if isinstance(sizes, DecoderConfig):

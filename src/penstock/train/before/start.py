@@ -483,7 +483,6 @@ def machine_workload(
     given: Collection[str] | None = None,
     devices: int = 0,
     memory: float | None = None,
-    granularity: int | None = None,
     uneven: bool = False,
     model: ModelConfig | None = None,
 ) -> tuple[Workload, Placement]:
@@ -516,7 +515,7 @@ def machine_workload(
             uneven=uneven,
             on_gpu=placement.device == "cuda",
         ),
-        granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
+        max(MIN_GRANULARITY, tile_of(placement.device)),
         model=model,
     )
     return workload, placement
