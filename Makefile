@@ -112,7 +112,9 @@ check: $(READY) ## run ruff, mypy and the test of the import graph
 	$(BIN)/mypy
 	$(PY) -m pytest tests/test_imports.py
 
+KEPT := auto gpu/compiled gpu/profiles gpu/slices gpu/transports gpu/workers
 bench: $(READY) ## run the benchmarks that need no quiet machine; tables go to docs/results
+	for name in $(KEPT); do $(PY) benchmarks/$$name.py --kept >/dev/null || exit 1; done
 	for name in planner paths slicing papers; do $(PY) benchmarks/$$name.py || exit 1; done
 
 docs: $(READY) $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html

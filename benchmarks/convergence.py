@@ -14,7 +14,7 @@ rotate, parts run in order, gradients are means over all micro-batches, and the 
 
 One process holds one model, and the micro-batches go through its parts along their paths. The gradients are those of
 a pipeline with these paths: tests/train/test_convergence.py compares them with the executor's. No pipeline is timed
-here. A step takes (parts run) / (parts) of a full one, or what --step-time gives for a share.
+here. A step takes (parts run) / (parts) of a full one.
 
 All runs of a seed start from the same weights and read the same text in the same order, so differences are taken
 within a seed. The learning rate is constant after a warm-up. Therefore a run has a perplexity at equal tokens, after
@@ -194,7 +194,7 @@ def texts(scale: Scale) -> tuple[Tensor, Tensor]:
     ]
     if min(map(len, found)) < enough:
         raise SystemExit(
-            f"{scale.folder} has too little text in *.py files: {size} bytes; give another --data"
+            f"{scale.folder} has too little text in *.py files: {size} bytes"
         )
     return found[0].to(scale.device), found[1].to(scale.device)
 
@@ -348,15 +348,14 @@ class Run:
         self.losses.clear()
         self.record["curve"].append((self.step, spent, trained, held))
 
-    def whole(self, deadline: float, times: dict[int, float]) -> dict[str, Any]:
-        began, spent, percent = time.monotonic(), 0.0, round(100 * self.v.share)
+    def whole(self, deadline: float) -> Row:
+        began, spent = time.monotonic(), 0.0
         full = self.scale.steps
         self.note(spent)
         while self.step < full or (self.v.on and spent < full - 1e-6):
             if time.monotonic() > deadline:
                 return self.record
-            work = self.learn()
-            spent += times[percent] if percent in times and work < 1.0 else work
+            spent += self.learn()
             if self.step % max(full // self.scale.points, 1) == 0 or self.step == full:
                 self.note(spent)
             if self.step == full:
@@ -419,28 +418,21 @@ def _run_together(
 def all_runs(scale: Scale, given: argparse.Namespace) -> list[Row]:
     """Seed after seed; what lies in the folder already is not run again, what would not finish in time not begun."""
     deadline = BEGAN + 60 * given.minutes
-    pairs = [one.split("=") for one in given.step_time]
-    times = {round(100 * float(share)): float(ratio) for share, ratio in pairs}
     out = None if given.quick else given.out or OUT
     text, held = texts(scale)
     measured = held_out(held, scale)
     found: list[Row] = []
-    pace: list[float] = []
     for seed in range(scale.seed, scale.seed + scale.seeds):
         for name in scale.runs:
-            v = variant(name)
             file = out / f"{scale.name}-{name}-{seed}.json" if out else None
             if file and file.exists() and read(file)["finished"]:
                 found.append(read(file))
                 continue
-            cost = 1.0 if v.on else 1.0 - v.share
-            if pace and time.monotonic() + cost * max(pace) > deadline:
-                say(f"{name}, seed {seed}: not begun, it would not end in time")
+            if time.monotonic() > deadline:
+                say(f"{name}, seed {seed}: not begun, there is no time left")
                 continue
-            record = Run(name, scale, seed, text, measured).whole(deadline, times)
+            record = Run(name, scale, seed, text, measured).whole(deadline)
             found.append(record)
-            if record["finished"]:
-                pace.append(record["seconds"] / cost)
             write(file, record)
             step, _, _, loss = record["curve"][-1]
             say(f"{name}, seed {seed}: {step} steps, held-out loss {loss:.4f}")
@@ -524,14 +516,11 @@ def difference(apart: Sequence[float]) -> Row:
 def options(parser: argparse.ArgumentParser) -> None:
     flag = parser.add_argument
     flag("--scale", choices=tuple(SCALES), default="cpu")
-    flag("--data", type=Path, help="text: all *.py below it")
     flag("--only", type=words, default=(), help="runs, such as 0,50,50-recipe")
     flag("--seeds", type=int, help="how many")
     flag("--seed", type=int, default=0, help="the first of them")
     flag("--steps", type=int, help="at equal tokens; the same for a whole folder")
-    flag("--rows", type=int, help="rows of a micro-batch")
     flag("--minutes", type=float, default=math.inf, help="begin no run that ends later")
-    flag("--step-time", type=words, default=(), help="0.5=0.6: of a share, over a full")
 
 
 def measure(given: argparse.Namespace) -> Found:
@@ -540,10 +529,8 @@ def measure(given: argparse.Namespace) -> Found:
     scale = replace(
         scale,
         runs=given.only or scale.runs,
-        folder=given.data or scale.folder,
         steps=given.steps or scale.steps,
         seeds=given.seeds or scale.seeds,
-        rows=given.rows or scale.rows,
         seed=given.seed,
     )
     runs = all_runs(scale, given)

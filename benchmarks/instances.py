@@ -1,6 +1,6 @@
 """SkipPipe's published instances A and B, and searches for paths on them beside full pipelines.
 
-`paths.py`, `wan.py` and `wan_sums.py` share these.
+`paths.py` and `wan.py` share these.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ def search_sides(
     parts: Sequence[PartCost],
     iterations: int,
     seed: int = 0,
-    microbatches: int = 6,
     **how: Any,
 ) -> Sides:
     """Paths, and the full pipeline of the same search. Both follow their rules."""
-    problem = Problem(cluster, tuple(parts), microbatches, **how)
+    problem = Problem(cluster, tuple(parts), 6, **how)
     paths = plan_paths(problem, Budget(iterations), seed)
     sides = Sides(full_pipeline(paths, Budget(iterations), seed), paths)
     assert not any(map(rule_faults, sides))
@@ -85,25 +84,23 @@ def best_sides(
     parts: Sequence[PartCost],
     iterations: int,
     seeds: int,
-    given: bool = False,
     **how: Any,
 ) -> Sides:
     """The best full pipeline and the best paths of the same searches.
 
-    The last search uses the authors' arrangement, and the others choose one. If `given`, all use
-    the authors' arrangement.
+    The last search uses the authors' arrangement, and the others choose one.
     """
     arrangement = CITED["instances"][name]["partitions"]
     own = {**how, "data_nodes": len(arrangement[0])}
-    theirs = {**how, "sizes": None, "arrangement": arrangement}
-    searches = [(seed, theirs if given else own) for seed in range(seeds)]
-    if not given:
-        searches.append((0, theirs))
+    searches = [(seed, own) for seed in range(seeds)]
+    searches.append((0, {**how, "sizes": None, "arrangement": arrangement}))
     found = [
         search_sides(cluster, parts, iterations, seed, **options)
         for seed, options in searches
     ]
     return Sides(
-        min((sides.full for sides in found), key=lambda plan: plan.makespan),
-        min((sides.paths for sides in found), key=lambda plan: plan.makespan),
+        *(
+            min(some, key=lambda plan: plan.makespan)
+            for some in zip(*found, strict=True)
+        )
     )

@@ -142,7 +142,7 @@ def measure_target(memory: float, slices: int, target: float) -> Row:
     )
     best = found.best
     return {
-        "portfolio: memory": memory,
+        "memory": memory,
         "slices": slices,
         "target": target,
         "planned": title(best.name, best.shape),

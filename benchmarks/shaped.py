@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.cost.network import Network, sum_bandwidth, value_of_pair
-from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 
 
@@ -38,30 +37,9 @@ class ShapedComm:
         self.lock = threading.Lock()  # of `link_free`, which a second connection shares
         self.second: ShapedComm | None = None
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self.inner.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.inner.ranks
-
-    @property
-    def window(self) -> int:
-        """The window of the underlying `Comm`."""
-        return self.inner.window
-
-    @property
-    def reads_in_order(self) -> bool:
-        """Whether the underlying `Comm` reads in order."""
-        return self.inner.reads_in_order
-
-    @property
-    def channels(self) -> int | None:
-        """The channels of the underlying `Comm`."""
-        return self.inner.channels
+    def __getattr__(self, name: str) -> Any:
+        """The ranks, the window, barriers and all else are those of the underlying `Comm`."""
+        return getattr(self.inner, name)
 
     def wire_seconds(self, tensor: Tensor, target: int) -> float:
         """How long a tensor occupies the link to a rank."""
@@ -89,14 +67,6 @@ class ShapedComm:
         tensor = self.inner.receive(shape, dtype, source)
         return _DelayedReceive(arrival, tensor)
 
-    def prepare(self, groups: list[tuple[int, ...]]) -> None:
-        """Set up groups in the underlying `Comm`."""
-        self.inner.prepare(groups)
-
-    def reserve(self, program: Program, sizes: Sequence[int]) -> None:
-        """Make room in the underlying `Comm`."""
-        self.inner.reserve(program, sizes)
-
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Start a sum that takes as long as a ring all-reduce over the slowest link.
 
@@ -121,10 +91,6 @@ class ShapedComm:
             second.link_free, second.lock = self.link_free, self.lock
             self.second = second
         return self.second
-
-    def barrier(self) -> None:
-        """Wait for all ranks, without a delay: a barrier is not part of a step."""
-        self.inner.barrier()
 
     def _latency(self, source: int, target: int) -> float:
         return value_of_pair(self.network.latency, source, target, "latency")

@@ -13,7 +13,7 @@ import gc
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
-from harness import say
+from harness import Row, say, write
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
@@ -89,6 +89,27 @@ def on_ranks(
         return run_threads(2, lambda comm: work(comm, *args))[0]
     ranks, backend = (2, "gloo") if given.quick else (given.ranks, "penstock_ipc")
     return spawn(ranks, work, *args, patience=400.0, backend=backend)[0]
+
+
+def measure_cases(
+    comm: Comm, given: Namespace, size: Size, cases: Mapping[str, Callable[[], Row]]
+) -> list[Row]:
+    """A rank: case after case. All rows are kept after each, and none is begun after so many seconds."""
+    begin = time.perf_counter()
+    if size.device == "cpu":
+        torch.set_num_threads(1)
+    rows: list[Row] = []
+    for label, case in cases.items():
+        passed = most(comm, time.perf_counter() - begin, size)
+        if passed > given.seconds:
+            note(comm, f"no time left for {label}")
+            continue
+        rows.append(case())
+        free_memory(size.device)
+        if comm.rank == 0:
+            write(given.out, {"ranks": comm.ranks, "rows": rows})
+        note(comm, f"{label} was measured, after {passed:.0f} s")
+    return rows
 
 
 def note(comm: Comm, text: str) -> None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from bench import (
     clocked,
     free_memory,
     gathered,
+    measure_cases,
     memory,
     note,
     on_ranks,
@@ -55,7 +55,6 @@ from harness import (
     say,
     table,
     words,
-    write,
 )
 from torch import Tensor, nn
 from torch.autograd import DeviceType
@@ -180,27 +179,27 @@ class Alone:
         self.step = lambda: executor.step(batch).loss
 
 
-def run_alone(comm: Comm, name: str, given: argparse.Namespace) -> Found:
+def run_alone(comm: Comm, given: argparse.Namespace) -> list[Row]:
     """All candidates of one model, for each number of micro-batches."""
-    begin = time.perf_counter()
-    config, counts, sequences, length = *MODELS[name], SEQUENCES, 1024
+    config, counts, sequences, length = *MODELS[given.model], SEQUENCES, 1024
+    size = Size(config, length, given.device)
     if given.device == "cpu":
-        small = DRY.with_layers(1)
-        config, counts, sequences, length = small.config, (1,), 2, small.tokens
+        size, counts, sequences = DRY.with_layers(1), (1,), 2
     dice = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, config.vocab, (sequences, length), generator=dice)
+    shape = (sequences, size.tokens)
+    tokens = torch.randint(0, size.config.vocab, shape, generator=dice)
     tokens = tokens.to(given.device)
-    parameters = count_parameters(config)
-    rows: list[Row] = []
-    for count in counts:
-        if time.perf_counter() - begin > given.seconds:
-            say(f"no time for {count} micro-batches")
-            continue
-        row = compare_alone(comm, config, tokens, count, given)
-        rows.append({"model": name, "parameters": parameters, **row})
-        write(given.out, {"part": "alone", "rows": rows})
-        say(f"{name}, {count} micro-batches  [{time.perf_counter() - begin:.0f} s]")
-    return {"part": "alone", "rows": rows}
+    return measure_cases(
+        comm,
+        given,
+        size,
+        {
+            f"{given.model}, M = {count}": partial(
+                compare_alone, comm, size.config, tokens, count, given
+            )
+            for count in counts
+        },
+    )
 
 
 def count_parameters(config: LlamaConfig) -> int:
@@ -268,7 +267,13 @@ def compare_alone(
     candidates.clear()
     del one
     free_memory(given.device)
-    return {"microbatches": count, "tokens": tokens.numel(), "candidates": figures}
+    return {
+        "model": given.model,
+        "parameters": count_parameters(config),
+        "microbatches": count,
+        "tokens": tokens.numel(),
+        "candidates": figures,
+    }
 
 
 def kernel_seconds(one: Alone, given: argparse.Namespace) -> float:
@@ -301,35 +306,18 @@ def allocated(given: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- a pipeline
 def run_pipeline(
     comm: Comm, size: Size, microbatches: int, given: argparse.Namespace
-) -> Found:
-    """A rank: schedule after schedule."""
-    begin = time.perf_counter()
-    if size.device == "cpu":
-        torch.set_num_threads(1)
-    rows: list[Row] = []
+) -> list[Row]:
+    """A rank: schedule after schedule, if there are enough ranks for its paths and layers for its parts."""
+    cases = {}
     for label in given.only or tuple(PIPELINES):
-        if time.perf_counter() - begin > given.seconds:
-            note(comm, f"no time for {label}")
-            continue
         name, shape = PIPELINES[label]
-        if name == "skip" and comm.ranks <= 2 + shape["skips"]:
-            continue  # too few ranks for paths that leave some out
-        schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
-        if schedule.parts > size.config.layers:
-            continue  # too few layers for so many parts
-        row = compare_pipelines(comm, size, label, schedule, given)
-        free_memory(size.device)
-        rows.append(row)
-        if comm.rank == 0:
-            write(
-                given.out,
-                {"part": "pipeline", "size": asdict(size.config), "rows": rows},
-            )
-        times = ", ".join(
-            f"{who} {1e3 * middle:.1f} ms" for who, (middle, *_) in row["times"].items()
-        )
-        note(comm, f"{label}: {times}  [{time.perf_counter() - begin:.0f} s]")
-    return {"part": "pipeline", "size": asdict(size.config), "rows": rows}
+        if name != "skip" or comm.ranks > 2 + shape["skips"]:
+            schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
+            if schedule.parts <= size.config.layers:
+                cases[label] = partial(
+                    compare_pipelines, comm, size, label, schedule, given
+                )
+    return measure_cases(comm, given, size, cases)
 
 
 def compare_pipelines(
@@ -459,13 +447,12 @@ def measure(given: argparse.Namespace) -> Found:
         given.only = ("hanayo W=2", "zb-v")
     found: Found = {}
     if given.quick or given.part == "alone":
-        alone = run_threads(1, lambda comm: run_alone(comm, given.model, given))[0]
-        found = {"alone": alone["rows"], **alone}
+        found["alone"] = run_threads(1, lambda comm: run_alone(comm, given))[0]
     if given.quick or given.part == "pipeline":
         size = size_of(given, given.depth * given.ranks)
         some = on_ranks(given, run_pipeline, size, count, given, threads=False)
-        found |= {"pipeline": some["rows"], **some}
-    return found
+        found["pipeline"] = some
+    return found | {"rows": [row for rows in found.values() for row in rows]}
 
 
 def committed(folder: Path) -> Found:

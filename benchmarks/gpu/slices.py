@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,10 +26,9 @@ from bench import (
     Ours,
     Size,
     clocked,
-    free_memory,
     gathered,
+    measure_cases,
     memory,
-    note,
     on_ranks,
     profile_of,
     rings,
@@ -45,7 +45,6 @@ from harness import (
     quartiles,
     say,
     table,
-    write,
 )
 
 from penstock import Schedule, make, simulate
@@ -66,40 +65,17 @@ SLICES = 16  # at most
 SHORT = 16384  # longer ones take seconds a step: one round
 
 
-def work(comm: Comm, given: argparse.Namespace) -> Row:
+def work(comm: Comm, given: argparse.Namespace) -> list[Row]:
     """Length after length."""
-    begin, rows = time.perf_counter(), []
-    for tokens in given.lengths:
-        for count in given.sequences:
-            for label, schedule in variants(
-                comm.ranks, tokens, count, given.plans
-            ).items():
-                if time.perf_counter() - begin > given.seconds:
-                    continue
-                rows.append(
-                    {
-                        "tokens": tokens,
-                        "sequences": count,
-                        "name": label,
-                        **one(
-                            comm,
-                            replace(given.size, tokens=tokens),
-                            schedule,
-                            given,
-                        ),
-                    }
-                )
-                if comm.rank == 0:
-                    write(given.out, {"ranks": comm.ranks, "rows": rows})
-                row = rows[-1]
-                text = (
-                    f"{1e3 * row['seconds']:.1f} ms, {max(row['memory']) / 1e9:.2f} GB"
-                )
-                note(
-                    comm,
-                    f"{tokens} x{count} {label}: {text} [{time.perf_counter() - begin:.0f} s]",
-                )
-    return {"ranks": comm.ranks, "rows": rows}
+    cases = {}
+    for tokens, count in product(given.lengths, given.sequences):
+        some = variants(comm.ranks, tokens, count, given.plans)
+        for label, schedule in some.items():
+            key = {"tokens": tokens, "sequences": count, "name": label}
+            cases[f"{tokens} x{count} {label}"] = partial(
+                one, comm, key, schedule, given
+            )
+    return measure_cases(comm, given, given.size, cases)
 
 
 def variants(
@@ -120,8 +96,9 @@ def variants(
     return found
 
 
-def one(comm: Comm, size: Size, schedule: Schedule, given: argparse.Namespace) -> Row:
+def one(comm: Comm, key: Row, schedule: Schedule, given: argparse.Namespace) -> Row:
     """Seconds, memory and timeline of a schedule."""
+    size = replace(given.size, tokens=key["tokens"])
     stages = stages_of(schedule, comm, size)
     # Such a step takes ten seconds, and an action half a second.
     long = size.tokens > 2 * SHORT and schedule.slices == 1
@@ -135,6 +112,7 @@ def one(comm: Comm, size: Size, schedule: Schedule, given: argparse.Namespace) -
     rounds = 0 if long else given.rounds if size.tokens <= SHORT else 1
     times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)] or [first]
     row: Row = {
+        **key,
         "seconds": quartiles(times)[0],
         "spread": quartiles(times)[1:],
         "loss": loss,
@@ -155,8 +133,6 @@ def one(comm: Comm, size: Size, schedule: Schedule, given: argparse.Namespace) -
         row["spans"] = [
             (str(a), round(s, 6), round(e, 6)) for _, a, s, e in timeline.spans()
         ]
-    del ours, stages
-    free_memory(size.device)
     return row
 
 
@@ -252,7 +228,7 @@ def measure_part(given: argparse.Namespace) -> Found:
         ranks = 2 if given.quick else given.ranks
         plan_all(given.plan, given.plans, ranks, given.lengths, given.sequences)
     else:
-        found = on_ranks(given, work, given)
+        found["rows"] = on_ranks(given, work, given)
     return found
 
 

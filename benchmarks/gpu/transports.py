@@ -29,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isinf
 from pathlib import Path
 
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from bench import (
     clocked,
     data,
-    free_memory,
+    measure_cases,
     note,
     on_ranks,
     size_of,
@@ -113,7 +114,6 @@ def use_layout(comm: ProcessComm, layout: str) -> None:
 
 def work(comm: ProcessComm, given: argparse.Namespace, layout: str) -> list[Row]:
     """A rank: schedule after schedule, over one transport."""
-    begin = time.perf_counter()
     use_layout(comm, layout)
     device = torch.device(given.size.device)
     network = measured_network(comm, every=False, device=device)
@@ -121,28 +121,24 @@ def work(comm: ProcessComm, given: argparse.Namespace, layout: str) -> list[Row]
     rate = float(network.bandwidth) / 1e9  # type: ignore[arg-type]
     sums = float(network.sum_bandwidth) / 1e9  # type: ignore[arg-type]
     note(comm, f"{layout}: {took:.3f} ms, {rate:.2f} GB/s a link, {sums:.2f} in sums")
-    rows = []
-    for label in given.only:
-        for dtype in types_of(given, layout):
-            if time.perf_counter() - begin > given.seconds:
-                note(comm, f"no time for {label}, {dtype}")
-                continue
-            row = one(comm, given, network, label, dtype)
-            free_memory(given.size.device)
-            rows.append({"transport": layout, **row})
-            step, wanted = 1e3 * row["step"], 1e3 * row["in_order_with_sums"]
-            note(comm, f"  {label}, {dtype}: {step:.1f} ms, in order {wanted:.1f}")
-    return rows
+    cases = {
+        f"{label}, {dtype} over {layout}": partial(
+            one, comm, given, network, (label, dtype, layout)
+        )
+        for label in given.only
+        for dtype in types_of(given, layout)
+    }
+    return measure_cases(comm, given, given.size, cases)
 
 
 def one(
     comm: ProcessComm,
     given: argparse.Namespace,
     network: Network,
-    label: str,
-    dtype: str,
+    key: tuple[str, str, str],
 ) -> Row:
-    """Steps of a schedule, and what the simulator makes of their actions."""
+    """Steps of a schedule with messages of a type, and what the simulator makes of their actions."""
+    label, dtype, layout = key
     size = given.size
     name, shape = SCHEDULES[label]
     schedule = make(name, ranks=comm.ranks, microbatches=given.microbatches, **shape)
@@ -183,6 +179,7 @@ def one(
         timelines.append(measured)
     timeline = sorted(timelines, key=lambda each: each.makespan)[TIMED_STEPS // 2]
     row = {
+        "transport": layout,
         "name": label,
         "messages": dtype,
         "message_bytes": message,

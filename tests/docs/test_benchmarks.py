@@ -146,7 +146,8 @@ def test_the_tables_of_a_page_are_those_of_the_committed_measurements(name, load
     tables = script.tables(script.committed(folder))
     assert tables
     assert all(text.count("\n") > 1 for text in tables.values())
-    assert harness.stale(harness.RESULTS, tables) == []
+    stale = harness.stale(harness.RESULTS, tables)
+    assert stale == [], f"run benchmarks/{name} --kept"
 
 
 def test_the_index_lists_every_script():
