@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,20 @@ from penstock.models import (
     Llama,
     LlamaConfig,
     part_parameters,
+    shared_names,
     split,
     token_loss,
 )
-from penstock.runtime import Batch, Comm, Executor, batch_of, run_threads
+from penstock.runtime import (
+    Batch,
+    Comm,
+    Executor,
+    Tied,
+    batch_of,
+    run_threads,
+)
 from penstock.runtime.comm.thread import ThreadComm
+from penstock.runtime.executor import RunOptions
 from penstock.runtime.step import Result
 
 VOCAB, TOKENS = 61, 7
@@ -161,13 +170,17 @@ def piped(
         mine = own_stages(schedule, parts, comm.rank)
         stages = {n: prepare(part) if prepare else part for n, part in mine.items()}
         own = each(comm.rank)
+        if not mine:  # no part tells this rank what the others share
+            shared = shared_names(parts).items()
+            tied = {name: Tied(where, None) for name, where in shared}
+            known = (options | own).get("options", RunOptions())
+            own |= {"options": replace(known, tied=tied)}
         executor = Executor(
             program,
             stages,
             connect(comm),
             token_loss,
-            **options,
-            **own,
+            **options | own,
         )
         executors[comm.rank] = executor
         results = [executor.step(batch, timed) for batch in batches]

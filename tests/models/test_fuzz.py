@@ -23,6 +23,7 @@ from penstock.runtime import actions, backward
 SEEDS = (
     *(99, 151, 161, 203, 216, 270, 435, 483, 588, 758, 930, 1460),
     *(1547, 1669, 2413, 2428, 2744, 2820, 3001, 3235, 3565, 4488, 4609),
+    910_005,  # a rank without a stage, and tied weights
 )
 MODULE_SEEDS = range(50_000, 50_030)
 SLICED_DYNAMIC, SLICED_CHECKPOINTING, PLAIN = 222, 123, 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +18,18 @@ from torch import nn
 from crews import Crew, Killed, MortalComm, let_die_in_handover
 from penstock import Plan, make
 from penstock.config import ElasticConfig
+from penstock.crew import member as member_module
 from penstock.crew.decision import Report, Situation, decide, load_decision, load_report
+from penstock.crew.member import report_of
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
 from penstock.ir.sums import SumKind, SumPlan
 from penstock.plan.survivors import without_ranks
+from penstock.runtime import run_threads
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.skip import skipping_schedules
 from penstock.schedules.transforms import replicate
+from penstock.train import loop as loop_module
 from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoints.checkpoint import step_name
 from penstock.train.elastic import is_elastic
@@ -36,6 +42,7 @@ from penstock.train.history import (
     read_rows,
 )
 from penstock.train.job import Job
+from penstock.train.loop import Trainer
 from penstock.train.placement import Placement
 from penstock.train.rank_weights import pack_gradients, unpack_gradients
 from trainings import SMALL, job_of, losses, train
@@ -529,6 +536,23 @@ def test_reports_and_decisions_come_back_from_json_as_they_were():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 3)}
     decision = decide(Situation(TWO_COPIES, reports, 9, False))
     assert load_decision(decision.dump()) == decision
+
+
+def test_a_worker_reports_how_long_ago_its_last_step_was_done(tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: 70.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr(loop_module, "time", clock)
+
+    def work(comm):
+        trainer = Trainer(job_of(tmp_path, "1f1b", "run.steps=1"), comm)
+        comm.barrier()
+        clock.monotonic = lambda: 85.0
+        trainer.run()
+        return trainer
+
+    trainer, _ = run_threads(2, work)
+    now = SimpleNamespace(monotonic=lambda: 100.0)
+    monkeypatch.setattr(member_module, "time", now)
+    assert report_of(0, trainer).idle == 15.0
 
 
 def test_a_mirror_has_no_gradient_where_its_part_has_none():

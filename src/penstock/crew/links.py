@@ -384,10 +384,6 @@ class Links:
                     self._end_sending(peer, reason)
                     transfer.finish(reason)
                 transfer.finish()
-        while not outbox.empty():
-            entry = outbox.get()
-            if entry is not None:
-                entry[1].finish(self.unreachable[peer])
 
     def _receive_all(self, peer: int) -> None:
         connection = self.incoming[peer]
