@@ -35,7 +35,7 @@ MISTAKES = {
     "plan config.toml --gpu h100 --set parallel.pp=16": "4 layers cannot fill 16 ranks",
     "plan config.toml --gpu h100 --devices 2 --set parallel.tp=4": "4 processes, but there are only 2",
     "plan config.toml --gpu h100 --devices 2 --set data.global_batch=7 --set schedule.microbatches=4": (
-        "7 sequences cannot be dealt out evenly to 4 micro-batches"
+        "data.global_batch = 7 is not divisible by 4"
     ),
     "plan --gpu h100 --devices 64": "--devices needs a model: penstock plan MODEL",
     "plan --gpu h100": "--gpu needs a model: penstock plan MODEL",

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, is_dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -48,7 +49,8 @@ MODEL_HELP = (
 JSON_VERSION = 1  # of what --json prints; a change that breaks a reader raises it
 LINE_SECONDS = 5.0  # between two lines of progress in a log
 BAR_WIDTH = 10
-COLUMN_GAP = 2  # spaces between two columns; the two edges of a table take as much
+# Spaces between two columns, and if the terminal is narrow; the two edges of a table take as much.
+COLUMN_GAPS = (2, 1)
 RESUME_AUTO = "--resume-auto"  # stands for --resume=auto, because an option has a value always or never
 INTERRUPTED = 130  # exit code after Ctrl-C
 
@@ -262,19 +264,19 @@ def print_table(
 ) -> None:
     """Print a table, and a note under it. Nothing is ever cut off.
 
-    If the terminal is too narrow, cells wrap between words. If that is not enough, the
+    If the terminal is too narrow, cells wrap between words, and columns move closer. If that is not enough, the
     columns named in `spare` are left out, the first one first, and the note says so. As
     a last resort each row becomes a list of lines.
     """
     screen = console()
-    for count in range(len(spare) + 1):
+    for count, gap in product(range(len(spare) + 1), COLUMN_GAPS):
         omitted = list(spare[:count])
         kept = [number for number, head in enumerate(heads) if head not in omitted]
         kept_heads = [heads[number] for number in kept]
         kept_rows = [[row[number] for number in kept] for row in rows]
-        widths = fitting_widths(kept_heads, kept_rows, screen.width)
+        widths = fitting_widths(kept_heads, kept_rows, screen.width, gap)
         if widths is not None:
-            _print_columns(screen, kept_heads, kept_rows, widths)
+            _print_columns(screen, kept_heads, kept_rows, widths, gap)
             break
     else:
         omitted = []
@@ -292,8 +294,10 @@ def _print_columns(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     widths: Sequence[int],
+    gap: int,
 ) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    # The box puts one space between columns.
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, gap - 1, 0, 0))
     for head, width in zip(heads, widths, strict=True):
         table.add_column(head, width=width)
     for row in rows:
@@ -312,7 +316,10 @@ def _print_lists(
 
 
 def fitting_widths(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], room: int
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    room: int,
+    gap: int = COLUMN_GAPS[0],
 ) -> list[int] | None:
     """Return column widths that fit into `room`, or None if nothing fits.
 
@@ -328,7 +335,7 @@ def fitting_widths(
     words = [" ".join(column).split() for column in columns]
     widths = [max(map(len, column)) for column in columns]
     min_widths = [max(map(len, column), default=0) for column in words]
-    excess = sum(widths) + COLUMN_GAP * len(widths) - room
+    excess = sum(widths) + gap * len(widths) - room
     for _ in range(excess):
         shrinkable = [
             number for number, width in enumerate(widths) if width > min_widths[number]
