@@ -98,7 +98,7 @@ CONFIG = Config(
         intermediate_size=176,
         vocab_size=VOCAB,
     ),
-    DataConfig(seq_len=64, global_batch=16, held_out=0.02, tokenizer="bytes"),
+    DataConfig(seq_len=64, global_batch=16, validation=0.02, tokenizer="bytes"),
     ScheduleConfig(name="1f1b", microbatches=4),
     OptimizerConfig(lr=3e-3, warmup_steps=20),
     RunConfig(eval_every=0, save_every=0, checks="forecast,memory"),

@@ -60,7 +60,7 @@ CONFIG = Config(
         intermediate_size=176,
         vocab_size=VOCAB,
     ),
-    DataConfig(seq_len=64, global_batch=8, held_out=0.02, tokenizer="bytes"),
+    DataConfig(seq_len=64, global_batch=8, validation=0.02, tokenizer="bytes"),
     ScheduleConfig(name="1f1b", microbatches=2),
     OptimizerConfig(lr=RATE),
     RunConfig(eval_every=0, save_every=0, checks="forecast,memory"),

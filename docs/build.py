@@ -86,8 +86,8 @@ SETTINGS = """\
 
 A config has {count} settings in eight sections. `penstock init` writes the usual ones, `penstock init --all` all of
 them; what a config leaves out comes from the preset that its first line names. `--set section.key=value` changes one on
-the command line, where a value needs no quotes: `--set optimizer.lr=3e-4 --set schedule.name=hanayo:waves=2,split`. A value
-with a shape is written as `name:key=value,...`. The defaults below are those of the preset `tiny`."""
+the command line, where a value needs no quotes: `--set optimizer.lr=3e-4 --set schedule.name=hanayo:waves=2,split`. A
+value with a shape is written as `name:key=value,...`. The defaults below are those of the preset `tiny`."""
 
 Shape = dict[str, int]
 

@@ -165,12 +165,12 @@ def corpus_of(
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
     """Open the text of a run, with words to guess if its model is an encoder."""
-    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
+    return with_guesses(config, open_text(config.data, cache_of(folder), watch))
 
 
 def validation_of(config: Config, folder: Path) -> Corpus | None:
     """Open the text of data.validation; None without any."""
-    corpus = open_validation(config.data, cache_of(config, folder))
+    corpus = open_validation(config.data, cache_of(folder))
     return None if corpus is None else with_guesses(config, corpus)
 
 
@@ -212,7 +212,7 @@ def check_segments(folder: str, types: int, segments: int) -> None:
         known = f"knows {types} type" if types else "knows no types"
         raise RunError(
             f"the model in {folder} {known} of segments, so it cannot tell {segments} of them apart\n"
-            "  set data.segments=1"
+            "  set data.format=text:segments=1"
         )
 
 
@@ -222,10 +222,8 @@ def with_kept_files(config: Config, folder: Path) -> Config:
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
-def cache_of(config: Config, folder: Path) -> Path:
+def cache_of(folder: Path) -> Path:
     """Return the folder of a run's token cache."""
-    if config.data.cache:
-        return Path(config.data.cache).expanduser()
     return folder.parent / "cache"
 
 

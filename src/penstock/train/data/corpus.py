@@ -168,7 +168,7 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
     except OSError as error:
         raise FileError(
             f"cannot read the token cache {row}: {error.strerror}\n"
-            "  data.cache names its folder"
+            "  it is beside the run's folder: name another run.folder"
         ) from None
     if marks is not None:
         corpus = cut_corpus(tokens, data, facts["digest"])
@@ -197,11 +197,9 @@ def open_validation(
 
 def validation_data(data: DataConfig) -> DataConfig | None:
     """Return data.validation as the sources of a corpus of its own; None without any."""
-    if not data.validation:
+    if not data.validation_files:
         return None
-    return replace(
-        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
-    )
+    return replace(data, sources=data.validation_files, validation=0.0)
 
 
 def cut_corpus(
@@ -399,7 +397,7 @@ def open_text(
         try:
             sources.append(open_corpus(part, cache, watch))
         except FileError as error:
-            raise FileError(f"the source {name} of data.mixture: {error}") from None
+            raise FileError(f"the source {name} of data.sources: {error}") from None
     return mix_corpora(data, sources)
 
 
@@ -410,7 +408,7 @@ def mix_corpora(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
     names = _names(data.mixture)
     for name, source in zip(names, sources, strict=True):
         if source.trained < 1:
-            raise FileError(f"the source {name} of data.mixture has no sequence")
+            raise FileError(f"the source {name} of data.sources has no sequence")
     quotas = quotas_of([source.weight for source in data.mixture])
     content = "\n".join([*(source.digest for source in sources), *map(str, quotas)])
     first = sources[0]
@@ -432,7 +430,7 @@ def mix_corpora(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
 def _names(mixture: Sequence[MixtureSource]) -> tuple[str, ...]:
     """The names of the sources; those without a name are called after their files."""
     return tuple(
-        source.name or ", ".join(Path(one).name for one in source.sources)
+        source.name or ", ".join(Path(one).name for one in source.files)
         for source in mixture
     )
 
