@@ -22,12 +22,15 @@ from hypothesis import strategies as st
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError
+from penstock.formats.config_toml import load_config
 from penstock.train.data import chat, files
 from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, shuffled
 from penstock.train.data.files import source_files
 from penstock.train.data.loader import BatchShape, Loader, wanted_by
 from penstock.train.data.stream import TextStream
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
+from penstock.train.job import settle_tokenizer
+from penstock.train.own_models import vocab_of
 
 
 def cut_into_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -733,3 +736,21 @@ def test_a_pattern_names_files_of_any_ending(tmp_path):
     assert [file.name for file in source_files(data)] == ["a.rst", "b.rst"]
     with pytest.raises(FileError, match="there is no such file or folder"):
         source_files(replace(data, sources=(str(tmp_path / "*.tex"),)))
+
+
+def test_byte_pairs_are_trained_once_on_the_text_of_a_run(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 50)
+    config = load_config(
+        "", changes=[f"data.sources={tmp_path / 'a.txt'}", "data.tokenizer=bpe:300"]
+    )
+    assert vocab_of(config) == 300  # A plan trains nothing.
+    assert not (tmp_path / "home").exists()
+    settled = settle_tokenizer(config).data.tokenizer
+    assert tokenizer_of(settled).vocab <= 300
+    made = Path(settled).stat().st_mtime_ns
+    assert settle_tokenizer(config).data.tokenizer == settled
+    assert Path(settled).stat().st_mtime_ns == made
+    (tmp_path / "a.txt").write_text("other words " * 50)
+    assert settle_tokenizer(config).data.tokenizer != settled

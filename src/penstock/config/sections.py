@@ -81,6 +81,8 @@ Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 CONFIG_JSON = (
     "config.json"  # model.path: new weights for the model that this file describes
 )
+TRAINED_TOKENIZER = "bpe"  # data.tokenizer: byte pairs, trained on the text of the run
+DEFAULT_WORDS = 8192
 BYTE_TOKENIZER = "bytes"  # data.tokenizer: no file
 PLANS = (".json", ".csv")  # schedule.name: suffixes of files that hold a schedule
 
@@ -97,7 +99,14 @@ def _word(item: str) -> str:
 
 def names_a_file(tokenizer: str) -> bool:
     """Whether data.tokenizer is the path of a tokenizer.json."""
-    return tokenizer not in (AUTO, BYTE_TOKENIZER)
+    return tokenizer not in (AUTO, BYTE_TOKENIZER) and not trained_words(tokenizer)
+
+
+def trained_words(tokenizer: str) -> int:
+    """The words of a data.tokenizer that is to be trained, such as bpe:16000; 0 for any other."""
+    name, text = split_name(tokenizer)
+    shape = read_shape(name, text, {"words": int}) if name == TRAINED_TOKENIZER else {}
+    return int(shape.get("words", DEFAULT_WORDS)) if name == TRAINED_TOKENIZER else 0
 
 
 def names_own_code(value: str) -> bool:
@@ -243,7 +252,8 @@ class DataConfig:
     )
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.path, or else bytes",
+        "bytes, the path of a tokenizer.json, or bpe:16000, which trains byte pairs on the text once; auto "
+        "takes that of model.path, or else bytes",
         file=tokenizer_file,
     )
     seq_len: int = setting(128, "tokens per sequence", least=2)

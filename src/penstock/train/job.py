@@ -9,7 +9,14 @@ from pathlib import Path
 
 from torch import nn
 
-from penstock.config import AUTO, BYTE_TOKENIZER, Config, check_config, segments_fault
+from penstock.config import (
+    AUTO,
+    BYTE_TOKENIZER,
+    Config,
+    check_config,
+    segments_fault,
+    trained_words,
+)
 from penstock.errors import ConfigError, FileError, RunError
 from penstock.formats.plan_json import read_plan
 from penstock.ir.plan import Plan
@@ -37,7 +44,12 @@ from penstock.train.checkpoints.checkpoint import (
 )
 from penstock.train.checkpoints.place import remote_checkpoints
 from penstock.train.checkpoints.separate import SeparateFolders
-from penstock.train.data.corpus import Corpus, open_text, open_validation
+from penstock.train.data.corpus import (
+    Corpus,
+    byte_pairs,
+    open_text,
+    open_validation,
+)
 from penstock.train.data.files import ProgressBytes
 from penstock.train.data.loader import Loader, check_same_data
 from penstock.train.data.masking import masking_of
@@ -243,11 +255,14 @@ def settle_model(config: Config) -> Config:
 
 
 def settle_tokenizer(config: Config) -> Config:
-    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder.
+    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder; train a "bpe".
 
     Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
     shows that the model was not trained on bytes.
     """
+    if trained_words(config.data.tokenizer):
+        own = str(byte_pairs(config.data))
+        return replace(config, data=replace(config.data, tokenizer=own))
     if config.data.tokenizer != AUTO:
         return config
     tokenizer = BYTE_TOKENIZER

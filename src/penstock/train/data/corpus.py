@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config import DataConfig, MixtureSource
+from penstock.config import DataConfig, MixtureSource, trained_words
 from penstock.errors import FileError
 from penstock.train.data.cache import (
     cache_files,
@@ -47,11 +49,20 @@ from penstock.train.data.chat import LEARNED, Marks, Tally
 from penstock.train.data.files import (
     ENCODED,
     ProgressBytes,
+    plain_texts,
     source_files,
 )
 from penstock.train.data.masking import Masking
-from penstock.train.data.tokenizer import TokenArray, Tokenizer, tokenizer_of
+from penstock.train.data.tokenizer import (
+    TOKENIZER,
+    TokenArray,
+    Tokenizer,
+    tokenizer_of,
+    train_tokenizer,
+)
 from penstock.view.numbers import short
+
+_log = logging.getLogger(__name__)
 
 
 class SequenceRef(NamedTuple):
@@ -200,6 +211,26 @@ def validation_data(data: DataConfig) -> DataConfig | None:
     if not data.validation_files:
         return None
     return replace(data, sources=data.validation_files, validation=0.0)
+
+
+def byte_pairs(data: DataConfig) -> Path:
+    """Train byte pairs on the text of a config, as `bpe:16000` asks; the same text finds them again.
+
+    They are kept in the user's cache folder, under a name that follows from the files of the text.
+    """
+    words = trained_words(data.tokenizer)
+    files = [file for part in data.parts for file in source_files(part)]
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    known = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    digest = hashlib.sha256(repr((words, data.text_field, known)).encode()).hexdigest()[
+        :16
+    ]
+    home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
+    file = home / "penstock" / f"bpe-{words}-{digest}" / TOKENIZER
+    if not file.is_file():
+        _log.info("training a tokenizer of %d words", words)
+        train_tokenizer(plain_texts(data), words, file)
+    return file
 
 
 def cut_corpus(
