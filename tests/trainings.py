@@ -41,7 +41,7 @@ SMALL = Config(
         intermediate_size=24,
         vocab_size=VOCAB,
     ),
-    DataConfig(seq_len=LENGTH, global_batch=8, held_out=0.1),
+    DataConfig(seq_len=LENGTH, global_batch=8, validation=0.1),
     ScheduleConfig(name="1f1b", microbatches=4),
     OptimizerConfig(lr=1e-2, warmup_steps=5, clip_norm=0.5),
     RunConfig(steps=12, eval_every=0, save_every=0, checks="forecast,memory"),

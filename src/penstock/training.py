@@ -121,17 +121,17 @@ def with_datasets(
     """Encode the user's datasets beside a run, and return a config that names their files."""
     vocab = model_sizes(config).vocab
     data = config.data
-    cache = cache_of(config, folder)
+    cache = cache_of(folder)
     if dataset is not None:
-        if data.sources or data.mixture:
+        if data.sources:
             raise ConfigError(
-                "a dataset was handed over, but data.sources or data.mixture names text too\n"
+                "a dataset was handed over, but data.sources names text too\n"
                 "  leave one of them out; for a mixture with a dataset, write it with encode_dataset and name its file"
             )
         file = encode_dataset(dataset, data, cache, vocab)
         data = replace(data, sources=(str(file),))
     if validation is not None:
-        if data.validation:
+        if data.validation_files:
             raise ConfigError(
                 "a validation set was handed over, but data.validation names files too\n  leave one of them out"
             )

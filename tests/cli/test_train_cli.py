@@ -435,17 +435,11 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
 
     monkeypatch.setattr("penstock.training.launch", fail)
     mine = text / "deep" / "mine"
-    assert (
-        here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code
-        == 2
-    )
+    assert here("train config.toml --set run.folder=deep/mine").code == 2
     assert not mine.parent.exists()
     mine.mkdir(parents=True)
     (mine / "notes.txt").write_text("kept")
-    assert (
-        here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code
-        == 2
-    )
+    assert here("train config.toml --set run.folder=deep/mine").code == 2
     assert (mine / "notes.txt").read_text() == "kept"
     assert (mine / "config.toml").is_file()
 
@@ -540,7 +534,6 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         init x.toml --set run.steps=0  =>  run.steps = 0 must be at least 1
         train text.txt  =>  text.txt:1:5: this is not TOML
         train config.toml --set run.folder=text.txt  =>  cannot write to text.txt: File exists
-        train config.toml --set data.cache=text.txt  =>  cannot write the token cache text.txt/tokens-
         train config.toml --set model.path=text.txt  =>  cannot read text.txt/config.json: Not a directory
         train config.toml --set schedule.name=text.txt  =>  there is no schedule 'text.txt'
         train config.toml --set data.sources=3  =>  data.sources must be a list of strings

@@ -224,4 +224,4 @@ def test_a_config_that_starts_from_a_folder_has_its_path_in_place_of_sizes(tmp_p
 
 
 def test_there_are_no_more_settings_than_a_reader_can_take_in():
-    assert sum(map(len, keys_by_section().values())) <= 73
+    assert sum(map(len, keys_by_section().values())) <= 65

@@ -134,10 +134,10 @@ CHANGES = (
     "schedule.name=1f1b parallel.pp=8 parallel.devices=4",
     "schedule.name=1f1b:skip=0.5",
     "schedule.name=1f1b data.global_batch=12 schedule.microbatches=8",
-    "data.segments=1 model.path=b/config.json",
-    "model.family=bert schedule.name=seq1f1b:slices=2 data.instructions=true",
-    "data.segments=2",
-    'data.mixture=[{sources=[]},{sources=["a"],weight=-1.0}] data.sources=["b"]',
+    "data.format=pictures data.validation=0.7",
+    "model.family=bert schedule.name=seq1f1b:slices=2 data.format=chat",
+    "data.format=text:segments=2",
+    'data.sources=[{files=[]},{files=["a"],weight=-1.0}]',
     "model.family=gpt schedule.partition=[1,2]",
 )
 

@@ -152,7 +152,8 @@ def write_texts(folder: Path) -> None:
     for name, record in BAD_CHATS.items():
         (folder / "bad" / f"{name}.chat.jsonl").write_text(json.dumps(record))
     write_tokenizer(folder / "words")
-    (folder / "words" / "generation.jinja").write_text(GENERATION)
+    write_tokenizer(folder / "where")
+    (folder / "where" / "chat_template.jinja").write_text(GENERATION)
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -183,7 +184,8 @@ def write_tokenizer(folder: Path) -> None:
 def settings() -> dict[str, DataConfig]:
     """A config for every way from text to batches."""
     words = str(home() / "words" / "tokenizer.json")
-    plain = DataConfig(seq_len=24, held_out=0.2)
+    where = str(home() / "where" / "tokenizer.json")
+    plain = DataConfig(seq_len=24, validation=0.2)
     formats = {
         "text": "a.txt",
         "lines": "a.jsonl",
@@ -204,7 +206,7 @@ def settings() -> dict[str, DataConfig]:
         plain,
         sources=(str(home() / "chats.jsonl"),),
         tokenizer=words,
-        instructions=True,
+        format="chat",
         seq_len=40,
     )
     found |= {
@@ -217,9 +219,7 @@ def settings() -> dict[str, DataConfig]:
         "chats of a table": replace(
             chats, sources=(str(home() / "chats.parquet"),), seq_len=25
         ),
-        "chats that say where": replace(
-            chats, template=str(home() / "words" / "generation.jinja")
-        ),
+        "chats that say where": replace(chats, tokenizer=where),
         "pairs": replace(
             chats, sources=(str(home() / "pairs.jsonl"),), document_mask=True
         ),
@@ -229,24 +229,28 @@ def settings() -> dict[str, DataConfig]:
         "masked": replace(lines, tokenizer=words),
         "masked apart": replace(lines, tokenizer=words, document_mask=True),
         "masked bytes": replace(lines, mlm_probability=0.3),
-        "a segment": replace(lines, tokenizer=words, segments=1),
-        "segments": replace(lines, tokenizer=words, segments=2, seq_len=20),
-        "segments apart": replace(lines, segments=2, seq_len=96, document_mask=True),
+        "a segment": replace(lines, tokenizer=words, format="text:segments=1"),
+        "segments": replace(
+            lines, tokenizer=words, format="text:segments=2", seq_len=20
+        ),
+        "segments apart": replace(
+            lines, format="text:segments=2", seq_len=96, document_mask=True
+        ),
     }
     sources = (
-        MixtureSource(sources=(str(home() / "a.txt"),), weight=3, name="prose"),
-        MixtureSource(sources=(str(home() / "many"),), weight=1),
-        MixtureSource(sources=(str(home() / "a.parquet"),), weight=0.01),
+        MixtureSource(files=(str(home() / "a.txt"),), weight=3, name="prose"),
+        MixtureSource(files=(str(home() / "many"),), weight=1),
+        MixtureSource(files=(str(home() / "a.parquet"),), weight=0.01),
     )
     answers = (
-        MixtureSource(sources=(str(home() / "chats.jsonl"),), weight=2),
-        MixtureSource(sources=(str(home() / "pairs.jsonl"),), weight=1),
+        MixtureSource(files=(str(home() / "chats.jsonl"),), weight=2),
+        MixtureSource(files=(str(home() / "pairs.jsonl"),), weight=1),
     )
     found |= {
-        "mixture": replace(plain, mixture=sources),
-        "mixture apart": replace(plain, mixture=sources, document_mask=True),
-        "mixed chats": replace(chats, sources=(), mixture=answers, document_mask=True),
-        "masked mixture": replace(plain, mixture=sources, tokenizer=words),
+        "mixture": replace(plain, sources=sources),
+        "mixture apart": replace(plain, sources=sources, document_mask=True),
+        "mixed chats": replace(chats, sources=answers, document_mask=True),
+        "masked mixture": replace(plain, sources=sources, tokenizer=words),
     }
     return found
 
@@ -353,15 +357,15 @@ def datasets() -> dict[str, object]:
         ),
         "chats": (
             map(chat, range(9)),
-            replace(plain, instructions=True, tokenizer=words),
+            replace(plain, format="chat", tokenizer=words),
         ),
-        "segments": (TEXTS, replace(plain, segments=2, tokenizer=words)),
+        "segments": (TEXTS, replace(plain, format="text:segments=2", tokenizer=words)),
     }
     found: dict[str, object] = {}
     for name, (dataset, data) in given.items():
         note = encode_dataset(dataset, data, home() / "encoded")
         corpus = open_text(
-            replace(data, sources=(str(note),), held_out=0.0), home() / "cache"
+            replace(data, sources=(str(note),), validation=0.0), home() / "cache"
         )
         found[name] = [note.name, corpus.token_count, steps(corpus, BatchShape(2, 2))]
     bad: dict[str, Any] = {
@@ -426,7 +430,7 @@ def errors() -> dict[str, str]:
         data = replace(
             plain,
             sources=(str(home() / "bad" / f"{name}.chat.jsonl"),),
-            instructions=True,
+            format="chat",
         )
         found[f"{name} in bytes"] = refused(data)
         found[f"{name} in words"] = refused(replace(data, tokenizer=words))
@@ -434,33 +438,21 @@ def errors() -> dict[str, str]:
     changes: dict[str, dict[str, object]] = {
         "missing": {"sources": (str(home() / "none"),)},
         "nameless": {"sources": (" ",)},
-        "without endings": {"sources": (str(home() / "many"),), "endings": (".rs",)},
-        "split": {"sources": (str(home() / "split"),), "split": "dev"},
         "column": {"sources": (str(home() / "a.parquet"),), "text_field": "words"},
         "long": {"seq_len": 99_999},
-        "nothing to learn": {"instructions": True, "sources": ()},
-        "plain text": {"instructions": True, "sources": (str(home() / "a.txt"),)},
-        "short segments": {"segments": 2, "seq_len": 4},
+        "nothing to learn": {"format": "chat", "sources": ()},
+        "plain text": {"format": "chat", "sources": (str(home() / "a.txt"),)},
+        "short segments": {"format": "text:segments=2", "seq_len": 4},
         "tokenizer": {"tokenizer": str(home() / "none.json")},
         "bad tokenizer": {"tokenizer": str(home() / "bad" / "note.tokens")},
-        "template": {
-            "instructions": True,
-            "sources": (str(home() / "chats.jsonl"),),
-            "template": str(home() / "none.jinja"),
-        },
-        "bad template": {
-            "instructions": True,
-            "sources": (str(home() / "chats.jsonl"),),
-            "template": str(home() / "many" / "0" / "0.md"),
-        },
         "without template": {
-            "instructions": True,
+            "format": "chat",
             "sources": (str(home() / "chats.jsonl"),),
         },
         "source": {
-            "mixture": (
-                MixtureSource(sources=(lines,)),
-                MixtureSource(sources=(str(home() / "bad" / "empty.txt"),)),
+            "sources": (
+                MixtureSource(files=(lines,)),
+                MixtureSource(files=(str(home() / "bad" / "empty.txt"),)),
             )
         },
     }

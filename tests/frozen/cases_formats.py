@@ -135,7 +135,7 @@ family = "llama"
 [data]
 validation = ["a.txt", "b.txt"]
 document_mask = true
-mixture = [{sources = ["web"], weight = 3, name = "web"}, {sources = "b"}]
+sources = [{files = ["web"], weight = 3, name = "web"}, {files = "b"}]
 [schedule]
 name = "skip:skips=1,keep=0+3"
 partition = [1, 1, 1, 1]
@@ -297,7 +297,7 @@ def set_refusals() -> list[str]:
                 "model.path",
                 "modle.layers",
             ),
-            *("data.sources", "data.mixture", "schedule.partition", "schedule.rank"),
+            *("data.sources", "data.format", "schedule.partition", "schedule.rank"),
             *("paths.keep", "optimizer.options", "optimizer.options.momentum", "lr"),
             *("optimizer.groups", "run.compile", "run.compile.x", "steps", "train.lr"),
         )
@@ -305,8 +305,8 @@ def set_refusals() -> list[str]:
     ]
     changes += ["model.layers", "layers", "=", "model.=1", ".layers=1"]
     changes += ["optimizer.groups=[{match=1}]", "optimizer.groups=[{rate=1}]"]
-    changes += ["data.mixture=[{sources=1}]", "data.mixture=[{weight='x'}]"]
-    changes += ["data.mixture=[{name=1}]", "optimizer.options={a=[true]}"]
+    changes += ["data.sources=[{files=1}]", "data.sources=[{weight='x'}]"]
+    changes += ["data.sources=[{name=1}]", "optimizer.options={a=[true]}"]
     found = []
     for change in changes:
         try:

@@ -47,7 +47,7 @@ TEXT = "".join(
 
 def corpus_of(tokens: int = 40_001, length: int = 100):
     words = np.random.default_rng(0).integers(0, 256, tokens).astype(np.uint16)
-    data = DataConfig(seq_len=length, held_out=0.1)
+    data = DataConfig(seq_len=length, validation=0.1)
     return replace(cut_corpus(words, data, "random"), masking=MASKING)
 
 
@@ -195,8 +195,8 @@ def test_rows_of_segments_are_those_of_hugging_faces_tokenizer(segments, tmp_pat
         sources=(str(tmp_path / "a.jsonl"),),
         tokenizer=str(tmp_path / "words" / "tokenizer.json"),
         seq_len=24,
-        held_out=0.0,
-        segments=segments,
+        validation=0.0,
+        format=f"text:segments={segments}",
     )
     corpus = open_corpus(data, tmp_path)
     found = []
@@ -292,11 +292,14 @@ def test_norms_with_the_names_of_the_first_berts_are_read(tmp_path):
             "schedule.name=1f1b:slices=2",
             "slices=2 does not go with model.family = bert:",
         ),
-        ("data.instructions=true", "does not go with model.family = bert:"),
-        ("data.segments=2 --set data.seq_len=4", "too short for 2 segments"),
+        ("data.format=chat", "does not go with model.family = bert:"),
         (
-            "model.family=gpt --set data.segments=2",
-            "segments = 2 is for an encoder, but model.family = gpt:",
+            "data.format=text:segments=2 --set data.seq_len=4",
+            "too short for 2 segments",
+        ),
+        (
+            "model.family=gpt --set data.format=text:segments=2",
+            "segments=2 is for an encoder, but model.family = gpt:",
         ),
         ("parallel.tp=2", "only our own Llama and GPT can be divided"),
     ],

@@ -73,11 +73,19 @@ def data_of(home: Path, **changes: object) -> DataConfig:
     plain = DataConfig(
         sources=(str(home),),
         tokenizer=str(home / "tokenizer.json"),
-        instructions=True,
+        format="chat",
         seq_len=192,
-        held_out=0.0,
+        validation=0.0,
     )
     return replace(plain, **changes)
+
+
+def beside(home: Path, folder: Path, template: str) -> str:
+    """A copy of the tokenizer with another chat template beside it."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((home / name).read_bytes())
+    (folder / "chat_template.jinja").write_text(template)
+    return str(folder / "tokenizer.json")
 
 
 def their_tokens(home: Path) -> list[tuple[list[int], list[int]]]:
@@ -115,8 +123,7 @@ def conversations(corpus) -> list[tuple[list[int], list[int]]]:
 def test_assistants_turns_are_learned_as_transformers_marks_them(
     template, home, tmp_path
 ):
-    (tmp_path / "own.jinja").write_text(template)
-    data = data_of(home, template=str(tmp_path / "own.jinja"))
+    data = data_of(home, tokenizer=beside(home, tmp_path, template))
     corpus = open_corpus(data, tmp_path)
     assert sorted(conversations(corpus)) == sorted(their_tokens(home))
     assert corpus.tally.conversations == len(CHATS)
@@ -168,7 +175,7 @@ def test_prompts_are_not_learned_and_completions_are_with_their_end(tmp_path):
     parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         data = DataConfig(
-            sources=(str(tmp_path / name),), instructions=True, seq_len=16, held_out=0.0
+            sources=(str(tmp_path / name),), format="chat", seq_len=16, validation=0.0
         )
         corpus = open_corpus(data, tmp_path)
         found = [
@@ -224,8 +231,8 @@ def test_the_loss_of_a_run_is_the_mean_over_all_answers(
     (tmp_path / "config.toml").write_text(SMALL_CONFIG)
     monkeypatch.chdir(tmp_path)
     line = (
-        f"train config.toml --set data.sources={home} --set data.instructions=true --set data.document_mask=true "
-        f"--set data.seq_len=192 --set data.held_out=0 --set data.global_batch={4 * rows} --set model.path=start "
+        f"train config.toml --set data.sources={home} --set data.format=chat --set data.document_mask=true "
+        f"--set data.seq_len=192 --set data.validation=0 --set data.global_batch={4 * rows} --set model.path=start "
         f"--set run.folder=run --set run.steps=1 "
         "--set schedule.name=seq1f1b:slices=2 --set schedule.microbatches=2 "
         "--set parallel.pp=1 --set parallel.dp_replicate=2"
@@ -263,14 +270,12 @@ def test_a_record_that_is_no_conversation_is_refused(line, words, home, tmp_path
 
 def test_templates_that_cannot_tell_where_answers_are_are_refused(home, tmp_path):
     def refused(text: str, words: str, **changes: object) -> None:
-        (tmp_path / "own.jinja").write_text(text)
-        changes = {"template": str(tmp_path / "own.jinja"), **changes}
+        changes = {"tokenizer": beside(home, tmp_path, text), **changes}
         with pytest.raises(FileError, match=words):
             open_corpus(data_of(home, **changes), tmp_path)
 
     refused("{{ messages|length }}", "writes message 1 in another way")
     refused("{{ raise_exception('no roles') }}", "cannot write these messages: no")
-    refused("", "messages need a chat template", template="", tokenizer="bytes")
-    refused("", "cannot read the chat template", template=str(tmp_path / "none"))
+    refused("", "messages need a chat template", tokenizer="bytes")
     refused("", "is plain text", sources=(str(home / "README.md"),))
     refused("", "needs conversations", sources=())

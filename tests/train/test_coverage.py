@@ -116,7 +116,7 @@ def test_the_held_out_loss_is_that_of_the_whole_model(name, tmp_path):
 @pytest.mark.parametrize("separate", [False, True])
 def test_partial_paths_are_evaluated_as_the_whole_model(schedule, separate, tmp_path):
     run = job(tmp_path, schedule, "run.steps=3", "model.layers=5", f"data.document_mask={str(separate).lower()}",
-              "data.held_out=0.01")  # fmt: skip  # five sequences: the batch of eight is not full
+              "data.validation=0.01")  # fmt: skip  # five sequences: the batch of eight is not full
     assert run.corpus.held_out == 5
     rows = train(run)
     assert rows[-1].evaluation == pytest.approx(whole_loss(run), abs=1e-5)

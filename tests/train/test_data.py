@@ -22,12 +22,15 @@ from hypothesis import strategies as st
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError
+from penstock.formats.config_toml import load_config
 from penstock.train.data import chat, files
 from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, shuffled
 from penstock.train.data.files import source_files
 from penstock.train.data.loader import BatchShape, Loader, wanted_by
 from penstock.train.data.stream import TextStream
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
+from penstock.train.job import settle_tokenizer
+from penstock.train.own_models import vocab_of
 
 
 def cut_into_pieces(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
@@ -39,7 +42,7 @@ def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Co
     """Token k is k, so that a sequence shows where it is from."""
     return cut_corpus(
         np.arange(tokens, dtype=np.uint16),
-        replace(DataConfig(), seq_len=length, held_out=held_out),
+        replace(DataConfig(), seq_len=length, validation=held_out),
         "digest",
     )
 
@@ -104,7 +107,7 @@ def test_a_label_is_the_next_token_and_every_token_has_one():
 def test_documents_that_are_told_apart_have_starts_and_guess_nothing_of_each_other():
     tokens = np.array([4, 5, 0, 6, 7, 8, 0, 9, 0, 1, 2, 3, 5], dtype=np.uint16)
     corpus = cut_corpus(
-        tokens, DataConfig(seq_len=6, held_out=0, document_mask=True), end=0
+        tokens, DataConfig(seq_len=6, validation=0, document_mask=True), end=0
     )
     batch = Loader(corpus, BatchShape(rows=1, microbatches=2), seed=0).step()[0]
     found = {
@@ -274,7 +277,7 @@ def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(
     (tmp_path / "three.jsonl").write_text(
         '{"text": "fg"}\n\n{"text": "h", "more": 1}\n'
     )
-    corpus = opened("one.txt", "folder", "three.jsonl", seq_len=3, held_out=0.0)
+    corpus = opened("one.txt", "folder", "three.jsonl", seq_len=3, validation=0.0)
     assert bytes(corpus.tokens.astype(np.uint8)) == b"abc\0de\0fg\0h\0"
     assert (corpus.trained, corpus.held_out) == (3, 0)
 
@@ -641,7 +644,9 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
         folder.mkdir()
         (folder / name).write_text(line * lines)
         data = DataConfig(
-            sources=(str(folder / name),), instructions=kind != "text", seq_len=1024
+            sources=(str(folder / name),),
+            seq_len=1024,
+            format="text" if kind == "text" else "chat",
         )
         tracemalloc.start()
         try:
@@ -662,7 +667,7 @@ def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
 def test_rows_are_copied_from_the_file_and_outlive_it(opened, tmp_path):
     """Whoever touches a mapped file maps much of it, which would count as memory of the process."""
     (tmp_path / "a.txt").write_text("0123456789" * 5)
-    corpus = opened("a.txt", seq_len=10, held_out=0.0)
+    corpus = opened("a.txt", seq_len=10, validation=0.0)
     assert isinstance(corpus.tokens, np.memmap)
     rows = [corpus.sequence(number) for number in range(5)]
     assert not any(isinstance(row, np.memmap) for row in rows)
@@ -714,10 +719,38 @@ def test_of_a_saved_dataset_with_splits_only_one_is_read(tmp_path):
         table = pa.table({"text": [f"{split} text " * 9]})
         with pa.ipc.new_stream(home / split / "data.arrow", table.schema) as file:
             file.write_table(table)
-    data = DataConfig(sources=(str(home),), seq_len=16, held_out=0)
+    data = DataConfig(sources=(str(home),), seq_len=16, validation=0)
     assert [file.parent.name for file in source_files(data)] == ["train"]
-    other = replace(data, split="test")
+    other = replace(data, sources=(str(home / "test"),))
     words = open_corpus(other, tmp_path / "cache").tokens
     assert bytes(words.tolist()).startswith(b"test text test")
-    with pytest.raises(FileError, match="no split 'dev'; it has test, train"):
-        source_files(replace(data, split="dev"))
+    (home / "train").rename(home / "dev")
+    with pytest.raises(FileError, match="no split 'train'; it has dev, test"):
+        source_files(data)
+
+
+def test_a_pattern_names_files_of_any_ending(tmp_path):
+    for name in ("a.rst", "b.rst", "c.md"):
+        (tmp_path / name).write_text("some words")
+    data = DataConfig(sources=(str(tmp_path / "*.rst"),))
+    assert [file.name for file in source_files(data)] == ["a.rst", "b.rst"]
+    with pytest.raises(FileError, match="there is no such file or folder"):
+        source_files(replace(data, sources=(str(tmp_path / "*.tex"),)))
+
+
+def test_byte_pairs_are_trained_once_on_the_text_of_a_run(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 50)
+    config = load_config(
+        "", changes=[f"data.sources={tmp_path / 'a.txt'}", "data.tokenizer=bpe:300"]
+    )
+    assert vocab_of(config) == 300  # A plan trains nothing.
+    assert not (tmp_path / "home").exists()
+    settled = settle_tokenizer(config).data.tokenizer
+    assert tokenizer_of(settled).vocab <= 300
+    made = Path(settled).stat().st_mtime_ns
+    assert settle_tokenizer(config).data.tokenizer == settled
+    assert Path(settled).stat().st_mtime_ns == made
+    (tmp_path / "a.txt").write_text("other words " * 50)
+    assert settle_tokenizer(config).data.tokenizer != settled

@@ -464,7 +464,7 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path):
 def test_segments_are_refused_for_a_folder_with_a_decoder(tmp_path):
     folder = folder_of("gemma3", tmp_path)
     config = replace(Config(), model=ModelConfig(path=str(folder)))
-    config = replace(config, data=replace(config.data, segments=2))
+    config = replace(config, data=replace(config.data, format="text:segments=2"))
     with pytest.raises(
         ConfigError, match=r"the model of model\.path = .* is a decoder"
     ):

@@ -112,7 +112,7 @@ def test_a_relative_and_an_absolute_path_find_one_corpus(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- prompts
 def byte_corpus(text: bytes, held_out: float):
     tokens = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
-    return cut_corpus(tokens, DataConfig(seq_len=8, held_out=held_out))
+    return cut_corpus(tokens, DataConfig(seq_len=8, validation=held_out))
 
 
 def test_a_prompt_is_the_beginning_of_a_held_out_document():

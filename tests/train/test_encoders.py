@@ -120,7 +120,7 @@ def test_an_encoder_is_trained_evaluated_and_exported(
     """The losses are those of transformers' own model, step by step, with its masks and types on the same rows."""
     model = folder_of(name, tmp_path / "start")
     code, said = penstock(
-        f"{TRAIN} --set data.segments={segments} --set schedule.name={schedule} --set run.steps=3"
+        f"{TRAIN} --set data.format=text:segments={segments} --set schedule.name={schedule} --set run.steps=3"
     )
     assert code == 0, said
     shown = OWN if name == OWN else type(model).__name__
@@ -176,7 +176,7 @@ def losses_of(model: Any, run: Path, rates: list[float]) -> list[float]:
 
 def test_a_resumed_run_of_an_encoder_goes_on_with_other_ranks(penstock, tmp_path):
     folder_of("roberta", tmp_path / "start")
-    line = f"{TRAIN} --set data.segments=1 --set data.document_mask=true --set schedule.name=1f1b"
+    line = f"{TRAIN} --set data.format=text:segments=1 --set data.document_mask=true --set schedule.name=1f1b"
     code, said = penstock(f"{line} --set run.steps=4 --set run.folder=whole")
     assert code == 0, said
     for steps, ranks in ((2, "2"), (4, "4 --resume")):
@@ -255,14 +255,17 @@ def test_an_encoder_is_measured_on_shorter_sequences_instead_of_slices(
             "schedule.name=1f1b:slices=2",
             "slices=2 does not go with model.path = start:",
         ),
-        ("data.segments=2", "cannot tell 2 of them apart set data.segments=1"),
+        (
+            "data.format=text:segments=2",
+            "cannot tell 2 of them apart set data.format=text:segments=1",
+        ),
         (
             "data.seq_len=29",
             "29 tokens, but a RobertaForMaskedLM of this config is for",
         ),
         ("parallel.tp=2", "only our own Llama and GPT can be divided"),
         ("model.dropout=0.1", "a RobertaForMaskedLM is trained without dropout"),
-        ("data.instructions=true", "does not go with model.path = start:"),
+        ("data.format=chat", "does not go with model.path = start:"),
     ],
 )
 def test_what_an_encoder_cannot_do_is_refused(change, words, penstock, tmp_path):
@@ -274,7 +277,7 @@ def test_what_an_encoder_cannot_do_is_refused(change, words, penstock, tmp_path)
 
 def test_segments_of_a_model_without_types_are_refused(penstock, tmp_path):
     folder_of("distilbert", tmp_path / "start")
-    code, said = penstock(f"{TRAIN} --set data.segments=2")
+    code, said = penstock(f"{TRAIN} --set data.format=text:segments=2")
     assert code != 0
     assert "knows no types of segments" in " ".join(said.split())
 

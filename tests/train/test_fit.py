@@ -28,7 +28,7 @@ from penstock.train.job import job_of
 
 TEXTS = [f"Text {n} is here. " + "la " * (n % 13) for n in range(60)]
 CHATS = [{"prompt": f"{n} + 1 = ", "completion": f"{n + 1}"} for n in range(60)]
-PLAIN = DataConfig(seq_len=32, held_out=0.0)
+PLAIN = DataConfig(seq_len=32, validation=0.0)
 
 
 def as_tokens(text: str) -> list[int]:
@@ -43,8 +43,8 @@ def as_tokens(text: str) -> list[int]:
         ([as_tokens(text) for text in TEXTS], PLAIN),
         ([np.array([*as_tokens(text), 0]) for text in TEXTS], PLAIN),
         (({"ids": torch.tensor(as_tokens(t))} for t in TEXTS), replace(PLAIN, text_field="ids")),
-        (TEXTS, replace(PLAIN, segments=2)),
-        (CHATS, replace(PLAIN, instructions=True, document_mask=True)),
+        (TEXTS, replace(PLAIN, format="text:segments=2")),
+        (CHATS, replace(PLAIN, format="chat", document_mask=True)),
     ],
 )  # fmt: skip
 def test_a_dataset_becomes_the_tokens_that_a_file_of_it_becomes(
@@ -134,7 +134,7 @@ def test_fit_trains_on_a_dataset_and_its_run_needs_it_no_more(tmp_path, monkeypa
     text = "\0".join(TEXTS).encode() + b"\0"
     assert bytes(job.corpus.tokens.tolist()) == text
     assert bytes(job.validation.tokens.tolist()) == b"tests " * 20 + b"\0"
-    with pytest.raises(ConfigError, match=r"data\.sources or data\.mixture names text"):
+    with pytest.raises(ConfigError, match=r"data\.sources names text"):
         fit("run", TEXTS, resume=True)
     examined = evaluate_run(run.folder, ())  # on the validation set, as the run itself
     assert (examined.available, examined.sequences) == (3, 3)

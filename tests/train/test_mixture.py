@@ -41,11 +41,11 @@ LENGTH = 10
 COUNTS = (30, 200, 7)  # sequences of each source to train on
 WEIGHTS = (2.0, 1.0, 1.0)
 TABLES = """
-[[data.mixture]]
-sources = ["web.txt"]
+[[data.sources]]
+files = ["web.txt"]
 weight = 3
-[[data.mixture]]
-sources = ["code"]
+[[data.sources]]
+files = ["code"]
 name = "programs"
 """
 
@@ -54,7 +54,7 @@ def source(number: int, count: int, held_out: float = 0.1) -> Corpus:
     """Word k of source n is 10,000 n + k // LENGTH, so that a row shows where it is from."""
     rows = round(count / (1 - held_out))
     words = 10_000 * number + np.arange(rows * LENGTH + 1) // LENGTH
-    data = DataConfig(seq_len=LENGTH, held_out=held_out)
+    data = DataConfig(seq_len=LENGTH, validation=held_out)
     return cut_corpus(words.astype(np.uint32), data, f"digest {number}")
 
 
@@ -138,21 +138,19 @@ def test_a_mixture_is_written_as_tables_and_read_back():
         MixtureSource(("code",), 1.0, "programs"),
     )
     assert load_config(dump_config(config)) == config
-    absolute = with_absolute_paths(config).data.mixture[1].sources
+    absolute = with_absolute_paths(config).data.mixture[1].files
     assert absolute == (str(Path("code").absolute()),)
-    assert apply_changes(config, ["data.mixture="]).data.mixture == ()
+    assert apply_changes(config, ["data.sources="]).data.mixture == ()
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('[data]\nmixture = ["a"]', "must be a list of tables"),
-        ('[data]\nmixture = [{source = "a"}]', "did you mean 'sources'"),
-        ("[data]\nmixture = [{sources = 3}]", "must be a list of strings"),
-        ('[data]\nmixture = [{sources = "a", weight = "b"}]', "must be a number"),
-        ('[data]\nmixture = [{sources = "a", weight = 0}]', "must be above 0"),
-        ("[data]\nmixture = [{weight = 2}]", "sources is empty"),
-        (f'[data]\nsources = ["a"]\n{TABLES}', "both name text"),
+        ('[data]\nsources = [{file = "a"}]', "did you mean 'files'"),
+        ("[data]\nsources = [{files = 3}]", "must be a list of strings"),
+        ('[data]\nsources = [{files = "a", weight = "b"}]', "must be a number"),
+        ('[data]\nsources = [{files = "a", weight = 0}]', "must be above 0"),
+        ("[data]\nsources = [{weight = 2}]", "files is empty"),
     ],
 )
 def test_a_mixture_that_is_none_is_refused(text, words):
@@ -185,14 +183,12 @@ def test_a_run_on_a_mixture_says_what_it_has_read(run, tmp_path):
 def test_a_worker_elsewhere_reads_the_same_mixture_and_guesses_the_same_words(tmp_path):
     for name in ("web", "code"):
         (tmp_path / f"{name}.txt").write_text(f"{name} text " * 400)
-    config = load_config(
-        f'[data]\ncache = "{tmp_path / "cache"}"\nseq_len = 16\n[model]\nfamily = "bert"'
-    )
+    config = load_config('[data]\nseq_len = 16\n[model]\nfamily = "bert"')
     mixture = tuple(
         MixtureSource((str(tmp_path / f"{name}.txt"),)) for name in ("web", "code")
     )
     config = replace(
-        config, data=replace(config.data, mixture=mixture, tokenizer="bytes")
+        config, data=replace(config.data, sources=mixture, tokenizer="bytes")
     )
     run, far = tmp_path / "run", tmp_path / "far"
     run.mkdir()
@@ -213,12 +209,12 @@ def test_a_worker_elsewhere_reads_the_same_mixture_and_guesses_the_same_words(tm
 
 
 def test_a_missing_source_of_a_mixture_is_named(tmp_path):
-    data = DataConfig(mixture=(MixtureSource((str(tmp_path / "none"),)),))
+    data = DataConfig(sources=(MixtureSource((str(tmp_path / "none"),)),))
     with pytest.raises(FileError, match="there is no such file or folder"):
         open_text(data, tmp_path)
     (tmp_path / "a.txt").write_text("some text " * 40)
     other = MixtureSource((str(tmp_path / "a.txt"),), 2.0)
-    both = replace(data, mixture=(other, other), seq_len=16)
+    both = replace(data, sources=(other, other), seq_len=16)
     assert open_text(both, tmp_path).names == ("a.txt", "a.txt")
 
 
@@ -226,7 +222,7 @@ def test_an_empty_source_of_a_mixture_is_named(tmp_path):
     (tmp_path / "full.txt").write_text("some words " * 50)
     (tmp_path / "empty.txt").touch()
     names = [str(tmp_path / name) for name in ("full.txt", "empty.txt")]
-    mixture = tuple(MixtureSource(sources=(name,)) for name in names)
-    data = DataConfig(seq_len=LENGTH, tokenizer="bytes", mixture=mixture)
-    with pytest.raises(FileError, match=r"source empty\.txt of data\.mixture: the tex"):
+    mixture = tuple(MixtureSource(files=(name,)) for name in names)
+    data = DataConfig(seq_len=LENGTH, tokenizer="bytes", sources=mixture)
+    with pytest.raises(FileError, match=r"source empty\.txt of data\.sources: the tex"):
         open_text(data, tmp_path / "cache")

@@ -52,6 +52,7 @@ from penstock.config.sections import (
     names_a_file,
     names_own_code,
     own_code_file,
+    trained_words,
 )
 
 __all__ = [
@@ -98,4 +99,5 @@ __all__ = [
     "reasons_against_compiling",
     "reasons_against_recording",
     "segments_fault",
+    "trained_words",
 ]

@@ -17,6 +17,7 @@ from penstock.config.sections import (
     AUTO,
     CHECKS,
     CHOICES,
+    FORMATS,
     MAX_DEFAULT_MICROBATCHES,
     MODES,
     PARTIAL_SCHEDULES,
@@ -30,7 +31,7 @@ from penstock.config.sections import (
     own_code_file,
 )
 from penstock.errors import ConfigError, ShapeError, UnknownNameError
-from penstock.shaped import Shape
+from penstock.shaped import Shape, split_name
 
 
 def check_config(config: Config, counted: bool = False) -> Config:
@@ -232,7 +233,7 @@ RULES = (
     ),
     Rule(
         lambda c: c.model.family == "bert" and c.data.instructions,
-        "data.instructions = true does not go with {model.written}: "
+        "data.format = {data.format} does not go with {model.written}: "
         "an encoder guesses masked words and answers nothing",
     ),
     Rule(  # The model of a folder may still turn out to be an encoder.
@@ -244,14 +245,10 @@ RULES = (
         "{it}",
     ),
     Rule(
-        lambda c: c.data.mixture and c.data.sources,
-        "data.sources and data.mixture both name text: give one of them",
-    ),
-    Rule(
         lambda c: [
-            number for number, one in enumerate(c.data.mixture) if not one.sources
+            number for number, one in enumerate(c.data.mixture) if not one.files
         ],
-        "source {it} of data.mixture names no files: sources is empty",
+        "table {it} of data.sources names no files: files is empty",
     ),
     Rule(
         lambda c: [
@@ -259,7 +256,7 @@ RULES = (
             for number, one in enumerate(c.data.mixture)
             if not (isfinite(one.weight) and one.weight > 0)
         ],
-        "source {it[0]} of data.mixture has weight {it[1]:g}, which must be above 0",
+        "table {it[0]} of data.sources has weight {it[1]:g}, which must be above 0",
     ),
     Rule(
         lambda c: (
@@ -368,6 +365,10 @@ def _choice_faults(config: Config) -> Iterator[str]:
             yield str(
                 UnknownNameError(key, value, known, meant if meant in known else "")
             )
+    if split_name(config.data.format)[0] not in FORMATS:
+        yield str(UnknownNameError("data.format", config.data.format, FORMATS))
+    if config.data.segments not in (0, 1, 2):
+        yield f"data.format = {config.data.format}: segments must be 1 or 2"
     if config.elastic.named not in MODES:
         yield str(UnknownNameError("elastic.mode", config.elastic.mode, MODES))
     schedule = config.optimizer.lr_schedule
@@ -406,10 +407,10 @@ def _settle_named(config: Config) -> Config:
 def segments_fault(config: Config) -> str:
     """Say that only an encoder has segments."""
     model = config.model
-    wrong = f"data.segments = {config.data.segments} is for an encoder, but "
+    wrong = f"data.format = {config.data.format} is for an encoder, but "
     if model.folder:
-        return f"{wrong}the model of {model.written} is a decoder: set data.segments=0"
-    return f"{wrong}{model.written}: set model.family=bert, or data.segments=0"
+        return f"{wrong}the model of {model.written} is a decoder: set data.format=text"
+    return f"{wrong}{model.written}: set model.family=bert, or data.format=text"
 
 
 # ---------------------------------------------------------------- how a run computes
@@ -428,7 +429,9 @@ def reasons_against_recording(config: Config) -> list[str]:
     if config.data.document_mask:
         reasons.append("data.document_mask = true: documents differ from step to step")
     elif config.data.apart:
-        reasons.append("data.segments > 0: the padding differs from step to step")
+        reasons.append(
+            f"data.format = {config.data.format}: the padding differs from step to step"
+        )
     reasons += _mesh_reason(config, "the processes of a mesh talk within an action")
     if config.run.device == "cpu":
         reasons.append("run.device = cpu: a CPU has no graphs")

@@ -49,6 +49,7 @@ INSIDE = ("attention", "mlp")  # run.recompute: what layers may recompute
 CHECKS = ("forecast", "gradients", "memory")  # run.checks
 LOSS_CHUNK = 2048  # tokens whose logits are in memory at a time, if all of them take more than 64 MiB
 CROSS_ENTROPY = "cross_entropy"  # run.loss
+FORMATS = ("text", "chat")  # data.format
 LOSS_SHAPE = {"smoothing": float, "z": float}
 MESSAGE_TYPES = ("float32", "bfloat16", "int8")
 MODES = (AUTO, "on", "off")  # elastic.mode
@@ -80,6 +81,8 @@ Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 CONFIG_JSON = (
     "config.json"  # model.path: new weights for the model that this file describes
 )
+TRAINED_TOKENIZER = "bpe"  # data.tokenizer: byte pairs, trained on the text of the run
+DEFAULT_WORDS = 8192
 BYTE_TOKENIZER = "bytes"  # data.tokenizer: no file
 PLANS = (".json", ".csv")  # schedule.name: suffixes of files that hold a schedule
 
@@ -96,7 +99,14 @@ def _word(item: str) -> str:
 
 def names_a_file(tokenizer: str) -> bool:
     """Whether data.tokenizer is the path of a tokenizer.json."""
-    return tokenizer not in (AUTO, BYTE_TOKENIZER)
+    return tokenizer not in (AUTO, BYTE_TOKENIZER) and not trained_words(tokenizer)
+
+
+def trained_words(tokenizer: str) -> int:
+    """The words of a data.tokenizer that is to be trained, such as bpe:16000; 0 for any other."""
+    name, text = split_name(tokenizer)
+    shape = read_shape(name, text, {"words": int}) if name == TRAINED_TOKENIZER else {}
+    return int(shape.get("words", DEFAULT_WORDS)) if name == TRAINED_TOKENIZER else 0
 
 
 def names_own_code(value: str) -> bool:
@@ -222,7 +232,7 @@ class ModelConfig:
 class MixtureSource:
     """Files or folders that are read with a weight of their own."""
 
-    sources: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     weight: float = 1.0
     name: str = ""  # in reports; empty takes the names of the files
 
@@ -231,41 +241,19 @@ class MixtureSource:
 class DataConfig:
     """The text, and how it becomes sequences."""
 
-    sources: tuple[str, ...] = setting(
+    sources: tuple[str | MixtureSource, ...] = setting(
         (),
-        "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
+        "files, folders or patterns (web/*.md): text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes "
+        'Python\'s standard library; tables have weights: [{files = ["web"], weight = 3}, {files = ["code"]}]',
         file=str,
-    )
-    mixture: tuple[MixtureSource, ...] = setting(
-        (),
-        'instead of sources, several with weights, such as [{sources = ["web"], weight = 3}, {sources = ["code"]}]',
-        file=str,
-    )
-    endings: tuple[str, ...] = setting(
-        (
-            *(".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
-            *(".parquet", ".arrow"),
-        ),
-        "endings of the files that are read from folders",
-    )
-    split: str = setting(
-        "train", "split to read of a folder that DatasetDict.save_to_disk wrote"
     )
     text_field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
     )
-    instructions: bool = setting(
-        False,
-        "learn answers only: .jsonl or tables with messages, or with prompt and completion",
-    )
-    template: str = setting(
-        "",
-        "file with the chat template of messages (Jinja); empty takes the one beside the tokenizer",
-        file=str,
-    )
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.path, or else bytes",
+        "bytes, the path of a tokenizer.json, or bpe:16000, which trains byte pairs on the text once; auto "
+        "takes that of model.path, or else bytes",
         file=tokenizer_file,
     )
     seq_len: int = setting(128, "tokens per sequence", least=2)
@@ -284,28 +272,54 @@ class DataConfig:
         above=0,
         most=0.9,
     )
-    segments: int = setting(
-        0,
-        "segments of an encoder's rows: 1 is [CLS] text [SEP], 2 is [CLS] text [SEP] more [SEP], both padded; "
-        "0 fills rows with text alone",
-        least=0,
-        most=2,
-    )
-    held_out: float = setting(
+    validation: float | tuple[str, ...] = setting(
         0.02,
-        "share of the sequences that is held out for evaluation",
+        "what evaluations read: a share of the sequences, which is held out, or files and folders of their own",
         least=0,
         most=0.5,
-    )
-    validation: tuple[str, ...] = setting(
-        (),
-        "files or folders that evaluations read instead of held-out sequences",
         file=str,
     )
-    cache: str = setting(
-        "",
-        "folder of the token cache; empty takes the folder cache next to the run's folder",
+    format: str = setting(
+        "text",
+        "text; chat, which learns answers only (messages, or prompt and completion); or for encoders "
+        "text:segments=1 ([CLS] text [SEP]) and text:segments=2 ([CLS] text [SEP] more [SEP]), both padded",
     )
+
+    @property
+    def mixture(self) -> tuple[MixtureSource, ...]:
+        """The sources with their weights; empty if they have none."""
+        if all(isinstance(one, str) for one in self.sources):
+            return ()
+        return tuple(
+            MixtureSource((one,)) if isinstance(one, str) else one
+            for one in self.sources
+        )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files and folders of sources without weights."""
+        return tuple(one for one in self.sources if isinstance(one, str))
+
+    @property
+    def held_out(self) -> float:
+        """The share of the sequences that is held out for evaluation."""
+        return 0.0 if isinstance(self.validation, tuple) else self.validation
+
+    @property
+    def validation_files(self) -> tuple[str, ...]:
+        """The files that evaluations read instead of held-out sequences."""
+        return self.validation if isinstance(self.validation, tuple) else ()
+
+    @property
+    def instructions(self) -> bool:
+        """Whether the text is conversations, of which the answers are learned."""
+        return split_name(self.format)[0] == "chat"
+
+    @property
+    def segments(self) -> int:
+        """The segments of an encoder's rows; 0 fills rows with text alone."""
+        shape = read_shape(*split_name(self.format), {"segments": int})
+        return int(shape.get("segments", 0))
 
     @property
     def marked(self) -> bool:
@@ -322,9 +336,7 @@ class DataConfig:
         """The data of each source of the mixture; this data if there is no mixture."""
         if not self.mixture:
             return (self,)
-        return tuple(
-            replace(self, sources=one.sources, mixture=()) for one in self.mixture
-        )
+        return tuple(replace(self, sources=one.files) for one in self.mixture)
 
 
 @dataclass(frozen=True, slots=True)

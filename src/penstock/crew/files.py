@@ -119,7 +119,7 @@ class RunFiles:
             PLAN_FILE: folder / PLAN_FILE,
         }
         for name, text in texts_of(config.data).items():
-            row, note = cached_tokens(text, cache_of(config, folder))
+            row, note = cached_tokens(text, cache_of(folder))
             # With this ending, the config of a worker can name the tokens.
             self.inputs[f"{name}{ENCODED}"] = note
             self.inputs[f"{name}{TOKENS_SUFFIX}"] = row
@@ -385,15 +385,15 @@ def copied_text(data: DataConfig, folder: Path) -> DataConfig:
     copies: dict[str, tuple[str, ...]] = {}
     for name in texts_of(data):
         copies[name] = (str((folder / f"{name}{ENCODED}").absolute()),)
-    validation = copies.pop(VALIDATION, ())
+    validation = copies.pop(VALIDATION, None) or data.validation
     files = list(copies.values())
     if not data.mixture:
         return replace(data, sources=files[0], validation=validation)
     mixture = [
-        replace(source, sources=file)
+        replace(source, files=file)
         for source, file in zip(data.mixture, files, strict=True)
     ]
-    return replace(data, mixture=tuple(mixture), validation=validation)
+    return replace(data, sources=tuple(mixture), validation=validation)
 
 
 def check_code(config: Config) -> None:

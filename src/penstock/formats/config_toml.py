@@ -49,7 +49,7 @@ CONFIG_FILE = "config.toml"  # in the folder of a run
 TABLES = (("optimizer", "options"),)
 # Records of which a list may consist, each with an example.
 RECORDS: dict[str, tuple[type[Any], str]] = {
-    "MixtureSource": (MixtureSource, '{sources = ["web"], weight = 3}'),
+    "MixtureSource": (MixtureSource, '{files = ["web"], weight = 3}'),
     "ParameterGroup": (ParameterGroup, '{match = "*.bias", frozen = true}'),
 }
 # What a plan file says in place of a config.
@@ -263,6 +263,8 @@ def _convert(steps: Steps, name: str, kind: str, value: object, refuse: Refuse) 
     """A value of the kind that a field declares, such as `float | None` or `tuple[str, ...]`."""
     if steps in TABLES:
         return _convert_table(steps, name, value, refuse)
+    if kind.startswith("float | tuple["):  # a share, or files
+        kind = "float" if _is_number(value) else kind.removeprefix("float | ")
     if kind.startswith("tuple["):
         item = kind.removeprefix("tuple[").partition(",")[0]
         return _convert_list(steps, name, item, value, refuse)
@@ -288,6 +290,16 @@ def _convert_list(
     items = value if isinstance(value, list) else [value]
     if value == "":
         items = []
+    text, _, record = kind.partition(" | ")
+    if record and not any(isinstance(one, Mapping) for one in items):
+        kind = text
+    elif record:
+        return tuple(
+            one
+            if isinstance(one, str)
+            else _convert_record((*steps, number), name, record, one, refuse)
+            for number, one in enumerate(items)
+        )
     if kind in RECORDS:
         return tuple(
             _convert_record((*steps, number), name, kind, table, refuse)
@@ -377,8 +389,8 @@ def _absolute(value: Any, file_of: Callable[[str], str]) -> Any:
     if isinstance(value, tuple):
         return tuple(_absolute(one, file_of) for one in value)
     if isinstance(value, MixtureSource):
-        return replace(value, sources=_absolute(value.sources, file_of))
-    file = file_of(value)
+        return replace(value, files=_absolute(value.files, file_of))
+    file = file_of(value) if isinstance(value, str) else ""
     if not file:
         return value
     return str(Path(file).expanduser().absolute()) + value.removeprefix(file)

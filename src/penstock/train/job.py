@@ -9,7 +9,14 @@ from pathlib import Path
 
 from torch import nn
 
-from penstock.config import AUTO, BYTE_TOKENIZER, Config, check_config, segments_fault
+from penstock.config import (
+    AUTO,
+    BYTE_TOKENIZER,
+    Config,
+    check_config,
+    segments_fault,
+    trained_words,
+)
 from penstock.errors import ConfigError, FileError, RunError
 from penstock.formats.plan_json import read_plan
 from penstock.ir.plan import Plan
@@ -37,7 +44,12 @@ from penstock.train.checkpoints.checkpoint import (
 )
 from penstock.train.checkpoints.place import remote_checkpoints
 from penstock.train.checkpoints.separate import SeparateFolders
-from penstock.train.data.corpus import Corpus, open_text, open_validation
+from penstock.train.data.corpus import (
+    Corpus,
+    byte_pairs,
+    open_text,
+    open_validation,
+)
 from penstock.train.data.files import ProgressBytes
 from penstock.train.data.loader import Loader, check_same_data
 from penstock.train.data.masking import masking_of
@@ -165,12 +177,12 @@ def corpus_of(
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
     """Open the text of a run, with words to guess if its model is an encoder."""
-    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
+    return with_guesses(config, open_text(config.data, cache_of(folder), watch))
 
 
 def validation_of(config: Config, folder: Path) -> Corpus | None:
     """Open the text of data.validation; None without any."""
-    corpus = open_validation(config.data, cache_of(config, folder))
+    corpus = open_validation(config.data, cache_of(folder))
     return None if corpus is None else with_guesses(config, corpus)
 
 
@@ -212,7 +224,7 @@ def check_segments(folder: str, types: int, segments: int) -> None:
         known = f"knows {types} type" if types else "knows no types"
         raise RunError(
             f"the model in {folder} {known} of segments, so it cannot tell {segments} of them apart\n"
-            "  set data.segments=1"
+            "  set data.format=text:segments=1"
         )
 
 
@@ -222,10 +234,8 @@ def with_kept_files(config: Config, folder: Path) -> Config:
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
-def cache_of(config: Config, folder: Path) -> Path:
+def cache_of(folder: Path) -> Path:
     """Return the folder of a run's token cache."""
-    if config.data.cache:
-        return Path(config.data.cache).expanduser()
     return folder.parent / "cache"
 
 
@@ -245,11 +255,14 @@ def settle_model(config: Config) -> Config:
 
 
 def settle_tokenizer(config: Config) -> Config:
-    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder.
+    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder; train a "bpe".
 
     Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
     shows that the model was not trained on bytes.
     """
+    if trained_words(config.data.tokenizer):
+        own = str(byte_pairs(config.data))
+        return replace(config, data=replace(config.data, tokenizer=own))
     if config.data.tokenizer != AUTO:
         return config
     tokenizer = BYTE_TOKENIZER

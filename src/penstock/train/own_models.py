@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import AUTO, BYTE_TOKENIZER, Config, ModelConfig
+from penstock.config import AUTO, BYTE_TOKENIZER, Config, ModelConfig, trained_words
 from penstock.errors import ConfigError, FileError
 from penstock.families import (
     BertConfig,
@@ -39,6 +39,9 @@ def settled_sizes(config: Config) -> tuple[Config, FamilySizes]:
 def vocab_of(config: Config) -> int:
     """Return the number of words that the tokenizer of a config has for its model."""
     data = config.data
+    words = trained_words(data.tokenizer)
+    if words and config.model.family != "bert":
+        return words  # Planning trains no tokenizer.
     tokenizer = tokenizer_of(data.tokenizer)
     if config.model.family == "bert":
         return bert_words(tokenizer, data.segments).vocab

@@ -124,8 +124,8 @@ def evaluate_run(
     held = loader.evaluation(batches)
     if not held:
         raise FileError(
-            f"{run} held out no text: its data.held_out is {config.data.held_out:g}\n"
-            "  train with data.held_out above 0 to have text for evaluations"
+            f"{run} held out no text: its data.validation is {config.data.held_out:g}\n"
+            "  train with data.validation above 0 to have text for evaluations"
         )
     return Examination(
         _measure(open_trained(run), held, omit, draws, seed),
@@ -233,9 +233,8 @@ def _data_of(
     return replace(
         data,
         sources=tuple(sources),
-        mixture=(),
         tokenizer=trained.tokenizer,
-        held_out=0.0,
+        validation=0.0,
     )
 
 

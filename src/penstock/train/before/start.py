@@ -112,7 +112,7 @@ PLANNED_WITH = (
     "model.",
     "data.global_batch",
     "data.seq_len",
-    "data.segments",
+    "data.format",
     "data.document_mask",
     "run.accumulate",
     "run.compile",
@@ -236,8 +236,8 @@ def check_sources(config: Config) -> None:
     """Refuse sources that are missing, empty or not text, before anything is measured."""
     for part in config.data.parts:
         _check_files(part, "data.sources")
-    if config.data.validation:
-        validation = replace(config.data, sources=config.data.validation)
+    if config.data.validation_files:
+        validation = replace(config.data, sources=config.data.validation_files)
         _check_files(validation, "data.validation")
 
 
@@ -245,7 +245,7 @@ def _check_files(data: DataConfig, key: str) -> None:
     files = source_files(data)
     if all(file.is_file() and file.stat().st_size == 0 for file in files):
         raise FileError(
-            f"there is no text in {', '.join(data.sources)}: every file is empty\n  name other text in {key}"
+            f"there is no text in {', '.join(data.files)}: every file is empty\n  name other text in {key}"
         )
 
 

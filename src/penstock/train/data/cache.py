@@ -8,7 +8,7 @@ A dataset of the user's own, a Python object, becomes a file of tokens that a ru
 
     texts           "a text", ...                         or {"text": "a text"}, as datasets.Dataset has them
     tokens          [5, 17, 4], ...                       or {"input_ids": [5, 17, 4]}, data.text_field = "input_ids"
-    conversations   {"messages": [...]}, ...              with data.instructions
+    conversations   {"messages": [...]}, ...              with data.format = "chat"
       │
       ▼  one after the other, once
     dataset-4f1c….tokens      what is known about the tokens        data.sources = ["dataset-4f1c….tokens"]
@@ -78,7 +78,7 @@ def cache_files(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path,
     if encoded and len(files) > 1:
         raise FileError(
             f"{encoded[0]} is an encoded dataset, and cannot be joined with other files\n"
-            "  name it alone in data.sources, or as a source of its own in data.mixture"
+            "  name it alone in data.sources, or in a table of its own"
         )
     if encoded:
         _check_encoding(encoded[0], data)
@@ -206,7 +206,7 @@ def fill_cache(
     except OSError as error:
         raise FileError(
             f"cannot write the token cache {row}: {error.strerror}\n"
-            "  data.cache names its folder"
+            "  it is beside the run's folder: name another run.folder"
         ) from None
 
 

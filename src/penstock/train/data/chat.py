@@ -113,7 +113,7 @@ class ChatTemplate:
             raise FileError(
                 f"{where}: the chat template writes message {number} in another way when it is the last one, "
                 "so its beginning and end cannot be found\n"
-                "  put {% generation %} and {% endgeneration %} around answers in the template (data.template)"
+                "  put {% generation %} and {% endgeneration %} around answers in the template"
             )
         return len(before), len(until)
 
@@ -149,14 +149,12 @@ def _import_renderer() -> Any:
 
 
 def find_template(data: DataConfig) -> ChatTemplate | None:
-    """The chat template of a config: data.template, or the one beside its tokenizer; None if there is none."""
+    """The chat template beside the tokenizer of a config; None if there is none."""
     beside = None
     special: dict[str, str] = {}
     if names_a_file(data.tokenizer):
         beside = Path(data.tokenizer).with_name(TEMPLATE)
         special = dict(words_beside(beside))
-    if data.template:
-        return ChatTemplate(_read_text(Path(data.template)), special)
     if beside is None:
         return None
     if beside.is_file():
@@ -180,9 +178,7 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise FileError(
-            f"cannot read the chat template {file}: {reason}\n  see data.template"
-        ) from None
+        raise FileError(f"cannot read the chat template {file}: {reason}") from None
 
 
 # ---------------------------------------------------------------- from records to conversations
@@ -214,7 +210,7 @@ def _texts_of(record: Record, template: ChatTemplate | None) -> list[tuple[str, 
         if template is None:
             raise FileError(
                 f"{record.where}: messages need a chat template, and the tokenizer has none\n"
-                f"  name one in data.template, or a data.tokenizer with a {TEMPLATE} beside it; "
+                f"  give a data.tokenizer with a {TEMPLATE} beside it; "
                 "lines with `prompt` and `completion` need none"
             )
         return template.write(messages, record.where)
@@ -225,7 +221,7 @@ def _texts_of(record: Record, template: ChatTemplate | None) -> list[tuple[str, 
                 raise FileError(f"{record.where}: `{key}` is not text: {text!r}")
         raise FileError(
             f"{record.where}: there are neither `messages` nor the texts `prompt` and `completion`; "
-            f"it has {few(content)}\n  set data.instructions=false to train on plain text"
+            f"it has {few(content)}\n  set data.format=text to train on plain text"
         )
     prompt, completion = map(str, pair)
     return [(prompt, False), (completion, True)]

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import mmap
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config import DataConfig, MixtureSource
+from penstock.config import DataConfig, MixtureSource, trained_words
 from penstock.errors import FileError
 from penstock.train.data.cache import (
     cache_files,
@@ -47,11 +49,20 @@ from penstock.train.data.chat import LEARNED, Marks, Tally
 from penstock.train.data.files import (
     ENCODED,
     ProgressBytes,
+    plain_texts,
     source_files,
 )
 from penstock.train.data.masking import Masking
-from penstock.train.data.tokenizer import TokenArray, Tokenizer, tokenizer_of
+from penstock.train.data.tokenizer import (
+    TOKENIZER,
+    TokenArray,
+    Tokenizer,
+    tokenizer_of,
+    train_tokenizer,
+)
 from penstock.view.numbers import short
+
+_log = logging.getLogger(__name__)
 
 
 class SequenceRef(NamedTuple):
@@ -168,7 +179,7 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
     except OSError as error:
         raise FileError(
             f"cannot read the token cache {row}: {error.strerror}\n"
-            "  data.cache names its folder"
+            "  it is beside the run's folder: name another run.folder"
         ) from None
     if marks is not None:
         corpus = cut_corpus(tokens, data, facts["digest"])
@@ -197,11 +208,29 @@ def open_validation(
 
 def validation_data(data: DataConfig) -> DataConfig | None:
     """Return data.validation as the sources of a corpus of its own; None without any."""
-    if not data.validation:
+    if not data.validation_files:
         return None
-    return replace(
-        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
-    )
+    return replace(data, sources=data.validation_files, validation=0.0)
+
+
+def byte_pairs(data: DataConfig) -> Path:
+    """Train byte pairs on the text of a config, as `bpe:16000` asks; the same text finds them again.
+
+    They are kept in the user's cache folder, under a name that follows from the files of the text.
+    """
+    words = trained_words(data.tokenizer)
+    files = [file for part in data.parts for file in source_files(part)]
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    known = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    digest = hashlib.sha256(repr((words, data.text_field, known)).encode()).hexdigest()[
+        :16
+    ]
+    home = Path(os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache")
+    file = home / "penstock" / f"bpe-{words}-{digest}" / TOKENIZER
+    if not file.is_file():
+        _log.info("training a tokenizer of %d words", words)
+        train_tokenizer(plain_texts(data), words, file)
+    return file
 
 
 def cut_corpus(
@@ -399,7 +428,7 @@ def open_text(
         try:
             sources.append(open_corpus(part, cache, watch))
         except FileError as error:
-            raise FileError(f"the source {name} of data.mixture: {error}") from None
+            raise FileError(f"the source {name} of data.sources: {error}") from None
     return mix_corpora(data, sources)
 
 
@@ -410,7 +439,7 @@ def mix_corpora(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
     names = _names(data.mixture)
     for name, source in zip(names, sources, strict=True):
         if source.trained < 1:
-            raise FileError(f"the source {name} of data.mixture has no sequence")
+            raise FileError(f"the source {name} of data.sources has no sequence")
     quotas = quotas_of([source.weight for source in data.mixture])
     content = "\n".join([*(source.digest for source in sources), *map(str, quotas)])
     first = sources[0]
@@ -432,7 +461,7 @@ def mix_corpora(data: DataConfig, sources: Sequence[Corpus]) -> Corpus:
 def _names(mixture: Sequence[MixtureSource]) -> tuple[str, ...]:
     """The names of the sources; those without a name are called after their files."""
     return tuple(
-        source.name or ", ".join(Path(one).name for one in source.sources)
+        source.name or ", ".join(Path(one).name for one in source.files)
         for source in mixture
     )
 

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from glob import glob
 from io import BytesIO
 from itertools import accumulate, chain, islice
 from pathlib import Path
@@ -120,6 +121,12 @@ MAGIC = {  # the first bytes of files that are not text
     b"%PDF-": "a PDF",
 }
 
+# Of the files that are read from folders.
+ENDINGS: tuple[str, ...] = (
+    *(".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+    *(".parquet", ".arrow"),
+)
+TRAIN_SPLIT = "train"  # of a folder that DatasetDict.save_to_disk wrote
 ProgressBytes = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
@@ -130,29 +137,29 @@ def source_files(data: DataConfig) -> list[Path]:
     """
     if not data.sources and data.instructions:
         raise FileError(
-            "data.instructions = true needs conversations\n  name their files in data.sources"
+            "data.format = chat needs conversations\n  name their files in data.sources"
         )
     if not data.sources:
         return sorted(_walk(Path(sysconfig.get_path("stdlib")), (".py",)))
-    endings = data.endings
+    endings = ENDINGS
     if data.instructions:  # Beside them there may be a README.
         endings = tuple(one for one in endings if _kind(Path(f"a{one}")) in RECORDS)
     files: list[Path] = []
-    for source in data.sources:
-        files += _files_of(source, endings, data.split)
+    for source in data.files:
+        files += _files_of(source, endings)
     for file in files:
         kind = _kind(file)
         if kind in BINARY:
             raise FileError(f"{file} is {BINARY[kind]}")
         if data.instructions and kind not in (*RECORDS, ENCODED):
             raise FileError(
-                f"{file} is plain text, but data.instructions = true asks for conversations\n"
+                f"{file} is plain text, but data.format = chat asks for conversations\n"
                 "  write them as lines of JSON (.jsonl) or as a table (.parquet, .arrow)"
             )
     return files
 
 
-def _files_of(source: str, endings: tuple[str, ...], split: str) -> list[Path]:
+def _files_of(source: str, endings: tuple[str, ...]) -> list[Path]:
     if not source.strip():
         raise FileError(
             "data.sources has a source without a name\n  name files or folders, "
@@ -161,6 +168,9 @@ def _files_of(source: str, endings: tuple[str, ...], split: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
+    matches = [Path(one) for one in sorted(glob(str(path), recursive=True))]
+    if matches and not path.exists():
+        return [one for one in matches if one.is_file()]
     if not path.is_dir():
         raise FileError(
             f"cannot read {source}: there is no such file or folder\n  see data.sources"
@@ -168,17 +178,17 @@ def _files_of(source: str, endings: tuple[str, ...], split: str) -> list[Path]:
     if (path / DATASET_DICT).is_file():
         # DatasetDict.save_to_disk wrote it; the other splits are for tests, not for training.
         splits = sorted(one.name for one in path.iterdir() if one.is_dir())
-        if split not in splits:
+        if TRAIN_SPLIT not in splits:
             raise FileError(
-                f"the dataset {path} has no split {split!r}; it has {', '.join(splits)}\n"
-                "  name another one in data.split"
+                f"the dataset {path} has no split {TRAIN_SPLIT!r}; it has {', '.join(splits)}\n"
+                f"  name the folder of another one in data.sources, such as {path / splits[0]}"
             )
-        path /= split
+        path /= TRAIN_SPLIT
     files = sorted(_walk(path, endings, everything=True))
     if not files:
         raise FileError(
             f"the folder {source} has no file that ends in {' '.join(endings)}\n"
-            "  name another folder in data.sources, or more endings in data.endings"
+            f"  name another folder in data.sources, or files with a pattern, such as {source}/*.rst"
         )
     return files
 
@@ -474,7 +484,7 @@ def conversations_of(dataset: Iterable[Any]) -> Iterator[Record]:
         if not isinstance(record.content, Mapping):
             raise FileError(
                 f"{record.where} is not a mapping with `messages`, or with `prompt` and `completion`, "
-                f"but {_in_words(record.content)}\n  set data.instructions=false to train on plain text"
+                f"but {_in_words(record.content)}\n  set data.format=text to train on plain text"
             )
         yield record
 
@@ -494,8 +504,8 @@ def encode_examples(
         return
     if data.segments:
         raise FileError(
-            f"data.segments = {data.segments} cuts texts into sentences, but {DATASET} brings tokens\n"
-            "  hand over texts, or set data.segments=0"
+            f"data.format = {data.format} cuts texts into sentences, but {DATASET} brings tokens\n"
+            "  hand over texts, or set data.format=text"
         )
     for one in values:
         yield _check_tokens(one, tokenizer, vocab)
