@@ -187,6 +187,7 @@ EXAMPLE_FILES = {
     "utils.py",
     "benchmarks/gpu/SCRIPT.py",
     "file.py",
+    "mine.py",
     "recipe.py",
     "code/rates.py",
 }
