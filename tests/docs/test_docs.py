@@ -214,6 +214,7 @@ EXAMPLE_FILES = {
     "utils.py",
     "benchmarks/gpu/SCRIPT.py",
     "file.py",
+    "mine.py",
     "recipe.py",
     "code/rates.py",
 }
