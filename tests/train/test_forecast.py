@@ -37,11 +37,13 @@ from penstock.measure.probe import Probe, load_of
 from penstock.measure.profile import Setup, measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.plan.candidates import Evaluator
+from penstock.plan.workload import Workload
 from penstock.runtime import spawn
 from penstock.runtime.recorder import Clock
 from penstock.sim import simulate_in_order, simulate_shared
 from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.before import profile as measuring
+from penstock.train.before import start
 from penstock.train.before.forecast import (
     PROFILE,
     forecast,
@@ -374,10 +376,13 @@ def test_pieces_are_timed_by_as_many_processes_as_will_run(monkeypatch):
         return RowProfiles((profile_of(),))
 
     monkeypatch.setattr(measuring, "profile_rows", note)
+    monkeypatch.setattr(start, "profile_rows", note)
     four = Plan(make("1f1b", ranks=4, microbatches=8), "1f1b", (1, 1, 1, 1))
     sizes = ModelConfig(layers=4, width=16, heads=2, kv_heads=2, inner=24, vocab=256)
-    profile_run(replace(on_cores, model=sizes), four, demo)
-    assert asked == [4]
+    config = replace(on_cores, model=sizes)
+    profile_run(config, four, demo)
+    start.measure_workload(Workload(4, 32, 8, devices=4, config=config), demo)
+    assert asked == [4, 4]
 
 
 def test_processes_that_time_their_own_pieces_are_no_load():
