@@ -43,7 +43,7 @@ from penstock.runtime.recorder import Clock
 from penstock.sim import simulate_in_order, simulate_shared
 from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.before import profile as measuring
-from penstock.train.before import start
+from penstock.train.before import start as starting
 from penstock.train.before.forecast import (
     PROFILE,
     forecast,
@@ -376,12 +376,12 @@ def test_pieces_are_timed_by_as_many_processes_as_will_run(monkeypatch):
         return RowProfiles((profile_of(),))
 
     monkeypatch.setattr(measuring, "profile_rows", note)
-    monkeypatch.setattr(start, "profile_rows", note)
+    monkeypatch.setattr(starting, "profile_rows", note)
     four = Plan(make("1f1b", ranks=4, microbatches=8), "1f1b", (1, 1, 1, 1))
     sizes = ModelConfig(layers=4, width=16, heads=2, kv_heads=2, inner=24, vocab=256)
     config = replace(on_cores, model=sizes)
     profile_run(config, four, demo)
-    start.measure_workload(Workload(4, 32, 8, devices=4, config=config), demo)
+    starting.measure_workload(Workload(4, 32, 8, devices=4, config=config), demo)
     assert asked == [4, 4]
 
 
