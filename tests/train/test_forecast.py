@@ -18,7 +18,14 @@ from penstock.cost import ModelCost, PausedCost, Profile, Seconds
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.network import Network
 from penstock.cost.placed import PlacedCost
-from penstock.cost.profile import REST, Point, block, enlarge, send_as
+from penstock.cost.profile import (
+    REST,
+    Point,
+    RowProfiles,
+    block,
+    enlarge,
+    send_as,
+)
 from penstock.errors import ShapeError
 from penstock.formats import write_profile
 from penstock.formats.profile_json import dump_profile, load_profile
@@ -30,15 +37,19 @@ from penstock.measure.probe import Probe, load_of
 from penstock.measure.profile import Setup, measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.plan.candidates import Evaluator
+from penstock.plan.workload import Workload
 from penstock.runtime import spawn
 from penstock.runtime.recorder import Clock
 from penstock.sim import simulate_in_order, simulate_shared
 from penstock.train.after.report import StepKind, Summary, render_report
+from penstock.train.before import profile as measuring
+from penstock.train.before import start as starting
 from penstock.train.before.forecast import (
     PROFILE,
     forecast,
     known_forecast,
     profile_mark,
+    profile_run,
 )
 from penstock.train.before.profile import ProfileRequest, subjects_of
 from penstock.train.history import StepRow
@@ -363,6 +374,20 @@ def test_pieces_are_timed_by_as_many_processes_as_will_run(monkeypatch):
     assert (demo.processors, demo.measurers) == (2, 4)
     # With four on each core, caches are as cold as they get.
     assert decide_placement(on_cores, 64).measurers == 8
+    asked = []
+
+    def note(request, rows, ranks, *_):
+        asked.append(ranks)
+        return RowProfiles((profile_of(),))
+
+    monkeypatch.setattr(measuring, "profile_rows", note)
+    monkeypatch.setattr(starting, "profile_rows", note)
+    four = Plan(make("1f1b", ranks=4, microbatches=8), "1f1b", (1, 1, 1, 1))
+    sizes = ModelConfig(layers=4, width=16, heads=2, kv_heads=2, inner=24, vocab=256)
+    config = replace(on_cores, model=sizes)
+    profile_run(config, four, demo)
+    starting.measure_workload(Workload(4, 32, 8, devices=4, config=config), demo)
+    assert asked == [4, 4]
 
 
 def test_processes_that_time_their_own_pieces_are_no_load():
