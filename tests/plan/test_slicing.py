@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-import runpy
-import time
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, pairwise, product
@@ -40,8 +39,9 @@ from penstock.plan.slices.cuts import check_lengths, evaluate_slices, latency_wi
 from penstock.plan.slices.uneven import search_exactly
 from penstock.schedules.transforms import recut, slice_tokens
 
-BATCHES = Path(__file__).parents[2] / "benchmarks" / "batches.py"
-best_batch = runpy.run_path(str(BATCHES))["best_batch"]
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from slicing import best_batch, long_table, tables_of
+
 DATA = json.loads(
     (Path(__file__).parents[1] / "data" / "terapipe.json").read_text(encoding="utf-8")
 )
@@ -233,42 +233,9 @@ def test_a_stopped_search_has_a_valid_bound():
 
 
 # ---------------------------------------------------------------- the official solver
-def official_tables(case: dict[str, Any]) -> dict[int, np.ndarray]:
-    """Return the solver's tables, [prefix, length - 1], by the formula of the data."""
-    points, hidden, op, c = (
-        case["tokens"] // GRAIN,
-        case["hidden"],
-        case["op"],
-        case["context"],
-    )
-    j, i = (GRAIN * axis.astype(float) for axis in np.indices((points, points)))
-    i += GRAIN
-    tables = {}
-    for b in range(1, case["batch"] + 1):
-        n = b * i
-        reduce = (
-            0.0 if op == 1 else 2 * (40e-6 + 4 * n * hidden * (op - 1) / op / 100e9)
-        )
-        flops = 24 * n * hidden**2 + 2 * b * hidden * i**2
-        forward = 150e-6 + flops / (112e12 * op * 0.45 * n / (n + 192)) + reduce
-        wire = 2 * (60e-6 + 2 * hidden * n / 3.125e9)
-        prefix = c[0] * b * i + c[1] * b * j + c[2] * b * i * j + c[3]
-        tables[b] = case["layers"] * (3 * forward + prefix) + wire
-    return tables
-
-
-def long_table(tokens: int, grain: int) -> np.ndarray:
-    i = grain * np.arange(1.0, tokens // grain + 1)
-    flops, share = 24 * i * 5120**2 + 2 * 5120 * i**2, 112e12 * 8 * 0.45 * i / (i + 192)
-    alone = 3 * (150e-6 + flops / share + 80e-6 + 4 * i * 5120 / 100e9) + 2 * (
-        60e-6 + 2 * 5120 * i / 3.125e9
-    )
-    return alone + np.outer(i - grain, 3 * 4 * 5120 * i / share)  # the prefix is linear
-
-
 @pytest.mark.parametrize("case", DATA["official"], ids=lambda case: case["name"])
 def test_the_official_solver_is_never_better_and_its_latency_is_reproduced(case):
-    tables = official_tables(case)
+    tables = tables_of(case)
     lengths = tuple(tokens // GRAIN for tokens in case["slices"])
     groups = [(case["rows"], lengths)] * (case["batch"] // case["rows"])
     given = {rows: [table] for rows, table in tables.items()}
@@ -482,39 +449,6 @@ def test_equal_stages_are_cut_alike_by_both_searches():
     assert slicing.exact
     assert slicing.latency == pytest.approx(
         best_cuts(times_from_table(one.forward[0], one.backward[0]), 6).latency
-    )
-
-
-# ---------------------------------------------------------------- speed
-def quickest(work: Callable[[], object], enough: float, tries: int = 12) -> float:
-    """Return the least CPU seconds of a few tries after a warm-up, so that other work on the machine does not count."""
-    work()
-    least = math.inf
-    for _ in range(tries):
-        begin = time.process_time()
-        work()
-        least = min(least, time.process_time() - begin)
-        if least < enough:
-            break
-    return least
-
-
-@pytest.mark.parametrize(
-    ("tokens", "grain", "most"),
-    [(8192, 8, 0.05), (131_072, 128, 0.2), (32_768, 8, 1.0)],
-)
-def test_long_sequences_are_cut_quickly(tokens, grain, most):
-    times = times_from_table(long_table(tokens, grain))
-    assert quickest(lambda: best_cuts(times, 40), most) < most
-
-
-@pytest.mark.parametrize("case", DATA["official"][:4], ids=lambda case: case["name"])
-def test_a_plan_takes_a_small_part_of_the_official_solvers_time(case):
-    tables = official_tables(case)
-    most = (case["least_cpu"] or case["cpu"]) / 50  # the benchmark has more than 100
-    work = {rows: times_from_table(table) for rows, table in tables.items()}
-    assert (
-        quickest(lambda: best_batch(work, case["batch"], case["stages"]), most) < most
     )
 
 
