@@ -807,14 +807,14 @@ def test_a_run_has_the_same_losses_with_a_proof_and_without(name, tmp_path, capl
     shape = {"slices": 2} if name == "seq1f1b" else {}
     with caplog.at_level(logging.INFO):
         proved = train(
-            job_of(tmp_path / "with", name, "run.steps=6", "run.prove=true", **shape)
+            job_of(tmp_path / "with", name, "run.steps=6", "run.checks=gradients", **shape)
         )
     assert any("2 stages match plain calls" in words for words in caplog.messages)
     caplog.clear()
     plain = train(job_of(tmp_path / "without", name, "run.steps=6", **shape))
     assert not any("proved" in words for words in caplog.messages)
     assert losses(proved) == losses(plain)
-    more = ("run.steps=8", "run.prove=true")
+    more = ("run.steps=8", "run.checks=gradients")
     job = job_of(tmp_path / "with", name, *more, resume=True, **shape)
     with caplog.at_level(logging.INFO):
         train(job)

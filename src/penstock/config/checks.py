@@ -216,8 +216,8 @@ RULES = (
             and c.processes > c.parallel.devices
         ),
         "parallel.devices = {parallel.devices}, but {schedule.name} needs {config.processes} "
-        "(ranks {parallel.pp} x copies {parallel.dp_replicate} x mesh {parallel.size}); "
-        "set parallel.devices=0, or fewer ranks or copies",
+        "(pp {parallel.pp} x dp_replicate {parallel.dp_replicate} x dp_shard {parallel.dp_shard} x tp {parallel.tp}); "
+        "set parallel.devices=0, or a smaller pp or dp_replicate",
     ),
     Rule(
         lambda c: c.schedule.skip and c.schedule.kind != AUTO,
