@@ -1,8 +1,8 @@
 """Compares the plan of `auto` with the schedules that people choose by hand, in real processes.
 
     python benchmarks/auto.py --out docs/results/auto/cpu.json                   two CPU workers, gloo
-    penstock testbed --workers 8 -- python benchmarks/auto.py --device cuda --out docs/results/auto/h200.json
-    penstock testbed --workers 8 --backend nccl -- python benchmarks/auto.py --device cuda --backend nccl \\
+    penstock lab testbed --workers 8 -- python benchmarks/auto.py --device cuda --out docs/results/auto/h200.json
+    penstock lab testbed --workers 8 --backend nccl -- python benchmarks/auto.py --device cuda --backend nccl \\
         --only 0,2 --out docs/results/auto/nccl.json
     python benchmarks/auto.py --kept             puts the tables of the three files into docs/results/planner.md
     python benchmarks/auto.py --quick            one small case on ranks that are threads; writes nothing

@@ -187,7 +187,7 @@ def random_paths(plan: PathPlan, seed: int) -> PathPlan:
 
 
 def best_full_pipelines(iterations: int) -> list[Row]:
-    """The comparison that `penstock paths` prints: each side has its own arrangement."""
+    """The comparison that `penstock lab paths` prints: each side has its own arrangement."""
     rows: list[Row] = []
     for name in "AB":
         parts = even_parts(6, CITED["instances"][name]["forward"])

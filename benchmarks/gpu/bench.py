@@ -2,7 +2,7 @@
 
 Most scripts run in a testbed, so that the ranks share the GPU side by side:
 
-    penstock testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
+    penstock lab testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
 
 Without a GPU, `--quick` runs a script on CPU workers with small sizes. That tests the script and measures nothing.
 """

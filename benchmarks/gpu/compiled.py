@@ -3,7 +3,7 @@
     python benchmarks/gpu/compiled.py --part alone --model 200m --out alone-200m.json
     python benchmarks/gpu/compiled.py --part alone --model 1b --out alone-1b.json
     python benchmarks/gpu/compiled.py --part alone --model wide --out alone-wide.json
-    penstock testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
+    penstock lab testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
     python benchmarks/gpu/compiled.py --kept        puts the tables of docs/results/h200 into docs/results/gpu.md
     python benchmarks/gpu/compiled.py --quick       both parts on a CPU with tiny sizes; writes nothing
 

@@ -1,6 +1,6 @@
 """Profiles a layer on one GPU: how well the curves fit, and the measurements behind `penstock.cost.gpus`.
 
-    penstock testbed --workers 8 -- python benchmarks/gpu/profiles.py --part fits --out profiles.json
+    penstock lab testbed --workers 8 -- python benchmarks/gpu/profiles.py --part fits --out profiles.json
     python benchmarks/gpu/profiles.py --part whole --out docs/results/h200/whole.json
     python benchmarks/gpu/profiles.py --kept       puts the table of docs/results/h200 into docs/results/gpu.md
     python benchmarks/gpu/profiles.py --quick      the fits of a tiny layer on a CPU; writes nothing

@@ -1,8 +1,8 @@
 """Times token slices on one GPU: one or two long sequences on eight workers, whole, in equal slices, and as planned.
 
-    penstock testbed --workers 8 -- python benchmarks/gpu/slices.py --profile profile.json     measures a layer first
+    penstock lab testbed --workers 8 -- python benchmarks/gpu/slices.py --profile profile.json     measures a layer first
     python benchmarks/gpu/slices.py --plan profile.json --plans plans/                         plans, anywhere
-    penstock testbed --workers 8 -- python benchmarks/gpu/slices.py --plans plans/ --out slices.json
+    penstock lab testbed --workers 8 -- python benchmarks/gpu/slices.py --plans plans/ --out slices.json
     python benchmarks/gpu/slices.py --kept         puts the table of docs/results/h200 into docs/results/gpu.md
     python benchmarks/gpu/slices.py --quick        all three on a CPU with tiny sizes; writes nothing
 

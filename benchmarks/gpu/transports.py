@@ -1,6 +1,6 @@
 """Times a pipeline over both transports of one GPU: its memory (penstock_ipc), and NCCL through sockets.
 
-    penstock testbed --workers 8 --backend nccl -- python benchmarks/gpu/transports.py --out transports.json
+    penstock lab testbed --workers 8 --backend nccl -- python benchmarks/gpu/transports.py --out transports.json
     python benchmarks/gpu/transports.py --kept     puts the tables of docs/results/h200 into docs/results/nccl.md
     python benchmarks/gpu/transports.py --quick    all once on two CPU workers over gloo; writes nothing
 

@@ -127,7 +127,7 @@ def test_planned_paths_are_explained_in_sentences_with_units():
     schedule = make("1f1b", ranks=2, microbatches=2)
     found = reasons_of(Plan(schedule, "paths", (), why), "paths.json").sentences
     assert found[1:] == (
-        "penstock paths planned it for a cluster, where a step takes 471.2 ms. No plan "
+        "penstock lab paths planned it for a cluster, where a step takes 471.2 ms. No plan "
         "under the same rules takes less than 440 ms; this one is 7.1% above that.",
         "Each micro-batch leaves out 1 part. A step that runs all parts takes 686.4 ms there.",
         "Each micro-batch is cut into 2 token slices.",

@@ -299,7 +299,7 @@ RULES = (
     Rule(
         lambda c: [] if _has_paths(c) else _changed_paths(c),
         "{it} in schedule.name = {schedule.name} is for schedules that leave out parts, and this one leaves out none: "
-        "take skip, a plan of `penstock paths`, or auto:skip=0.25",
+        "take skip, a plan of `penstock lab paths`, or auto:skip=0.25",
     ),
     Rule(
         lambda c: [

@@ -345,7 +345,7 @@ class ScheduleConfig:
 
     name: str = setting(
         AUTO,
-        "auto, which searches; a schedule with its shape (penstock list), such as hanayo:waves=2,slices=4,split; or a "
+        "auto, which searches; a schedule with its shape (penstock draw), such as hanayo:waves=2,slices=4,split; or a "
         "plan.json. auto:skip=0.25 may leave out layers; where parts are left out, such as in skip:share=0.25, "
         "warmup=100 and full=10 run all parts in the first 100 and in every 10th step",
         file=file_with_suffix,
@@ -368,7 +368,7 @@ class ScheduleConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether this is a schedule of `penstock list`, neither planned nor read from a file."""
+        """Whether this is a schedule of `penstock draw`, neither planned nor read from a file."""
         return self.kind != AUTO and not is_plan_file(self.name)
 
     @property

@@ -157,7 +157,7 @@ def _figures_of_paths(facts: dict[str, Fact]) -> list[str]:
     gap = facts.get("gap")
     if isinstance(makespan, int | float):
         unit = "step" if facts.get("passes", 1) == 1 else "pass"
-        line = f"penstock paths planned it for a cluster, where a {unit} takes {write_time(makespan)}"
+        line = f"penstock lab paths planned it for a cluster, where a {unit} takes {write_time(makespan)}"
         if isinstance(bound, int | float) and isinstance(gap, int | float):
             least = write_time(bound)
             line += f". No plan under the same rules takes less than {least}; this one is {gap:.1%} above that"
