@@ -72,7 +72,7 @@ test: $(COMPILED) ## run all tests; SETUP=none takes the packages that are insta
 	$(PYTEST) $(SIDE_BY_SIDE) $(if $(SETUP)$(TORCH),,--most-skips $(MOST_SKIPS))
 	if $(HAS_GPU); then $(MAKE) test-gpu; fi
 
-NCCL := $(PENSTOCK) testbed --workers 4 --backend nccl -- $(PY) -m pytest -m gpu tests/runtime/test_nccl.py -k
+NCCL := $(PENSTOCK) lab testbed --workers 4 --backend nccl -- $(PY) -m pytest -m gpu tests/runtime/test_nccl.py -k
 test-gpu: $(COMPILED) ## run the tests that need a GPU
 	$(PYTEST) -m gpu --ignore tests/runtime/test_nccl.py
 	$(NCCL) "not goes_wrong_ends"

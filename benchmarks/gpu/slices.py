@@ -1,6 +1,6 @@
 """Times token slices on one GPU: one or two long sequences on eight workers, whole, in equal slices, and as planned.
 
-    penstock lab testbed --workers 8 -- python benchmarks/gpu/slices.py --profile profile.json     measures a layer first
+    penstock lab testbed --workers 8 -- python benchmarks/gpu/slices.py --profile profile.json   measures a layer first
     python benchmarks/gpu/slices.py --plan profile.json --plans plans/                         plans, anywhere
     penstock lab testbed --workers 8 -- python benchmarks/gpu/slices.py --plans plans/ --out slices.json
     python benchmarks/gpu/slices.py --kept         puts the table of docs/results/h200 into docs/results/gpu.md
