@@ -22,7 +22,7 @@ class StepParts:
     computing: float
     idle: float  # waiting for other ranks, for messages and for all-reduces
     gathering: float  # of sharded weights
-    optimizer: float
+    optimizer: float  # with the reduce-scatter of sharded gradients before it
 
     def largest_saving(self, other: StepParts) -> tuple[str, float, float]:
         """The part that takes the most less here than in the other: its name, and both times."""
@@ -30,7 +30,7 @@ class StepParts:
             "computing": "computing",
             "idle": "idle time",
             "gathering": "weight all-gathers",
-            "optimizer": "the optimizer",
+            "optimizer": "the gradient reduce-scatter with the optimizer",
         }
         pairs = {
             text: (getattr(other, name), getattr(self, name))
