@@ -25,10 +25,11 @@ from penstock.train.job import Verdict
 from penstock.train.launch import forget_previous_end, read_failure, work
 
 CONFIG = """
-model = { layers = 1, width = 16, heads = 2, kv_heads = 2, inner = 16 }
-data = { sources = ["text.txt"], tokens = 8, batch = 2 }
-schedule = { name = "1f1b", ranks = 1, microbatches = 2 }
-run = { steps = 3, evaluate = 0, save = 0, timed = 0, prove = false, threads = 1 }
+model = { layers = 1, hidden_size = 16, heads = 2, kv_heads = 2, intermediate_size = 16 }
+data = { sources = ["text.txt"], seq_len = 8, global_batch = 2 }
+schedule = { name = "1f1b", microbatches = 2 }
+parallel = { pp = 1 }
+run = { steps = 3, eval_every = 0, save_every = 0, checks = "forecast,memory" }
 """
 CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 5000000000 bytes. Error code 12"
 GPU_FULL = "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 2 GiB"

@@ -123,7 +123,9 @@ def init_command(
     ] = False,
     changes: ConfigChanges = None,
 ) -> None:
-    """Write a config with a comment on every value. What it leaves out comes from the preset that it names.
+    """Write a config with a comment on every value.
+
+    What it leaves out comes from the preset that it names.
 
     Example: penstock init config.toml --from gpt2
     """
