@@ -38,15 +38,25 @@ from penstock.train.history import read_events, read_rows
 
 WORKERS, QUICK_WORKERS = 6, 2
 SETTINGS = (
-    *("model.layers=6", "model.width=64", "model.heads=4", "model.inner=128"),
-    *("data.tokens=64", "data.batch=12", "schedule.name=1f1b"),
-    *("schedule.microbatches=2", "run.evaluate=0", "run.timed=0"),
-    *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
-    *("run.save=20", "run.restarts=1000", "run.log=100", "run.steps=1000000"),
+    *(
+        "model.layers=6",
+        "model.hidden_size=64",
+        "model.heads=4",
+        "model.intermediate_size=128",
+    ),
+    *("data.seq_len=64", "data.global_batch=12", "schedule.name=1f1b"),
+    *("schedule.microbatches=2", "run.eval_every=0"),
+    *("run.device=cpu", "run.checks=memory"),
+    *(
+        "run.save_every=20",
+        "elastic.restarts=1000",
+        "run.log_every=100",
+        "run.steps=1000000",
+    ),
 )
 SHAPES = {
-    WORKERS: ("schedule.ranks=2", "schedule.copies=3"),
-    QUICK_WORKERS: ("schedule.ranks=1", "schedule.copies=2"),
+    WORKERS: ("parallel.pp=2", "parallel.dp_replicate=3"),
+    QUICK_WORKERS: ("parallel.pp=1", "parallel.dp_replicate=2"),
 }
 SECONDS = {10: 40.0, 30: 60.0, 90: 90.0}  # of a run, by the mean between kills
 BETWEEN = tuple(SECONDS)
@@ -83,9 +93,9 @@ def train(
 ) -> Outcome:
     """Run `penstock train` for a while, and kill a random worker at each of these moments."""
     words = [*SETTINGS, *SHAPES[workers], f"run.folder={folder}"]
-    words.append(f"run.elastic={str(elastic).lower()}")
+    words.append(f"elastic.mode={'on' if elastic else 'off'}")
     changes = [word for one in words for word in ("--set", one)]
-    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
+    command = [sys.executable, "-m", "penstock", "train", *changes]
     draw = random.Random(seed)
     log_file = folder.with_suffix(".log")
     with log_file.open("w") as log:

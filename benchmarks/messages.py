@@ -52,7 +52,7 @@ from penstock.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    PathsConfig,
+    ParallelConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -72,22 +72,31 @@ from penstock.train.loop import Trainer
 from penstock.train.weights import sizes_of
 
 VOCAB, RATE = 256, 3e-3
-MODEL = ModelConfig(layers=4, width=64, heads=4, kv_heads=4, inner=176, vocab=VOCAB)
-DATA = DataConfig(tokens=64, batch=16, held_out=0.02, tokenizer="bytes")
-RUN = RunConfig(evaluate=0, evaluations=8, save=0, timed=0, prove=False, threads=1)
+MODEL = ModelConfig(
+    layers=4,
+    hidden_size=64,
+    heads=4,
+    kv_heads=4,
+    intermediate_size=176,
+    vocab_size=VOCAB,
+)
+DATA = DataConfig(seq_len=64, global_batch=16, tokenizer="bytes")
+RUN = RunConfig(eval_every=0, save_every=0, checks="memory")
 MESSAGES = Config(
     MODEL,
     DATA,
-    ScheduleConfig(name="1f1b", ranks=4, microbatches=4),
-    OptimizerConfig(rate=RATE, warmup=20),
+    ScheduleConfig(name="1f1b", microbatches=4),
+    OptimizerConfig(lr=RATE, warmup_steps=20),
     RUN,
+    parallel=ParallelConfig(pp=4),
 )
 SUMMING = Config(
     MODEL,
-    replace(DATA, batch=8),
-    ScheduleConfig(name="1f1b", ranks=2, microbatches=2, copies=2),
-    OptimizerConfig(rate=RATE),
-    replace(RUN, evaluations=16),
+    replace(DATA, global_batch=8),
+    ScheduleConfig(name="1f1b", microbatches=2),
+    OptimizerConfig(lr=RATE),
+    RUN,
+    parallel=ParallelConfig(pp=2, dp_replicate=2),
 )
 KINDS = ("float32", "bfloat16", "int8", "int8, no feedback", "int8, all feedback")
 TIMED_KINDS = KINDS[:3]
@@ -151,8 +160,8 @@ SUM_KINDS = (
 def message_job(corpus: Corpus, folder: Path, kind: str, seed: int, steps: int) -> Job:
     """The run of one kind of messages."""
     kinds = kind.partition(",")[0]
-    run = replace(RUN, messages=kinds, seed=seed, steps=steps, log=steps)
-    sizes = sizes_of(MODEL, VOCAB, DATA.tokens)
+    run = replace(RUN, comm_dtype=kinds, seed=seed, steps=steps, log_every=steps)
+    sizes = sizes_of(MODEL, VOCAB, DATA.seq_len)
     plan = Plan(make("1f1b", ranks=4, microbatches=4), "1f1b")
     return Job(replace(MESSAGES, run=run), plan, sizes, corpus, folder)
 
@@ -161,17 +170,19 @@ def sum_job(corpus: Corpus, folder: Path, kind: Sum, seed: int, passes: int) -> 
     """The run of one kind of sums, over so many passes."""
     steps = passes // kind.passes
     warmup = min(WARM_UP_PASSES // kind.passes, steps - 1)
-    run = replace(SUMMING.run, seed=seed, steps=steps, log=steps)
+    run = replace(SUMMING.run, seed=seed, steps=steps, log_every=steps)
     config = replace(
         SUMMING,
-        data=replace(SUMMING.data, batch=SUMMING.data.batch * kind.passes),
-        optimizer=OptimizerConfig(rate=kind.rate, warmup=warmup),
-        paths=PathsConfig(sum_messages=kind.messages),
+        data=replace(
+            SUMMING.data, global_batch=SUMMING.data.global_batch * kind.passes
+        ),
+        optimizer=OptimizerConfig(lr=kind.rate, warmup_steps=warmup),
         run=replace(run, accumulate=kind.passes),
     )
-    sizes = sizes_of(MODEL, VOCAB, DATA.tokens)
+    sizes = sizes_of(MODEL, VOCAB, DATA.seq_len)
     schedule = make("1f1b", ranks=2, microbatches=2, copies=2)
-    return Job(config, Plan(schedule, "1f1b", sums=SUMS), sizes, corpus, folder)
+    plan = Plan(schedule, "1f1b", why=(("sum_messages", kind.messages),), sums=SUMS)
+    return Job(config, plan, sizes, corpus, folder)
 
 
 def train(
@@ -338,10 +349,10 @@ def with_differences(losses: Mapping[str, list[float]]) -> list[Row]:
 def tables(found: Found) -> dict[str, str]:
     def kilobytes(row: Row) -> str:
         """The size of a message between two ranks."""
-        rows = DATA.batch // 4
+        rows = DATA.global_batch // 4
         kind = row["kind"].partition(",")[0]
-        sent = sent_bytes(rows * MODEL.width * 4, rows, kind)
-        return f"{sent * DATA.tokens / 1e3:.1f}"
+        sent = sent_bytes(rows * MODEL.hidden_size * 4, rows, kind)
+        return f"{sent * DATA.seq_len / 1e3:.1f}"
 
     losses = {
         "held-out loss of each seed": "{each}",

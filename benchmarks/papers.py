@@ -52,20 +52,20 @@ TOKENS = 2048
 BERT = ModelConfig(
     family="gpt",
     layers=64,
-    width=2560,
+    hidden_size=2560,
     heads=64,
     kv_heads=64,
-    inner=4 * 2560,
-    vocab=30_522,
+    intermediate_size=4 * 2560,
+    vocab_size=30_522,
 )
 GPT = ModelConfig(
     family="gpt",
     layers=128,
-    width=1024,
+    hidden_size=1024,
     heads=16,
     kv_heads=16,
-    inner=4096,
-    vocab=50_257,
+    intermediate_size=4096,
+    vocab_size=50_257,
 )
 MODELS = {"BERT": BERT, "GPT": GPT}
 SCHEMES: dict[str, tuple[str, dict[str, int]]] = {

@@ -60,10 +60,20 @@ USUAL = (
     ("interleaved", (("chunks", 4),)),
 )
 LLAMA_7B = ModelConfig(
-    layers=32, width=4096, heads=32, kv_heads=32, inner=11_008, vocab=32_000
+    layers=32,
+    hidden_size=4096,
+    heads=32,
+    kv_heads=32,
+    intermediate_size=11_008,
+    vocab_size=32_000,
 )
 LLAMA_1B = ModelConfig(
-    layers=16, width=2048, heads=32, kv_heads=8, inner=8192, vocab=128_256
+    layers=16,
+    hidden_size=2048,
+    heads=32,
+    kv_heads=8,
+    intermediate_size=8192,
+    vocab_size=128_256,
 )
 
 
@@ -93,10 +103,9 @@ def workload_for(case: Case) -> Workload:
     config = replace(
         config,
         model=case.model,
-        data=replace(config.data, tokens=case.tokens, batch=case.batch),
-        schedule=replace(
-            config.schedule, ranks=case.ranks, microbatches=case.microbatches, copies=1
-        ),
+        data=replace(config.data, seq_len=case.tokens, global_batch=case.batch),
+        schedule=replace(config.schedule, microbatches=case.microbatches),
+        parallel=replace(config.parallel, pp=case.ranks, dp_replicate=1),
         run=replace(config.run, precision="bfloat16", device="cuda"),
     )
     hardware = Hardware(case.ranks, MEMORY * GIB)

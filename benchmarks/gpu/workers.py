@@ -26,17 +26,19 @@ from penstock.train.after.report import Summary, summarize_run
 WORKERS = 8
 MODELS = {
     # The layers, the embedding and the head divide evenly among eight ranks.
-    "63 layers of width 1,024": "layers=63 width=1024 heads=16 kv_heads=16 inner=2816",
-    "31 layers of width 2,048": "layers=31 width=2048 heads=16 kv_heads=16 inner=5632",
+    "63 layers of width 1,024": "layers=63 hidden_size=1024 heads=16 kv_heads=16 intermediate_size=2816",
+    "31 layers of width 2,048": "layers=31 hidden_size=2048 heads=16 kv_heads=16 intermediate_size=5632",
 }
-QUICK_MODELS = {"4 layers of width 32": "layers=4 width=32 heads=2 kv_heads=2 inner=48"}
+QUICK_MODELS = {
+    "4 layers of width 32": "layers=4 hidden_size=32 heads=2 kv_heads=2 intermediate_size=48"
+}
 COMMON = (
-    "--set data.tokens=1024 --set data.batch=32 --set run.precision=bfloat16 --set optimizer.rate=3e-4 "
-    "--set run.log=100 --set run.evaluate=0 --set run.save=0 --set run.timed=10"
+    "--set data.seq_len=1024 --set data.global_batch=32 --set run.precision=bfloat16 --set optimizer.lr=3e-4 "
+    "--set run.log_every=100 --set run.eval_every=0 --set run.save_every=0"
 )
 QUICK = (
-    "--set data.tokens=32 --set data.batch=4 --set run.device=cpu --set run.log=100 --set run.evaluate=0 "
-    "--set run.save=0 --set run.timed=4 --set run.prove=false"
+    "--set data.seq_len=32 --set data.global_batch=4 --set run.device=cpu --set run.log_every=100 "
+    "--set run.eval_every=0 --set run.save_every=0 --set run.checks=forecast,memory"
 )
 COLD = 4  # steps that are not counted
 COUNT = "import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)"
@@ -48,9 +50,9 @@ def settings_of(model: str, ranks: int, plan: Path, quick: bool) -> str:
     If there is no plan yet, auto plans what is open; a quick run takes 1F1B, because planning takes long.
     """
     sizes = " ".join(f"--set model.{word}" for word in model.split())
-    sizes += " --set model.vocab=8192"
+    sizes += " --set model.vocab_size=8192"
     microbatches = 2 * ranks if ranks > 1 or quick else 0
-    shape = f"--set schedule.ranks={ranks} --set schedule.microbatches={microbatches}"
+    shape = f"--set parallel.pp={ranks} --set schedule.microbatches={microbatches}"
     if plan.is_file():
         shape = f"--set schedule.name={plan}"
     elif quick:
@@ -62,13 +64,13 @@ def penstock(words: str, workers: int = 0) -> list[str]:
     """A command of Penstock, in a testbed if there are workers."""
     command = [sys.executable, "-m", "penstock"]
     if workers:
-        command += ["testbed", "--workers", str(workers), "--", *command]
+        command += ["lab", "testbed", "--workers", str(workers), "--", *command]
     return [*command, *words.split()]
 
 
 def train(folder: Path, settings: str, workers: int = 0) -> Summary:
     """Train with these settings; side by side in a testbed if there are workers."""
-    words = f"train {settings} --set run.folder={folder} --sample 0"
+    words = f"train {settings} --set run.folder={folder}"
     done = subprocess.run(
         penstock(words, workers), capture_output=True, text=True, check=False
     )

@@ -57,7 +57,7 @@ def undisturbed(
             name = f"step-{step:08d}"
             kept = other / str(number - 1) / "checkpoints" / name
             shutil.copytree(kept, stage / "checkpoints" / name)
-        run = replace(whole.config.run, save_every=0, prove=False)
+        run = replace(whole.config.run, save_every=0, checks="memory")
         job = replace(
             whole,
             plan=plan,

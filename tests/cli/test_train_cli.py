@@ -130,9 +130,7 @@ def makespans_of(page: str) -> list[str]:
 def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(  # noqa: PLR0915
     text, here, monkeypatch, capsys
 ):
-    done = run(
-        text, "train config.toml --set run.checks=forecast,gradients,memory"
-    )
+    done = run(text, "train config.toml --set run.checks=forecast,gradients,memory")
     assert done.code == 0, done.err
     folder = text / "runs" / "config"
     rows = read_rows(folder)
@@ -232,7 +230,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
 ):
     process = start(
         text,
-        "train config.toml --set run.steps=30 --set run.save_every=5 --set run.timed=0",
+        "train config.toml --set run.steps=30 --set run.save_every=5",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 7)
@@ -260,7 +258,7 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
 def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
     process = start(
         text,
-        "train config.toml --set run.steps=400 --set run.save_every=0 --set run.timed=0",
+        "train config.toml --set run.steps=400 --set run.save_every=0",
     )
     folder = text / "runs" / "config"
     wait_for(folder, 4)
@@ -448,7 +446,7 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
     sys.platform != "linux", reason="workers are forks of one process only there"
 )
 def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
-    line = "train config.toml --set run.steps=4000 --set run.save_every=0 --set run.timed=0"
+    line = "train config.toml --set run.steps=4000 --set run.save_every=0"
     process = start(text, line, session=True)
     wait_for(text / "runs" / "config", 2)
     os.killpg(process.pid, signal.SIGTERM)

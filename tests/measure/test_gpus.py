@@ -188,7 +188,9 @@ def test_what_is_unknown_is_refused():
 def test_the_command_writes_a_profile_without_measuring(monkeypatch, capsys, tmp_path):
     run = partial(called, monkeypatch, capsys)
     file = tmp_path / "h100.json"
-    line = f"profile llama-1b --gpu h100 --set model.vocab_size=32000 --ranks 16 -o {file}"
+    line = (
+        f"profile llama-1b --gpu h100 --set model.vocab_size=32000 --ranks 16 -o {file}"
+    )
     code, _, error = run(line)
     assert code == 0, error
     profile = load_profile(file.read_text())

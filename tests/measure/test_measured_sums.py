@@ -27,7 +27,7 @@ from virtual_time import ShapedComm
 TINY = (
     "tiny --set parallel.pp=2 --set model.hidden_size=32 --set model.layers=3 --set model.heads=4 "
     "--set model.kv_heads=2 "
-    "--set model.intermediate_size=48 --set run.threads=1 --quick"
+    "--set model.intermediate_size=48 --quick"
 )
 MEGABYTE = 1e6
 

@@ -555,7 +555,7 @@ def test_a_mistake_is_one_message(run, line):
 TINY = (
     "tiny --set parallel.pp=2 --set model.hidden_size=32 --set model.layers=3 --set model.heads=4 "
     "--set model.kv_heads=2 "
-    "--set model.intermediate_size=48 --set run.threads=1 --quick"
+    "--set model.intermediate_size=48 --quick"
 )
 
 

@@ -361,7 +361,9 @@ def test_segments_of_a_bert_arrive_on_the_gpu_as_on_the_cpu(tmp_path):
     (tmp_path / "a.txt").write_text(
         "".join(f"the {n % 7} cats sat on {n % 5} mats.\n\n" for n in range(900))
     )
-    data = DataConfig(sources=(str(tmp_path / "a.txt"),), seq_len=32, segments=2)
+    data = DataConfig(
+        sources=(str(tmp_path / "a.txt"),), seq_len=32, format="text:segments=2"
+    )
     masking = Masking(256, 256, 0.15, ())
     corpus = replace(open_corpus(data, tmp_path), masking=masking)
     batches = [

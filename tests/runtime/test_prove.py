@@ -807,7 +807,9 @@ def test_a_run_has_the_same_losses_with_a_proof_and_without(name, tmp_path, capl
     shape = {"slices": 2} if name == "seq1f1b" else {}
     with caplog.at_level(logging.INFO):
         proved = train(
-            job_of(tmp_path / "with", name, "run.steps=6", "run.checks=gradients", **shape)
+            job_of(
+                tmp_path / "with", name, "run.steps=6", "run.checks=gradients", **shape
+            )
         )
     assert any("2 stages match plain calls" in words for words in caplog.messages)
     caplog.clear()

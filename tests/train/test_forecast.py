@@ -383,7 +383,14 @@ def test_pieces_are_timed_by_as_many_processes_as_will_run(monkeypatch):
     monkeypatch.setattr(measuring, "profile_rows", note)
     monkeypatch.setattr(starting, "profile_rows", note)
     four = Plan(make("1f1b", ranks=4, microbatches=8), "1f1b", (1, 1, 1, 1))
-    sizes = ModelConfig(layers=4, width=16, heads=2, kv_heads=2, inner=24, vocab=256)
+    sizes = ModelConfig(
+        layers=4,
+        hidden_size=16,
+        heads=2,
+        kv_heads=2,
+        intermediate_size=24,
+        vocab_size=256,
+    )
     config = replace(on_cores, model=sizes)
     profile_run(config, four, demo)
     starting.measure_workload(Workload(4, 32, 8, devices=4, config=config), demo)

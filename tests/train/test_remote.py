@@ -261,7 +261,7 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
     tmp_path, monkeypatch, capsys
 ):
     file = write_config(tmp_path)
-    quick = "--set parallel.pp=1 --set run.prove=false --set run.timed=0"
+    quick = "--set parallel.pp=1 --set run.checks=forecast,memory"
     line = f"train {file} {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(
         monkeypatch, capsys, f"{line} --set run.steps=3 --resume=auto"
@@ -289,7 +289,7 @@ def test_the_command_line_resumes_a_run_whose_folder_is_gone(
 def test_the_command_line_mends_a_damaged_checkpoint_from_the_storage(
     tmp_path, monkeypatch, capsys, caplog
 ):
-    quick = "--set parallel.pp=1 --set run.prove=false --set run.timed=0"
+    quick = "--set parallel.pp=1 --set run.checks=forecast,memory"
     line = f"train {write_config(tmp_path)} {quick} --set run.folder={tmp_path}/run"
     code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=3")
     assert code == 0, err
