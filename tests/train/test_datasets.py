@@ -13,7 +13,6 @@ from penstock.config import DataConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.train.data.cache import encode_dataset
 from penstock.train.data.corpus import open_corpus
-from penstock.train.data.files import source_files
 from penstock.train.data.stream import TextStream
 
 datasets = pytest.importorskip("datasets")
