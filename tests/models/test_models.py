@@ -588,6 +588,14 @@ def test_a_tied_weight_is_said_to_live_in_the_first_and_last_part_and_nothing_el
     assert shared_names(split((OURS | THEIRS)[name](), (4,))) == {}
 
 
+def test_two_parameters_with_one_memory_in_two_parts_are_refused():
+    model = gpt_pair()[1]
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    split(copy.deepcopy(model), (4,))  # one part holds both
+    with pytest.raises(ShapeError, match=r"wte.weight \(part 0\).* with one memory"):
+        split(model, (2, 2))
+
+
 def test_a_part_made_without_memory_and_then_given_some_keeps_its_tie():
     with torch.device("meta"):
         model = OURS["gpt"]()

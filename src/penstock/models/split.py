@@ -403,6 +403,7 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
         part.tied_buffers = tied_buffers
         _fill(part, model)
         parts.append(part)
+    _refuse_common_memory(parts)
     shared = shared_names(parts)
     for part in parts:
         part.shared = shared
@@ -421,6 +422,25 @@ def shared_names(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
         for name in part_parameters(part):
             owners[name] = (*owners.get(name, ()), index)
     return {name: indices for name, indices in owners.items() if len(indices) > 1}
+
+
+def _refuse_common_memory(parts: Sequence[Part]) -> None:
+    """Refuse parameters of two parts that are not one parameter, but have one memory.
+
+    A model in one piece trains both in the same place. Its parts may be on different devices, where nobody would tell
+    one of the other.
+    """
+    owners: dict[int, tuple[int, str]] = {}
+    for index, part in enumerate(parts):
+        for name, parameter in part_parameters(part).items():
+            address = 0 if parameter.is_meta else parameter.data_ptr()
+            owner, first = owners.setdefault(address, (index, name))
+            if address and first != name and owner != index:
+                raise ShapeError(
+                    f"{first} (part {owner}) and {name} (part {index}) are two parameters with one memory, as after a "
+                    "weight norm of a tied layer\n  use one parameter for both, or give one of them a copy: "
+                    "nn.Parameter(weight.detach().clone())"
+                )
 
 
 def _check(partition: tuple[int, ...], layers: int) -> None:
