@@ -81,7 +81,9 @@ def text(tmp_path):
     lines = [f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000)]
     (tmp_path / "text.txt").write_text("".join(lines))
     config = SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
-    config = config.replace('"hanayo"', '"1f1b"\ncopies = 2')
+    config = config.replace('"hanayo"', '"1f1b"').replace(
+        "[parallel]", "[parallel]\ndp_replicate = 2"
+    )
     config = config.replace("microbatches = 4", "microbatches = 2")
     (tmp_path / "config.toml").write_text(config)
     return tmp_path

@@ -25,7 +25,9 @@ def write_run(folder: Path, address: str, workers: int) -> None:
     folder.mkdir()
     (folder / "text.txt").write_text("".join(lines))
     config = SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
-    config = config.replace('"hanayo"', '"1f1b"\ncopies = 2')
+    config = config.replace('"hanayo"', '"1f1b"').replace(
+        "[parallel]", "[parallel]\ndp_replicate = 2"
+    )
     config = config.replace("microbatches = 4", "microbatches = 2")
     config = config.replace("steps = 12", f"steps = {STEPS}\nsilence = 300")
     config = config.replace("save = 3", "save = 50\nrestarts = 0")

@@ -521,7 +521,7 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         train config.toml --set model.heads=5  =>  width must be a multiple of heads
         train huge  =>  there is neither a file nor a preset huge
         train nothere --resume  =>  name the folder of a run, such as runs/tiny
-        train config.toml --set schedule.rank=3  =>  did you mean 'ranks'
+        train config.toml --set schedule.rank=3  =>  did you mean 'lora.rank'
         train config.toml --set schedule.partition=[1,1,1,1,1]  =>  schedule.partition has 5 layers
         train config.toml --set schedule.partition=[2,2]  =>  is for 2 parts and 4 layers, but there are 4 parts
         generate nowhere  =>  nowhere has no checkpoint

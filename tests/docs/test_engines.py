@@ -82,7 +82,7 @@ def test_a_template_asks_torchrun_for_a_run_that_our_command_line_takes(
     given = command.make_context(name, rest).params
     assert str(given["source"]).endswith("config.toml")
     assert list(given["changes"]) == [f"run.folder={tmp_path / 'run'}"]
-    assert given["resume_if_any"]
+    assert given["resume"] == "auto"
 
 
 def test_kubeflow_knows_every_field_of_the_template():

@@ -405,7 +405,7 @@ def test_a_forward_that_changes_its_module_is_refused_where_it_runs_again():
         CountingItself(),
         "the gradient of plain.weight",
         "cause: recomputation\n",
-        "run.recompute=false",
+        "run.recompute=none",
         **REC,
     )
     refused(Counting(), "cause: token slices\n", schedule=ZB, sliced=True)
@@ -616,7 +616,7 @@ def test_a_plain_call_without_memory_gets_a_warning():
         "stage 1 on rank 1 is not proven: there is not enough memory" in words
         for words in proof.warnings
     )
-    assert str(proof).endswith("1 of 3 stages are not proven, as the warnings say")
+    assert str(proof).endswith("1 of 3 stages were not checked, as the warnings say")
 
 
 def test_a_stage_without_memory_for_two_rows_is_proven_on_one():

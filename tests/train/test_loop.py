@@ -277,7 +277,8 @@ def test_a_rank_has_memory_for_its_own_parts_alone():
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(
-        ConfigError, match=r"model.vocab_size = 10 is less than the tokenizer's 31"
+        ConfigError,
+        match=r"model.vocab_size = 10 is less than the vocabulary size of the tokenizer, 31",
     ):
         sizes_of(ModelConfig(vocab_size=10), 31, 8)
     with pytest.raises(ShapeError, match="2 parts, but the schedule has 4"):

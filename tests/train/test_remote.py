@@ -253,7 +253,7 @@ def write_config(folder: Path) -> Path:
     )
     file = folder / "config.toml"
     config = SMALL_CONFIG.replace("[data]", f'[data]\nsources = ["{text}"]')
-    file.write_text(config + f'checkpoints = "file://{folder}/bucket"\n')
+    file.write_text(config + f'checkpoint_url = "file://{folder}/bucket"\n')
     return file
 
 

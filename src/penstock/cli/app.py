@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "init": (
         "model:init_command",
-        "Write a config with a comment on every value. What it leaves out comes from the preset that it names.",
+        "Write a config with a comment on every value.",
     ),
     "train": (
         "model:train_command",
