@@ -1,9 +1,7 @@
-"""One syntax for everything with a shape: `name:key=value,...`, in commands, configs and tables.
+"""One syntax for a name with its shape: `name:key=value,...`.
 
-    hanayo:waves=2,slices=4,split      a schedule
-    auto:skip=0.25                     a search
-    cosine:min=0.1      wsd:0.2        a learning-rate schedule
-    bpe:16000                          a tokenizer to train
+    hanayo:waves=2,slices=4,split      a schedule; it is the first to be written so
+    bpe:16000                          the same for anything else that has a shape
 
 A key without a value is a switch. A value without a key, as in `bpe:16000`, belongs to the first key.
 """
